@@ -1,0 +1,102 @@
+"""The one command grammar: `python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from tost_lm.config.section import Section, load_config, to_toml
+from tost_lm.errors import ConfigError, TostError
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def run_program(
+    main: Callable[[Path, AnySection], None],
+    *,
+    name: str,
+    doc: str,
+    takes: Literal["CONFIG", "RUN"],
+    config: type[AnySection],
+    arguments: Sequence[str] | None = None,
+) -> NoReturn:
+    """Read the command line, build the configuration, call `main(path, config)` and exit.
+
+    `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
+    (run folder, step folder or export), where `config` holds only the program's own settings. `--dry-run` prints
+    the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on stderr),
+    130 interrupted by Ctrl-C, 1 with a traceback for a defect of ours.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in words or "-h" in words:
+        print(help_text(name, doc, takes, config))
+        sys.exit(0)
+    try:
+        path, overrides, dry_run = _parse(name, takes, words)
+        settings = load_config(config, path if takes == "CONFIG" else None, overrides)
+        if dry_run:
+            print(to_toml(settings), end="")
+        else:
+            main(path, settings)
+    except TostError as error:
+        _exit_with_lines(error)
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\ninterrupted; the same command goes on from what is complete", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error
+    sys.exit(0)
+
+
+def help_text(name: str, doc: str, takes: str, config: type[Section]) -> str:
+    """What `--help` prints: the program's docstring, the grammar and every setting with type, default and meaning."""
+    lines = [doc.strip(), "", f"usage: python -m {name} {takes} [section.key=value …] [--help] [--dry-run]", ""]
+    lines += _setting_lines(config, "")
+    return "\n".join(lines)
+
+
+def _parse(name: str, takes: str, words: list[str]) -> tuple[Path, list[str], bool]:
+    flags = [word for word in words if word.startswith("-")]
+    unknown = [flag for flag in flags if flag != "--dry-run"]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: unknown flag; settings are written section.key=value, see --help")
+    rest = [word for word in words if word not in flags]
+    if not rest or "=" in rest[0]:
+        raise ConfigError(f"python -m {name} needs a {takes} before any section.key=value, see --help")
+    return Path(rest[0]), rest[1:], bool(flags)
+
+
+def _exit_with_lines(error: TostError) -> NoReturn:
+    if int(os.environ.get("RANK", "0")) > 0:
+        # Every rank finds the same mistake; the launcher ends the others as soon as one leaves, so rank 0 goes first.
+        time.sleep(5)
+        sys.exit(EXIT_BAD_INPUT)
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from _setting_lines(inner, f"{prefix}{name}.")
+        else:
+            default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+            yield f"  {prefix}{name}  ({_type_name(inner)}, {default})\n      {field.description}"
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in get_args(annotation) if part is not NoneType)
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

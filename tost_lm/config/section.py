@@ -1,0 +1,138 @@
+"""The base of every configuration section, and how a tree of sections is read from TOML and overrides."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tost_lm.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A frozen group of settings. Each field's docstring is its line in `--help`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_config(section: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
+    """Read a TOML file, lay `section.key=value` overrides over it and validate the tree.
+
+    Raises:
+        ConfigError: the file cannot be read, or one line for each wrong key or value, all at once.
+    """
+    tree = _read_toml(path) if path else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate(section, tree, where=str(path) if path else "command line")
+
+
+def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> AnySection:
+    """Build `section` from plain values. Raises ConfigError with a line per problem, each starting with `where`."""
+    try:
+        # JSON mode: strict about types, yet lists and nested tables are accepted as TOML gives them.
+        return section.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        lines = [f"{where}: {_explain(section, problem)}" for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def to_toml(config: Section) -> str:
+    """The whole tree as TOML, defaults included, in the order of the fields."""
+    lines: list[str] = []
+    tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json"))]
+    for name, table in tables:
+        if name:
+            lines += ["", f"[{name}]"]
+        for key, value in table.items():
+            if isinstance(value, dict):
+                tables.append((f"{name}.{key}" if name else key, value))
+            elif value is not None:
+                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def differences(old: Section, new: Section) -> list[str]:
+    """One line `path: old → new` for every setting in which two configurations of one class differ."""
+    old_values, new_values = dict(_leaves(old.model_dump())), dict(_leaves(new.model_dump()))
+    return [f"{path}: {old_values[path]!r} → {new_values[path]!r}" for path in old_values
+            if old_values[path] != new_values[path]]  # fmt: skip
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+        raise ConfigError(f"{path}: no such configuration file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a TOML file: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    *parents, key = path.split(".")
+    if not equals or not all([*parents, key]):
+        raise ConfigError(f"{override}: an override is written section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{override}: {parent} is a value, not a section")
+    tree[key] = value
+
+
+def _explain(section: type[Section], problem: Any) -> str:
+    location = [part for part in problem["loc"] if isinstance(part, str)]
+    path = ".".join(location) or "the whole"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_beside(section, location)
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = ".".join([*location[:-1], near[0]]) if near else _elsewhere(section, location[-1])
+        return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
+    if problem["type"] == "missing":
+        return f"{path}: must be set"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    # A message from a check over several settings names them itself.
+    return message if problem["type"] == "value_error" else f"{path}: {message}, got {problem['input']!r}"
+
+
+def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
+    for part in location[:-1]:
+        inner = section.model_fields[part].annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, Section)
+        section = inner
+    return list(section.model_fields)
+
+
+def _elsewhere(section: type[Section], key: str) -> str | None:
+    """The path of a key of that name in another section of the tree."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section) and key in inner.model_fields:
+            return f"{name}.{key}"
+    return None

@@ -1,0 +1,53 @@
+"""Files that are either whole or absent: hashing, writing aside and renaming."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def folder_aside(path: Path) -> Path:
+    """A fresh, empty sibling of folder `path` to build it in; what an interrupted build left there is removed."""
+    aside = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def publish_folder(aside: Path, path: Path) -> None:
+    """Flush every file of `aside` to disk and make it the folder `path`, in place of an older one."""
+    for file in aside.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    aside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,3 @@
+"""The version of tost_lm, recorded in what it writes."""
+
+VERSION = "0.1.0"
