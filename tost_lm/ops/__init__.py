@@ -1,0 +1,6 @@
+"""The operator as pure functions of tensors."""
+
+from tost_lm.ops.causal import causal_tssa, tssa_step
+from tost_lm.ops.naive import Membership, TssaState, tssa
+
+__all__ = ["Membership", "TssaState", "causal_tssa", "tssa", "tssa_step"]

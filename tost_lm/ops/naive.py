@@ -1,0 +1,113 @@
+"""TSSA as the formulas say it, in plain PyTorch: the truth every faster path is compared with.
+
+Source: Token Statistics Transformer (arXiv 2412.17810) and its released language model.
+Shapes: B sequences, T tokens, H heads, D channels per head, N documents (N = B unless packed).
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Membership = Literal["energy-share", "energy-mean", "uniform"]
+
+ENERGY_FLOOR = 1e-12
+MASS_FLOOR = 1e-8
+
+
+class TssaState(NamedTuple):
+    """All that TSSA keeps of the past, per document: 2·H·D + H statistics (and a token count).
+
+    float64 for float64 inputs, float32 otherwise.
+    """
+
+    energy: Tensor
+    """Σ w², [N, H, D]."""
+    weighted_energy: Tensor
+    """Σ Π·w², [N, H, D]."""
+    mass: Tensor
+    """Σ Π, [N, H]."""
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Tokens seen, [N], int64."""
+
+    @staticmethod
+    def empty(documents: int, heads: int, channels: int, like: Tensor) -> "TssaState":
+        """The state before the first token, on `like`'s device, in the statistics dtype of `like`."""
+        zeros = torch.zeros(documents, heads, channels, device=like.device, dtype=statistics_dtype(like))
+        count = torch.zeros(documents, device=like.device, dtype=torch.int64)
+        return TssaState(zeros, zeros.clone(), zeros[..., 0].clone(), count)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, else float32: statistics, scores and memberships are never kept in less."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def token_scores(
+    w_sq_BTHD: Tensor,
+    energy_BTHD: Tensor,
+    count_BT: Tensor,
+    temp_H: Tensor,
+    bias_BTH: Tensor | None,
+    membership: Membership,
+) -> Tensor:
+    """z = temp · Σ_d(w²/S1 + bias) of each token and head, [B, T, H]; S1 and the count include the token itself."""
+    shares_BTHD = w_sq_BTHD / energy_BTHD.clamp_min(ENERGY_FLOOR)
+    if membership == "energy-share":
+        z_BTH = shares_BTHD.sum(-1)
+        if bias_BTH is not None:  # the bias sits inside the sum over channels
+            z_BTH = z_BTH + bias_BTH * w_sq_BTHD.shape[-1]
+    else:
+        z_BTH = shares_BTHD.mean(-1) * count_BT[..., None]
+        if bias_BTH is not None:
+            z_BTH = z_BTH + bias_BTH
+    return temp_H * z_BTH
+
+
+def memberships(z_BTH: Tensor, membership: Membership) -> Tensor:
+    """Π: the share of each head in each token, [B, T, H]; sums to 1 over heads."""
+    return torch.full_like(z_BTH, 1 / z_BTH.shape[-1]) if membership == "uniform" else z_BTH.softmax(-1)
+
+
+def causal_tssa(
+    w_BTHD: Tensor,
+    temp_H: Tensor,
+    bias_BTH: Tensor | None,
+    membership: Membership,
+    initial_state: TssaState,
+) -> tuple[Tensor, TssaState]:
+    """Causal TSSA of B separate documents, each going on from its state; y [B, T, H, D] and the state after T."""
+    dtype = statistics_dtype(w_BTHD)
+    w_sq_BTHD = w_BTHD.to(dtype).square()
+    count_BT = initial_state.count[:, None] + torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device)
+    energy_BTHD = initial_state.energy[:, None] + w_sq_BTHD.cumsum(1)
+    bias_BTH = None if bias_BTH is None else bias_BTH.to(dtype)
+    pi_BTH = memberships(
+        token_scores(w_sq_BTHD, energy_BTHD, count_BT, temp_H.to(dtype), bias_BTH, membership), membership
+    )
+    weighted_BTHD = initial_state.weighted_energy[:, None] + (pi_BTH[..., None] * w_sq_BTHD).cumsum(1)
+    mass_BTH = initial_state.mass[:, None] + pi_BTH.cumsum(1)
+    second_moment_BTHD = weighted_BTHD / (mass_BTH + MASS_FLOOR)[..., None]
+    y_BTHD = -(pi_BTH[..., None] * w_BTHD.to(dtype)) / (1 + second_moment_BTHD)
+    state = TssaState(energy_BTHD[:, -1], weighted_BTHD[:, -1], mass_BTH[:, -1], count_BT[:, -1])
+    return y_BTHD.to(w_BTHD.dtype), state
+
+
+def tssa(w_BTHD: Tensor, temp_H: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """Bidirectional TSSA, the paper's operator.
+
+    Args:
+        w_BTHD: the projected tokens.
+        temp_H: temperature of each head.
+        mask_BT: True where a token is real; padding has no influence and gets 0. None: all are real.
+
+    Returns:
+        y [B, T, H, D] in the dtype of `w_BTHD`.
+    """
+    dtype = statistics_dtype(w_BTHD)
+    real_BT11 = 1 if mask_BT is None else mask_BT.to(dtype)[..., None, None]
+    w = w_BTHD.to(dtype) * real_BT11
+    energy_B1HD = w.square().sum(1, keepdim=True).clamp_min(ENERGY_FLOOR)
+    pi_BTH1 = (temp_H.to(dtype) * (w.square() / energy_B1HD).sum(-1)).softmax(-1)[..., None] * real_BT11
+    second_moment_B1HD = (pi_BTH1 * w.square()).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
+    return (-pi_BTH1 * w / (1 + second_moment_B1HD)).to(w_BTHD.dtype)
