@@ -1,0 +1,90 @@
+"""Presets, initial weights, state, and what the model refuses."""
+
+import pytest
+import torch
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.model import ModelConfig, TostLM
+
+
+def config(**settings) -> ModelConfig:
+    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 16, "layer_scale": 1.0}
+    return validate(ModelConfig, {**small, **settings}, "test")
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59)],
+)
+def test_presets_have_the_published_parameter_counts(preset: str, millions: float):
+    with torch.device("meta"):
+        model = TostLM(validate(ModelConfig, {"preset": preset}, "test"))
+    assert round(model.parameter_count() / 1e6, 2) == millions
+
+
+def test_a_key_beside_a_preset_wins():
+    chosen = validate(ModelConfig, {"preset": "tost-base", "layers": 3}, "test")
+    assert (chosen.layers, chosen.width, chosen.layer_scale) == (3, 768, 1e-5)
+
+
+def test_weights_are_drawn_as_published():
+    torch.manual_seed(0)
+    settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5}
+    model = TostLM(config(**settings))
+    for name, p in model.named_parameters():
+        end = name.rsplit(".", 2)[-2:]
+        if end[-1] == "gamma":
+            assert (p == 1e-5).all()
+        elif end[-1] == "temp" or end[0].endswith("norm"):
+            assert (p == 1).all()
+        elif end[-1] == "denom_bias":
+            assert (p == 0).all()
+        else:
+            std = 0.02 / 16**0.5 if end[0] == "out_proj" else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(p.mean().item()) < 0.05 * std + 3e-4, name
+
+
+def test_the_head_is_the_embedding():
+    model = TostLM(config())
+    with torch.no_grad():
+        model.embedding.weight[7] = 0
+    assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
+
+
+@pytest.mark.parametrize("mixer", ["tssa", "softmax"])
+@pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [11, 1]])
+def test_pieces_chained_by_state_are_one_piece(mixer: str, pieces: list[int]):
+    torch.manual_seed(0)
+    model = TostLM(config(mixer=mixer)).double()
+    tokens = torch.randint(50, (2, 12))
+    logits, state = [], None
+    for piece in tokens.split(pieces, 1):
+        out = model(piece, state=state)
+        logits.append(out.logits)
+        state = out.state
+    assert state is not None
+    assert state.position == 12
+    torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits, rtol=1e-11, atol=1e-12)
+
+
+def test_ignored_labels_are_not_counted():
+    model = TostLM(config())
+    tokens = torch.randint(50, (1, 6))
+    labels = tokens.clone()
+    labels[0, 3:] = -100
+    expected = torch.nn.functional.cross_entropy(model(tokens).logits[0, :3], tokens[0, :3])
+    torch.testing.assert_close(model(tokens, labels=labels).loss, expected)
+
+
+def test_more_tokens_than_positions_are_refused():
+    model = TostLM(config())
+    state = model(torch.zeros(1, 10, dtype=torch.int64)).state
+    with pytest.raises(ConfigError, match=r"17 tokens .*model\.max_positions = 16"):
+        model(torch.zeros(1, 7, dtype=torch.int64), state=state)
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ConfigError, match=r"model\.width 32 is not divisible by model\.heads 5"):
+        config(heads=5)

@@ -1,0 +1,53 @@
+"""A block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x))."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from tost_lm.model.config import ModelConfig
+from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
+from tost_lm.model.tssa import TssaMixer
+from tost_lm.ops import TssaState
+
+MixerState = TssaState | KeyValueState
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel around a branch of the block."""
+
+    def __init__(self, width: int, initial: float):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), initial))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * self.gamma
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.in_proj = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.out_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.out_proj(gelu(self.in_proj(x_BTC)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mixer = TssaMixer(config) if config.mixer == "tssa" else SoftmaxMixer(config)
+        self.mixer_scale = _layer_scale(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mlp = Mlp(config)
+        self.mlp_scale = _layer_scale(config)
+
+    def forward(self, x_BTC: Tensor, state: MixerState | None, position: int) -> tuple[Tensor, MixerState]:
+        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, position)
+        x_BTC = x_BTC + self.mixer_scale(mixed_BTC)
+        return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC))), new_state
+
+
+def _layer_scale(config: ModelConfig) -> nn.Module:
+    return LayerScale(config.width, config.layer_scale) if config.layer_scale else nn.Identity()
