@@ -1,0 +1,1 @@
+"""Programs that turn a corpus into a tokenizer and token shards."""
