@@ -1,0 +1,36 @@
+"""The learning rate of each step, and which parameters decay."""
+
+import math
+
+import pytest
+import torch
+
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.optim.adamw import build_adamw, learning_rate
+from tost_lm.optim.config import OptimConfig
+
+CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+
+
+def test_rate_rises_linearly_then_falls_as_half_a_cosine_to_its_end():
+    rates = [learning_rate(step, 15, CONFIG) for step in range(15)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[9] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 2)))
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_only_matrices_decay():
+    settings = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True}
+    model = TostLM(validate(ModelConfig, settings, "test"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_adamw(model, OptimConfig(lr=0.5, weight_decay=0.1))
+    denom_bias = dict(model.named_parameters())["blocks.0.mixer.denom_bias"]
+    for p in model.parameters():
+        torch.nn.init.ones_(p) if p.dim() == 1 or p is denom_bias else None
+        p.grad = torch.zeros_like(p)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    decayed = {name for name, p in model.named_parameters() if not torch.equal(p, start[name])}
+    assert decayed == {name for name, p in before.items() if p.dim() == 2 and "denom_bias" not in name}

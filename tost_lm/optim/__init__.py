@@ -1,0 +1,1 @@
+"""AdamW, its parameter groups and its schedule."""

@@ -1,0 +1,1 @@
+"""The only place that knows of ranks: process groups and DeepSpeed."""

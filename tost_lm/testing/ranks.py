@@ -1,0 +1,85 @@
+"""Run a function on several gloo ranks, forked from one server that has torch and DeepSpeed loaded."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "deepspeed"]
+
+
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call `fn(*args)` on `world_size` gloo processes that share a process group; the results in order of rank.
+
+    `fn` and `args` must be picklable (a function at a module's top level). The ranks meet through a file, not a
+    port, and compute with one thread each.
+
+    Raises:
+        RuntimeError: a rank failed (its traceback is in the message) or did not finish within `timeout_s`.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for a device once, when the server imports it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="tost_lm_ranks_") as folder:
+        ranks = [
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, args)) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, Path(folder), timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # What DeepSpeed reads. Not RANK and WORLD_SIZE: those would say that a launcher's store is there.
+    os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        outcome = (True, fn(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    aside = Path(folder, f"{rank}.tmp")
+    aside.write_bytes(pickle.dumps(outcome))
+    aside.rename(Path(folder, f"{rank}.result"))
+    if not outcome[0]:
+        os._exit(1)  # peers may be waiting for this rank: leave without a collective farewell
+
+
+def _collect(ranks: list[Any], folder: Path, timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks):
+            deadline = min(deadline, time.monotonic() + 2)  # its peers may have something to say
+        multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=0.5)
+    outcomes = [_outcome(rank, process, folder, timeout_s) for rank, process in enumerate(ranks)]
+    # A rank that died comes first: the tracebacks of its peers only say that it is gone.
+    failures = sorted((report for ok, report in outcomes if not ok), key=lambda report: "died" not in report[:20])
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [result for _, result in outcomes]
+
+
+def _outcome(rank: int, process: Any, folder: Path, timeout_s: float) -> tuple[bool, Any]:
+    path = folder / f"{rank}.result"
+    if path.exists():
+        ok, result = pickle.loads(path.read_bytes())
+        return ok, result if ok else f"rank {rank} failed:\n{result}"
+    if process.is_alive():
+        return False, f"rank {rank} is still running after at most {timeout_s} s"
+    return False, f"rank {rank} died with exit code {process.exitcode}"
