@@ -1,0 +1,57 @@
+"""Pre-train a language model.
+
+    torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
+    python -m pretrain.train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
+
+Reads a shard folder, writes runs/NAME: config.toml, env.json, log.txt, metrics.jsonl, wandb/ (offline unless
+WANDB_MODE says otherwise) and checkpoints/. A run that has a checkpoint goes on from the newest valid one.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tost_lm.config import run_program
+from tost_lm.errors import ConfigError
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.run_folder import claim_run_folder, steps_behind
+
+if TYPE_CHECKING:
+    from tost_lm.data.shards import Shards
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def main(path: Path, config: PretrainConfig) -> None:
+    config.accumulation(WORLD_SIZE)  # says what is wrong before anything is loaded
+    if find_spec("deepspeed") is None:
+        raise ConfigError("training needs DeepSpeed: pip install 'tost-lm[train]'")
+    from tost_lm.data.shards import Shards
+
+    shards = Shards.open(config.data.folder)
+    resume_from = claim_run_folder(config, shards.fingerprint, RANK)
+    if resume_from and steps_behind(resume_from) >= config.last_step:
+        if RANK == 0:
+            print(f"reusing {resume_from}: nothing is left to train up to step {config.last_step}")
+        return
+    check_vocabulary(config, shards)
+    if RANK == 0:
+        shards.verify()
+    from tost_lm.training.loop import train
+
+    train(config, shards, resume_from)
+
+
+def check_vocabulary(config: PretrainConfig, shards: "Shards") -> None:
+    """Raises ConfigError when the shards hold tokens that the model has no embedding for."""
+    if shards.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {shards.vocab_size} pieces: "
+            f"set model.vocab_size to at least {shards.vocab_size}"
+        )
+
+
+if __name__ == "__main__":
+    run_program(main, name="pretrain.train", doc=__doc__ or "", takes="CONFIG", config=PretrainConfig)

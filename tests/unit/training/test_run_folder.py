@@ -1,0 +1,102 @@
+"""What a run folder may be taken for: the same run, another one, or none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.model import TostLM
+from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.run_folder import (
+    claim_run_folder,
+    drop_metrics_after,
+    step_folder,
+    steps_behind,
+    write_progress,
+    write_run_folder,
+)
+
+SETTINGS: dict[str, Any] = {
+    "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
+    "data": {"folder": "shards"},
+    "train": {"steps": 9, "batch_sequences": 12, "micro_batch_sequences": 2, "sequence_tokens": 8},
+    "run": {"name": "r"},
+}
+
+
+def config(**sections: dict[str, Any]) -> PretrainConfig:
+    tree = {name: {**SETTINGS.get(name, {}), **sections.get(name, {})} for name in {**SETTINGS, **sections}}
+    return validate(PretrainConfig, tree, "test")
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with checkpoints after 3 and 6 steps on shards "abc"."""
+    monkeypatch.chdir(tmp_path)
+    write_run_folder(config(), world_size=1, device="cpu")
+    for steps in (3, 6):
+        model = TostLM(config().model)
+        write_checkpoint(
+            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), b"t",
+            lambda folder, steps=steps: write_progress(folder, steps, "abc"),
+        )  # fmt: skip
+    return Path("runs/r")
+
+
+def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
+    found = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc", rank=0)
+    assert found is not None
+    assert found == step_folder(run, 6)
+    assert steps_behind(found) == 6
+
+
+def test_other_settings_and_other_shards_are_refused():
+    with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: False → True\ntrain\.steps: 9 → 10"):
+        claim_run_folder(config(train={"steps": 10}, model={"bias": True}), "abc", rank=0)
+    with pytest.raises(CheckpointError, match="was trained on other shards"):
+        claim_run_folder(config(), "xyz", rank=0)
+
+
+def test_restart_sets_the_other_run_aside_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+    restart = config(run={"if_changed": "restart"}, train={"steps": 10})
+    assert claim_run_folder(restart, "abc", rank=1) is None
+    assert run.exists()
+    assert claim_run_folder(restart, "abc", rank=0) is None
+    assert "train.steps: 9 → 10" in capsys.readouterr().out
+    assert not run.exists()
+    (aside,) = Path("runs").iterdir()
+    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*")) == before
+
+
+def test_restart_does_not_touch_what_is_no_run(run: Path):
+    (run / "config.toml").unlink()
+    with pytest.raises(ConfigError, match="no run folder"):
+        claim_run_folder(config(run={"if_changed": "restart"}), "abc", rank=0)
+    assert run.exists()
+
+
+def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert drop_metrics_after(path, 5) == 0.0
+    rows = [{"step": step, "seconds": 2.0 * step} for step in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sec')
+    assert drop_metrics_after(path, 6) == 12.0
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:6]
+
+
+def test_the_batch_must_be_shared_out_evenly():
+    assert [config().accumulation(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 ranks × train\.micro_batch_sequences 2 = 8"):
+        config().accumulation(4)
+
+
+def test_a_bfloat16_zero_2_recipe_is_read_whole():
+    chosen = config(train={"dtype": "bfloat16"}, parallel={"zero_stage": 2}, optim={"lr": 1e-3})
+    assert (chosen.train.dtype, chosen.parallel.zero_stage, chosen.optim.lr, chosen.optim.beta2) == (
+        "bfloat16", 2, 1e-3, 0.95,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The pre-training run: settings, run folder, checkpoints, metrics and the loop."""

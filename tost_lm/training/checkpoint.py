@@ -1,0 +1,51 @@
+"""Training checkpoints: a model folder with the optimizer's state beside the weights, by parameter name.
+
+Every tensor is whole and float32, so a checkpoint resumes on any number of ranks and ZeRO stage.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tost_lm.data.shards import Shards
+from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.model.config import ModelConfig
+from tost_lm.parallel import zero
+from tost_lm.parallel.world import is_rank_0
+from tost_lm.training.run_folder import steps_behind, write_progress
+
+
+def save(engine: Any, folder: Path, config: ModelConfig, steps: int, shards: Shards) -> None:
+    """Gather weights and optimizer state (all ranks together, tensor by tensor) and let rank 0 write them."""
+    writes = is_rank_0()
+    weights = {name: tensor for name, tensor in zero.full_weights(engine) if writes}
+    moments = {f"{key}/{name}": tensor for name, key, tensor in zero.full_moments(engine) if writes}
+    if not writes:
+        return
+
+    def write_optimizer(aside: Path) -> None:
+        save_file(moments, aside / "optimizer.safetensors")
+        write_progress(aside, steps, shards.fingerprint)
+
+    write_checkpoint(folder, config, weights, shards.tokenizer().model_bytes, write_optimizer)
+
+
+def restore(engine: Any, folder: Path) -> int:
+    """Put a checkpoint's weights and optimizer state into a fresh engine; the number of steps it has behind it."""
+    step = steps_behind(folder)
+    weights = load_file(folder / "model.safetensors")
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        moments = ((name, key, file.get_tensor(f"{key}/{name}")) for key, name in (k.split("/") for k in file.keys()))  # noqa: SIM118
+        zero.restore(engine, weights, moments, step)
+    return step
+
+
+def prune(run_folder: Path, keep: int) -> None:
+    """Let rank 0 delete all but the newest `keep` checkpoints."""
+    if not is_rank_0():
+        return
+    for folder in sorted((run_folder / "checkpoints").glob("step_*"))[:-keep]:
+        shutil.rmtree(folder)

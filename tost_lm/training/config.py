@@ -1,0 +1,103 @@
+"""All settings of a pre-training run."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError
+from tost_lm.model.config import ModelConfig
+from tost_lm.optim.config import OptimConfig
+from tost_lm.parallel.config import ParallelConfig
+
+
+class TrainingDataConfig(Section):
+    """What to train on."""
+
+    folder: Path
+    """A shard folder written by data_prep.build_shards; its tokenizer travels with it."""
+
+
+class TrainConfig(Section):
+    """How much is trained, in which portions."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps."""
+    batch_sequences: int = Field(gt=0)
+    """Sequences of one step, over all ranks and micro-batches."""
+    micro_batch_sequences: int = Field(gt=0)
+    """Sequences that a rank holds at once; the rest of its share is accumulated."""
+    sequence_tokens: int = Field(gt=1)
+    """Tokens of a sequence; at most model.max_positions."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
+    seed: int = Field(default=0, ge=0)
+    """Of the initial weights and of the order of the data."""
+
+
+class RunConfig(Section):
+    """Where and how the run is carried out; nothing here changes what is trained, so it may differ on resuming."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run folder is runs/NAME."""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """What to compute on; auto takes the first that is there."""
+    log_every: int = Field(default=10, gt=0)
+    """Steps between progress lines and rows of metrics.jsonl."""
+    checkpoint_every: int = Field(default=1000, gt=0)
+    """Steps between checkpoints; the last step always leaves one."""
+    keep_checkpoints: int = Field(default=3, gt=0)
+    """How many of the newest checkpoints are kept."""
+    stop_step: int | None = Field(default=None, gt=0)
+    """Leave with a checkpoint after this step, as for a job's limit; the same run goes on from there later."""
+    if_changed: Literal["refuse", "restart"] = "refuse"
+    """When the folder holds a run of other settings or shards: say so and exit, or set it aside and begin anew."""
+
+
+class PretrainConfig(Section):
+    """What `pretrain.train` reads from a file of `configs/pretrain/`."""
+
+    model: ModelConfig
+    data: TrainingDataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    run: RunConfig
+
+    @model_validator(mode="after")
+    def _sequence_fits_positions(self) -> "PretrainConfig":
+        if self.train.sequence_tokens > self.model.max_positions:
+            raise ValueError(
+                f"train.sequence_tokens {self.train.sequence_tokens} is longer than model.max_positions "
+                f"{self.model.max_positions}: raise the one or lower the other"
+            )
+        return self
+
+    @property
+    def run_folder(self) -> Path:
+        return Path("runs") / self.run.name
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.train.batch_sequences * self.train.sequence_tokens
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this launch leaves."""
+        return min(self.train.steps, self.run.stop_step or self.train.steps)
+
+    def without_run(self) -> "PretrainConfig":
+        """These settings with `run` as the defaults have it: what two launches of one run must agree on."""
+        return self.model_copy(update={"run": RunConfig(name=self.run.name)})
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per rank and step. Raises ConfigError when the batch cannot be shared out evenly."""
+        train = self.train
+        portion = world_size * train.micro_batch_sequences
+        if train.batch_sequences % portion:
+            raise ConfigError(
+                f"train.batch_sequences {train.batch_sequences} is not divisible by {world_size} ranks × "
+                f"train.micro_batch_sequences {train.micro_batch_sequences} = {portion}"
+            )
+        return train.batch_sequences // portion

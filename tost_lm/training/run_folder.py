@@ -1,0 +1,137 @@
+"""The folder of a run: the settings it was made with, its environment, its log and metrics."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tost_lm.config import differences, load_config, to_toml
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.files import write_whole
+from tost_lm.model.checkpoint import find_checkpoint
+from tost_lm.training.config import PretrainConfig
+from tost_lm.version import VERSION
+
+PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
+
+
+def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, rank: int) -> Path | None:
+    """The newest valid checkpoint to go on from, or None when the run begins (anew).
+
+    Raises:
+        ConfigError: the folder holds a run of other settings (a line for each), or something that is no run.
+        CheckpointError: the run's checkpoints are all damaged, or were trained on other shards.
+    With `run.if_changed = "restart"`, rank 0 sets such a run aside instead.
+    """
+    folder = config.run_folder
+    if not (folder / "config.toml").exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: exists and is no run folder (it has no config.toml); choose another run.name")
+        return None
+    try:
+        return _checkpoint_of_same_run(config, shards_fingerprint, warn=print if rank == 0 else _say_nothing)
+    except (ConfigError, CheckpointError) as error:
+        if config.run.if_changed == "refuse":
+            raise
+        if rank == 0:
+            aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+            print("\n".join([f"starting anew, the earlier run is set aside as {aside}:", *str(error).splitlines()]))
+            folder.rename(aside)
+        return None
+
+
+def _checkpoint_of_same_run(
+    config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None]
+) -> Path | None:
+    folder = config.run_folder
+    changed = differences(load_config(PretrainConfig, folder / "config.toml").without_run(), config.without_run())
+    if changed:
+        lines = [f"{folder}: this run was made with other settings; choose another run.name or undo the change"]
+        raise ConfigError("\n".join(lines + changed))
+    if not any((folder / "checkpoints").glob("step_*")):
+        return None
+    checkpoint = find_checkpoint(folder, warn)
+    if _progress(checkpoint)["shards_fingerprint"] != shards_fingerprint:
+        raise CheckpointError(
+            f"{checkpoint}: was trained on other shards than {config.data.folder} holds now; choose another run.name"
+        )
+    return checkpoint
+
+
+def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
+    """Record the settings and the environment of this launch."""
+    write_whole(config.run_folder / "config.toml", to_toml(config))
+    environment = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "tost_lm": VERSION,
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": device,
+        "cpu_count": os.cpu_count(),
+        "world_size": world_size,
+        "command": sys.argv[1:],
+    }
+    write_whole(config.run_folder / "env.json", json.dumps(environment, indent=1))
+
+
+def drop_metrics_after(path: Path, step: int) -> float:
+    """Keep the rows of metrics.jsonl up to `step`, so that a resumed run logs no step twice.
+
+    Returns:
+        The seconds of training that the kept rows record.
+    """
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break  # the line that a killed run was writing
+    kept = [row for row in rows if row["step"] <= step]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return kept[-1]["seconds"] if kept else 0.0
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where a run's checkpoint after `step` steps lies."""
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def write_progress(checkpoint: Path, steps: int, shards_fingerprint: str) -> None:
+    """Record in a checkpoint folder how far it is, and on which tokens."""
+    text = json.dumps({"steps": steps, "shards_fingerprint": shards_fingerprint})
+    (checkpoint / "training.json").write_text(text)
+
+
+def steps_behind(checkpoint: Path) -> int:
+    """The optimizer steps that a training checkpoint has behind it."""
+    return _progress(checkpoint)["steps"]
+
+
+def _progress(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "training.json").read_text())
+
+
+def _say_nothing(line: str) -> None: ...
+
+
+def _git_commit() -> str | None:
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
