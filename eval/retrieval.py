@@ -1,0 +1,45 @@
+"""Needle-in-a-haystack grid of a checkpoint, length by depth, with its control (protocol needle@words).
+
+    python -m eval.retrieval runs/demo
+
+Writes eval/needle@words/results.json (scores of each cell) and examples.jsonl (a row an example).
+"""
+
+import time
+from pathlib import Path
+
+from tost_lm.config import run_program
+from tost_lm.evaluation.config import RetrievalConfig
+
+
+def main(path: Path, config: RetrievalConfig) -> None:
+    from tost_lm.evaluation.subject import NEEDLE, Subject, pick_device, write_rows
+
+    started = time.monotonic()
+    subject = Subject.find(path)
+    shards = subject.open_shards(config.heldout.shards)
+    identity = subject.identity(config, shards)
+    if subject.reusable(NEEDLE, identity):
+        return
+
+    import tost_lm
+    from tost_lm.evaluation.needle import CHANCE, NeedleTask, model_scorer, run_grid
+
+    tokenizer = shards.tokenizer()
+    model = tost_lm.load(subject.checkpoint, pick_device())
+    task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), model.config.max_positions)
+    cells, rows = run_grid(task, model_scorer(model, tokenizer.vocab_size))
+    print("choice accuracy (exact match), and the same without the needle:")
+    for cell in cells:
+        print(
+            f"length {cell['length']:>6}  depth {cell['depth']:<5g} "
+            f"{cell['choice_accuracy']:6.1%} ({cell['exact_accuracy']:.1%})   "
+            f"{cell['control_choice_accuracy']:6.1%} ({cell['control_exact_accuracy']:.1%})"
+        )
+    write_rows(subject.results_path(NEEDLE).with_name("examples.jsonl"), rows)
+    results = {"mixer": model.config.mixer, "chance": CHANCE, "cells": cells}
+    subject.write_results(NEEDLE, identity, started, results)
+
+
+if __name__ == "__main__":
+    run_program(main, name="eval.retrieval", doc=__doc__ or "", takes="RUN", config=RetrievalConfig)

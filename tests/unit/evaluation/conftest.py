@@ -1,0 +1,81 @@
+"""A small text with its tokenizer and shards, and tiny models."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tost_lm.config import to_toml, validate
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.shards import Shards, build_shards
+from tost_lm.data.tokenizers import Tokenizer, train_tokenizer
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.checkpoint import write_checkpoint
+
+TEXTS = [
+    f"Page {number}. The lines of this page are short.\n" + "They say little! Do they?\nNo. " * (3 + number % 4)
+    for number in range(60)
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    words = "The secret word of Anna Ben is apple river table green music.\n"
+    return Tokenizer(train_tokenizer([*TEXTS, *[words] * 50], 330))
+
+
+@pytest.fixture(scope="session")
+def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    tree = {
+        "corpus": {"source": str(folder / "corpus.jsonl"), "heldout_share": 0.3},
+        "tokenizer": {"path": "unused", "vocab_size": 330},
+        "shards": {"folder": str(folder / "shards")},
+    }
+    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer, lambda *_: None)
+    return Shards.open(folder / "shards")
+
+
+@pytest.fixture
+def make_model():
+    """Tiny models whose logits are well apart: weights far wider than for training, biases that are not 0."""
+
+    def make(mixer: str = "tssa", vocab_size: int = 40, max_positions: int = 16) -> TostLM:
+        tree = {
+            "mixer": mixer, "layers": 2, "heads": 2, "width": 16, "vocab_size": vocab_size,
+            "max_positions": max_positions, "layer_scale": 1.0,
+        }  # fmt: skip
+        torch.manual_seed(0)
+        model = TostLM(validate(ModelConfig, tree, "test"))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("denom_bias"):
+                    parameter.normal_(std=0.1)
+                elif parameter.dim() == 2:
+                    parameter.mul_(20 if "blocks" in name else 10)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model) -> Path:
+    """A run of 100 steps, as training leaves it: settings, environment, metrics and one checkpoint."""
+    run = tmp_path / "run"
+    model = make_model(vocab_size=tokenizer.vocab_size)
+    write_checkpoint(run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer.model_bytes)
+    tables = {
+        "model": to_toml(model.config),
+        "data": f"folder = {json.dumps(str(shards.folder))}",
+        "train": "steps = 100\nbatch_sequences = 2\nsequence_tokens = 16",
+        "run": 'name = "tiny"',
+    }
+    (run / "config.toml").write_text("\n".join(f"[{name}]\n{table}\n" for name, table in tables.items()))
+    (run / "env.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2"}, "command": ["a", "b|c"]}))
+    rows = [
+        {"step": step, "loss": 6 - step / 50, "tokens": step * 32, "seconds": step / 10} for step in range(10, 101, 10)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11')
+    return run

@@ -1,0 +1,88 @@
+"""Generation from the state gives what recomputing the whole text for every token gives."""
+
+import pytest
+import torch
+
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation.generation import generate, state_bytes
+
+PROMPT = [1, 7, 23, 5]
+NO_STOP = 10**6
+MIXERS = pytest.mark.parametrize("mixer", ["tssa", "softmax"])
+
+
+def go_on(model, tokens: int = 12, temperature: float = 0.0, seed: int = 0, stop_id: int = NO_STOP, vocab_size=40):
+    return generate(model, PROMPT, tokens, temperature, seed, stop_id, vocab_size)
+
+
+@torch.inference_mode()
+def recomputed(model, tokens: int, vocab_size: int) -> list[int]:
+    ids = list(PROMPT)
+    for _ in range(tokens):
+        best, second = model(torch.tensor([ids])).logits[0, -1, :vocab_size].topk(2).values
+        assert best - second > 1e-3, "the comparison means nothing where two ids are equally likely"
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1, :vocab_size].argmax()))
+    return ids[len(PROMPT) :]
+
+
+@MIXERS
+def test_greedy_equals_recomputing_every_prefix(make_model, mixer):
+    model = make_model(mixer)
+    ids = go_on(model)
+    assert ids == recomputed(model, 12, vocab_size=40)
+    assert len(set(ids)) > 2
+
+
+@MIXERS
+def test_rows_of_a_padded_vocabulary_are_never_chosen(make_model, mixer):
+    model = make_model(mixer)
+    highest = max(go_on(model))
+    ids = go_on(model, vocab_size=highest)
+    assert ids == recomputed(model, 12, vocab_size=highest)
+    assert max(ids) < highest
+
+
+def test_it_ends_before_the_stop_id(make_model):
+    model = make_model()
+    ids = go_on(model)
+    assert go_on(model, stop_id=ids[5]) == ids[: ids.index(ids[5])]
+
+
+def test_draws_repeat_with_their_seed(make_model):
+    model = make_model()
+    drawn = [tuple(go_on(model, temperature=2.0, seed=seed)) for seed in (0, 0, 1, 2)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def test_a_low_temperature_is_greedy(make_model):
+    model = make_model()
+    assert go_on(model, temperature=1e-4) == go_on(model)
+
+
+def test_draws_follow_the_softmax(make_model):
+    model = make_model()
+    with torch.inference_mode():
+        expected = torch.softmax(model(torch.tensor([PROMPT])).logits[0, -1] / 4, dim=-1)
+    drawn = torch.tensor([go_on(model, tokens=1, temperature=4.0, seed=seed)[0] for seed in range(400)])
+    shares = torch.bincount(drawn, minlength=40) / 400
+    assert (shares - expected).abs().max() < 4 * 0.5 / 20
+
+
+def test_the_positions_are_a_limit(make_model):
+    model = make_model(max_positions=16)
+    assert len(go_on(model, tokens=12)) == 12
+    with pytest.raises(ConfigError, match=r"4 tokens of prompt and 13 new ones pass the model's positions \(16\)"):
+        go_on(model, tokens=13)
+
+
+@torch.inference_mode()
+def test_the_state_of_tssa_does_not_grow(make_model):
+    size = {
+        (mixer, tokens): state_bytes(make_model(mixer)(torch.ones(1, tokens, dtype=torch.int64)).state)
+        for mixer in ("tssa", "softmax")
+        for tokens in (2, 16)
+    }
+    # Two layers of 2·16 + 2 float32 statistics and an int64 count; two layers of keys and values of 16 channels.
+    assert size["tssa", 2] == size["tssa", 16] == 2 * ((2 * 16 + 2) * 4 + 8)
+    assert size["softmax", 16] == 8 * size["softmax", 2] == 16 * 2 * 2 * 16 * 4

@@ -1,0 +1,196 @@
+"""The report: one page that needs nothing else, honest about what is missing, small or out of date."""
+
+import base64
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.evaluation.config import GenerateConfig
+from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, Subject
+
+NASTY = (
+    'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
+)
+
+
+def baseline(name: str, bits: float, lower_by: float) -> dict[str, Any]:
+    return {
+        "name": name, "bits_per_byte": bits, "model_lower_by": lower_by, "model_lower_by_standard_error": 0.01,
+    }  # fmt: skip
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    HELDOUT: {
+        "model": {
+            "documents": 3, "tokens": 1000, "bytes": 2500, "nats_per_token": 4.25, "perplexity_per_token": 70.1,
+            "bits_per_byte": 2.4525, "bits_per_byte_standard_error": 0.0123,
+        },
+        "baselines": [
+            baseline("byte unigram", 4.5, 2.0475), baseline("byte bigram", 2.46, 0.0075),
+            baseline("byte trigram", 2.2, -0.2525),
+        ],
+        "baseline_training_bytes": 123456,
+    },
+    NEEDLE: {
+        "mixer": "tssa",
+        "chance": 0.1,
+        "cells": [
+            {
+                "length": length, "depth": depth, "samples": 8, "choice_accuracy": 0.25, "exact_accuracy": 0.125,
+                "control_choice_accuracy": 0.0, "control_exact_accuracy": 0.0,
+            }
+            for length in (64, 128) for depth in (0.0, 1.0)
+        ],
+    },
+    SAMPLE: {
+        "prompt": NASTY, "text": f"{NASTY} again", "prompt_tokens": 9, "tokens": 5, "tokens_per_second": 100.0,
+        "mixer": "tssa", "state_bytes_after_prompt": 288,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def evaluated(run_folder: Path) -> Path:
+    subject = Subject.find(run_folder)
+    settings = validate(GenerateConfig, {}, "test")
+    for protocol, results in RESULTS.items():
+        subject.write_results(protocol, subject.identity(settings, subject.open_shards("")), 0.0, results)
+    return run_folder
+
+
+class Page(HTMLParser):
+    """The tags of a page with their attributes, its visible text, and the text of each code block."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.code: list[str] = []
+        self.in_code = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "pre":
+            self.in_code = True
+            self.code.append("")
+
+    def handle_endtag(self, tag):
+        if tag == "pre":
+            self.in_code = False
+
+    def handle_data(self, data):
+        self.text += data
+        if self.in_code:
+            self.code[-1] += data
+
+
+def report(folder: Path) -> tuple[Page, str]:
+    path = write_report(folder)
+    return Page(path.read_text()), (folder / "report.md").read_text()
+
+
+def test_the_page_needs_nothing_else(evaluated):
+    page, _ = report(evaluated)
+    sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
+    assert len(sources) == 2
+    for source in sources:
+        kind, data = source.split(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(b"\x89PNG")
+    assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
+    assert "url(" not in (evaluated / "report.html").read_text()
+
+
+def test_the_text_refers_to_pictures_that_are_there(evaluated):
+    _, markdown = report(evaluated)
+    shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", markdown, re.MULTILINE)
+    assert shown == ["eval/report/loss.png", "eval/report/needle.png"]
+    assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+
+
+def test_generated_text_is_shown_as_it_is(evaluated):
+    page, _ = report(evaluated)
+    assert f"{NASTY}\n" in page.code
+    assert f"{NASTY} again\n" in page.code
+
+
+def test_the_model_is_compared_with_the_baselines(evaluated):
+    page, _ = report(evaluated)
+    assert (
+        "the model beats the byte unigram, cannot be told from the byte bigram, loses to the byte trigram" in page.text
+    )
+    for figure in ("4.2500", "70.10", "2.4525 ± 0.0123", "+2.0475 ± 0.0100", "123,456"):
+        assert figure in page.text
+
+
+def test_needle_means_chance_and_expectation(evaluated):
+    page, _ = report(evaluated)
+    for words in ("25.0%", "12.5%", "Chance is 10%", "32 in all", "not expected to recall a word exactly"):
+        assert words in page.text
+
+
+def test_a_short_run_is_called_one(run_folder):
+    page, _ = report(run_folder)
+    # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
+    block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
+    parameters = 330 * 16 + 2 * block + 16
+    assert f"smoke run and no benchmark: it was trained on 3,200 tokens with {parameters:,} parameters" in page.text
+    config = run_folder / "config.toml"
+    config.write_text(config.read_text().replace("batch_sequences = 2", "batch_sequences = 2000"))
+    assert "smoke" not in report(run_folder)[0].text
+
+
+def test_what_is_missing_names_its_command(run_folder):
+    (run_folder / "metrics.jsonl").unlink()
+    page, _ = report(run_folder)
+    for program in ("eval.zero_shot", "eval.retrieval", "tost_lm.generate"):
+        assert f"python -m {program} {run_folder}" in page.text
+    assert "python -m pretrain.train" in page.text
+    assert "img" not in [tag for tag, _ in page.tags]
+
+
+def test_results_of_another_checkpoint_are_marked(evaluated):
+    assert "not the run's newest" not in report(evaluated)[0].text
+    path = Subject.find(evaluated).results_path(NEEDLE)
+    results = json.loads(path.read_text())
+    results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
+    path.write_text(json.dumps(results))
+    page, _ = report(evaluated)
+    assert page.text.count("not the run's newest checkpoint") == 1
+    assert "Of step_00000050" in page.text
+
+
+def test_hashes_and_environment_are_listed(evaluated, shards):
+    page, _ = report(evaluated)
+    manifest = json.loads((evaluated / "checkpoints/step_00000100/manifest.json").read_text())
+    for text in (*manifest["sha256"].values(), shards.fingerprint, "a b|c"):
+        assert text in page.text
+
+
+def test_the_same_run_gives_the_same_bytes(evaluated):
+    first = write_report(evaluated).read_bytes()
+    assert write_report(evaluated).read_bytes() == first
+
+
+def test_other_folders_are_refused(tmp_path, run_folder):
+    with pytest.raises(ConfigError, match="not a run folder"):
+        write_report(tmp_path)
+    (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        write_report(run_folder)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
+def test_without_its_packages_it_says_what_to_install(run_folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package}: pip install 'tost-lm\[report\]'"):
+        write_report(run_folder)

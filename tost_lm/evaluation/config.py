@@ -1,0 +1,80 @@
+"""Settings of the evaluation programs; each takes a run folder, so the model's own settings are not among them."""
+
+from pydantic import Field, field_validator
+
+from tost_lm.config import Section
+
+
+class TextConfig(Section):
+    """The held-out text."""
+
+    shards: str = ""
+    """Folder of tokenized shards whose `valid` split is used; empty: the shards that the run was trained on."""
+
+
+class HeldoutConfig(TextConfig):
+    """Protocol `heldout@bpb`."""
+
+    max_documents: int = Field(default=0, ge=0)
+    """Score the first so many held-out documents; 0: all of them."""
+    batch_sequences: int = Field(default=8, gt=0)
+    """Windows scored at once; it changes memory and time, not the result."""
+    baseline_bytes: int = Field(default=100_000_000, gt=0)
+    """The byte n-gram baselines count at most this many bytes of the training text."""
+
+
+class ZeroShotConfig(Section):
+    """What `eval.zero_shot` reads."""
+
+    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig)
+
+
+class NeedleConfig(Section):
+    """Protocol `needle@words`."""
+
+    lengths: list[int] = Field(default_factory=list)
+    """Cell lengths in tokens, prompt and answer together; empty: a quarter, half and all of the model's positions."""
+    depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
+    """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
+    samples: int = Field(default=8, gt=0)
+    """Examples in each cell."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of texts, names and words."""
+
+    @field_validator("depths")
+    @classmethod
+    def _depths_are_shares(cls, depths: list[float]) -> list[float]:
+        for depth in depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1")
+        return depths
+
+
+class RetrievalConfig(Section):
+    """What `eval.retrieval` reads."""
+
+    heldout: TextConfig = Field(default_factory=TextConfig)
+    needle: NeedleConfig = Field(default_factory=NeedleConfig)
+
+
+class SampleConfig(Section):
+    """One generated text."""
+
+    prompt: str = 'def read_lines(path):\n    """Return the lines of a text file'
+    """Text that the model goes on from."""
+    tokens: int = Field(default=64, gt=0)
+    """Tokens to generate; it ends earlier where the model ends the document."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0: the most likely token each time; else logits are divided by it before drawing."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the draws."""
+
+
+class GenerateConfig(Section):
+    """What `tost_lm.generate` reads."""
+
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+
+
+class ReportConfig(Section):
+    """`eval.report` has no settings: it shows what the other programs left in the run folder."""

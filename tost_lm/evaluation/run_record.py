@@ -1,0 +1,82 @@
+"""What a run folder says of itself, read without torch for the report."""
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation.subject import Subject
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder with its newest valid checkpoint, read whole."""
+
+    folder: Path
+    subject: Subject
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    parameters: int
+    """Parameters without the learned positions, the way the published figures are counted."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        """Raises ConfigError if it is no run folder, CheckpointError if it has no valid checkpoint."""
+        if not (folder / "config.toml").is_file():
+            raise ConfigError(f"{folder}: not a run folder (it has no config.toml); give one that training made")
+        subject = Subject.find(folder)
+        return cls(
+            folder=folder,
+            subject=subject,
+            config=tomllib.loads((folder / "config.toml").read_text()),
+            environment=_read_json(folder / "env.json") or {},
+            metrics=_read_rows(folder / "metrics.jsonl"),
+            parameters=_count_parameters(subject.checkpoint / "model.safetensors"),
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps behind the checkpoint."""
+        return int(self.subject.checkpoint.name.removeprefix("step_"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on, up to the checkpoint."""
+        train = self.config["train"]
+        return self.step * train["batch_sequences"] * train["sequence_tokens"]
+
+    def results(self, protocol: str) -> dict[str, Any] | None:
+        """A protocol's results, None if it was not evaluated."""
+        return _read_json(self.subject.results_path(protocol))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise ConfigError(f"{path}: damaged; remove it and run the program that makes it again") from None
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break  # the line that a killed run was writing
+    return rows
+
+
+def _count_parameters(weights: Path) -> int:
+    from math import prod
+
+    from safetensors import safe_open
+
+    with safe_open(weights, framework="np") as file:
+        names = [name for name in file.keys() if name != "positions.weight"]  # noqa: SIM118 - not a dict
+        return sum(prod(file.get_slice(name).get_shape()) for name in names)

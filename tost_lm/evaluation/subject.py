@@ -1,0 +1,111 @@
+"""What is evaluated, and where its results lie: `<run or export>/eval/<protocol>/results.json`.
+
+A result names the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
+version of this package that it was made with; while those are the same it is not made again.
+"""
+
+import json
+import re
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.files import sha256_file, write_whole
+from tost_lm.model.checkpoint import find_checkpoint
+from tost_lm.version import VERSION
+
+if TYPE_CHECKING:
+    from tost_lm.data.shards import Shards
+
+HELDOUT, NEEDLE, SAMPLE = "heldout@bpb", "needle@words", "sample"
+"""The protocols; a new version of one gets a new name."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and the folder that keeps its results: the run that it belongs to, else the export itself."""
+
+    checkpoint: Path
+    home: Path
+
+    @classmethod
+    def find(cls, path: Path) -> "Subject":
+        """The subject that a run folder, a step folder or an export stands for. Raises CheckpointError."""
+        checkpoint = find_checkpoint(path)
+        in_run = checkpoint.absolute().parent.name == "checkpoints"
+        home = checkpoint if not in_run else path if path != checkpoint else path.absolute().parent.parent
+        return cls(checkpoint, home)
+
+    def open_shards(self, folder: str) -> "Shards":
+        """The shards in `folder`, or those that the run was trained on if it is empty.
+
+        Raises:
+            ConfigError: it is empty and the checkpoint belongs to no run.
+            DataError: it is no shard folder, or of another tokenizer than the checkpoint's.
+        """
+        from tost_lm.data.shards import Shards
+
+        recorded = self.home / "config.toml"
+        if not folder and not recorded.is_file():
+            raise ConfigError(f"{self.home}: not a run folder, so it names no text; give heldout.shards=FOLDER")
+        shards = Shards.open(Path(folder or tomllib.loads(recorded.read_text())["data"]["folder"]))
+        tokenizer = self.checkpoint / "tokenizer.model"
+        if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
+            raise DataError(
+                f"{shards.folder}: its tokens are of another tokenizer than {tokenizer}; "
+                "give shards made with that one (heldout.shards=FOLDER)"
+            )
+        return shards
+
+    def identity(self, settings: Section, shards: "Shards | None") -> dict[str, Any]:
+        """What a result is a result of, as written into it."""
+        step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
+        return {
+            "tost_lm": VERSION,
+            "checkpoint": self.checkpoint.name,
+            "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
+            "step": int(step[1]) if step else None,
+            "tokenizer_sha256": sha256_file(self.checkpoint / "tokenizer.model"),
+            "shards": str(shards.folder) if shards else None,
+            "shards_fingerprint": shards.fingerprint if shards else None,
+            "settings": settings.model_dump(mode="json"),
+        }
+
+    def results_path(self, protocol: str) -> Path:
+        return self.home / "eval" / protocol / "results.json"
+
+    def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """The results that are there already, and told so, if they are of this very identity; else None."""
+        path = self.results_path(protocol)
+        try:
+            results = json.loads(path.read_text())
+            same = results["identity"] == identity
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if not same:
+            return None
+        print(f"reusing {path} (same checkpoint, text and settings)")
+        return results
+
+    def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
+        """Write results.json; `started` is the time.monotonic() at which the evaluation began."""
+        whole = {"protocol": protocol, "identity": identity, "seconds": time.monotonic() - started, **results}
+        path = self.results_path(protocol)
+        write_whole(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        print(f"wrote {path}")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A JSONL file, a row per example."""
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def pick_device() -> str:
+    """`cuda` where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
