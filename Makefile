@@ -1,0 +1,41 @@
+# The project's commands. `make demo` and `make test` need nothing but Python 3.11+, a compiler and a package index.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check env clean-demo
+
+# The whole road once, from plain text to a trained and evaluated model, on two CPU ranks. Each station keeps what is
+# valid from an earlier run. The pre-training stops half-way and goes on from its checkpoint.
+demo: env
+	$(BIN)/python -m data_prep.train_tokenizer configs/data/embedded.toml
+	$(BIN)/python -m data_prep.build_shards configs/data/embedded.toml
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml run.stop_step=80
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
+	$(BIN)/python -m eval.zero_shot runs/demo
+	$(BIN)/python -m eval.retrieval runs/demo
+	$(BIN)/python -m tost_lm.generate runs/demo sample.temperature=0.8
+	$(BIN)/python -m eval.report runs/demo
+
+clean-demo:
+	rm -rf data/embedded runs/demo
+
+# Tiers in order of their speed; tests/conftest.py holds each to its budget of minutes.
+test: env
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest tests/multiprocess
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/programs
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+env: .venv/complete
+
+.venv/complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,report,dev]'
+	touch .venv/complete

@@ -1,0 +1,132 @@
+"""The evaluation programs on a trained run: figures, files, reuse, interruption, other checkpoints, and mistakes."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from programs import interrupt, refusal, run, snapshot
+
+HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@words", "eval/sample"
+PROGRAMS = {
+    "eval.zero_shot": (),
+    "eval.retrieval": ("needle.samples=2", "needle.depths=[0.0, 1.0]"),
+    "tost_lm.generate": ("sample.tokens=20", "sample.prompt=some words"),
+    "eval.report": (),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained, evaluated and reported runs/tiny."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "out").symlink_to(prepared / "out")
+    run("pretrain.train", prepared / "run.toml", cwd=folder)
+    for program, words in PROGRAMS.items():
+        run(program, "runs/tiny", *words, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(evaluated: Path, tmp_path: Path) -> Path:
+    """The same, to change."""
+    shutil.copytree(evaluated, tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def results(folder: Path, protocol: str) -> dict:
+    return json.loads((folder / protocol / "results.json").read_text())
+
+
+def test_figures_add_up_and_files_are_there(evaluated: Path):
+    home = evaluated / "runs/tiny"
+    heldout = results(home, HELDOUT)
+    rows = [json.loads(line) for line in (home / HELDOUT / "documents.jsonl").read_text().splitlines()]
+    valid = json.loads((evaluated / "out/shards/manifest.json").read_text())["splits"]["valid"]
+    assert len(rows) == valid["documents"] == heldout["model"]["documents"]
+    assert sum(row["bytes"] for row in rows) == valid["bytes"] == heldout["model"]["bytes"]
+    assert sum(row["tokens"] for row in rows) == valid["tokens"] - valid["documents"]
+    assert sum(row["nats"] for row in rows) == pytest.approx(heldout["model"]["nats"], rel=1e-12)
+    assert [row["name"] for row in heldout["baselines"]] == ["byte unigram", "byte bigram", "byte trigram"]
+    assert len(results(home, NEEDLE)["cells"]) == 2 * len({cell["length"] for cell in results(home, NEEDLE)["cells"]})
+    assert results(home, SAMPLE)["tokens"] <= 20
+    page = (home / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert (home / "report.md").read_text().startswith("# ")
+
+
+def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
+    home = copy / "runs/tiny"
+    before = snapshot(home / "eval")
+    for program, words in list(PROGRAMS.items())[:3]:
+        assert "reusing runs/tiny/eval/" in run(program, "runs/tiny", *words, cwd=copy)
+    assert snapshot(home / "eval") == before
+    assert "reusing" not in run("eval.zero_shot", "runs/tiny", "heldout.max_documents=2", cwd=copy)
+    assert results(home, HELDOUT)["model"]["documents"] == 2
+    step = home / "checkpoints/step_00000004"
+    assert f"wrote {home}/{HELDOUT}" in run("eval.zero_shot", step, cwd=copy)
+    assert results(home, HELDOUT)["identity"]["checkpoint"] == "step_00000004"
+    run("eval.report", "runs/tiny", cwd=copy)
+    assert "not the run's newest checkpoint" in (home / "report.md").read_text()
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path):
+    damaged = copy / "runs/tiny/checkpoints/step_00000012/model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    said = run("tost_lm.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
+    assert "step_00000012/model.safetensors: damaged" in said
+    assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
+
+
+def test_an_export_keeps_its_own_results(copy: Path):
+    shutil.copytree(copy / "runs/tiny/checkpoints/step_00000012", copy / "export")
+    assert "give heldout.shards=FOLDER" in refusal("eval.zero_shot", "export", cwd=copy)
+    run("eval.zero_shot", "export", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
+    assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
+
+
+def test_ctrl_c_leaves_no_half_result(copy: Path):
+    shutil.rmtree(copy / "runs/tiny/eval")
+    deep_inside = time.monotonic() + 4  # of the evaluation of 10,000 examples
+    code, errors = interrupt(
+        "eval.retrieval", "runs/tiny", "needle.samples=1000", cwd=copy, when=lambda: time.monotonic() > deep_inside
+    )
+    assert code == 130
+    assert "Traceback" not in errors
+    assert not (copy / "runs/tiny" / NEEDLE / "results.json").exists()
+
+
+def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
+    (copy / "other.toml").write_text(
+        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nheldout_share = 0.1\n'
+        '[tokenizer]\npath = "other/tokenizer.model"\nvocab_size = 350\n[shards]\nfolder = "other/shards"\n'
+    )
+    run("data_prep.train_tokenizer", "other.toml", cwd=copy)
+    run("data_prep.build_shards", "other.toml", cwd=copy)
+    said = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
+    assert "its tokens are of another tokenizer" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "problem"),
+    [
+        ("eval.zero_shot", ["nowhere"], "nowhere: no such folder"),
+        ("eval.zero_shot", ["out"], "out: not a checkpoint"),
+        ("eval.zero_shot", ["runs/tiny", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
+        ("eval.zero_shot", ["runs/tiny", "heldout.shards=runs"], "runs: not a shard folder"),
+        ("eval.retrieval", ["runs/tiny", "needle.lengths=[128]"], "128 passes the model's positions (64)"),
+        ("eval.retrieval", ["runs/tiny", "needle.lengths=[10]"], "10 tokens are too few"),
+        ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
+        ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
+        ("eval.report", ["out"], "out: not a run folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_change_nothing(evaluated: Path, program: str, words: list[str], problem: str):
+    before = snapshot(evaluated / "runs")
+    said = refusal(program, *words, cwd=evaluated)
+    assert problem in said
+    assert "\n" not in said
+    assert snapshot(evaluated / "runs") == before

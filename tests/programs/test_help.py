@@ -1,0 +1,42 @@
+"""Every program answers --help and a mistake in its settings without torch and the like, in a moment."""
+
+import subprocess
+import sys
+
+import pytest
+from programs import CHECKOUT, ENVIRONMENT
+
+PROGRAMS = [
+    "data_prep.train_tokenizer",
+    "data_prep.build_shards",
+    "pretrain.train",
+    "eval.zero_shot",
+    "eval.retrieval",
+    "eval.report",
+    "tost_lm.generate",
+]
+HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["some.toml", "--dry-run", "sections.no_such_key=1"]])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_answers_without_heavy_imports(program: str, words: list[str]):
+    script = (
+        f"import runpy, sys\nsys.argv = {['program', *words]!r}\n"
+        f"try:\n    runpy.run_module({program!r}, run_name='__main__')\n"
+        f"except SystemExit as end:\n    print(end.code)\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
+    *text, code, imported = done.stdout.splitlines()
+    assert imported == "[]"
+    assert code == ("0" if words == ["--help"] else "2"), done.stderr
+    if words == ["--help"]:
+        assert any(line.startswith(f"usage: python -m {program} ") for line in text)
+    else:
+        assert "Traceback" not in done.stderr
+
+
+def test_all_programs_are_covered():
+    files = [path for folder in ("data_prep", "pretrain", "eval") for path in (CHECKOUT / folder).glob("[!_]*.py")]
+    assert {f"{path.parent.name}.{path.stem}" for path in files} == {p for p in PROGRAMS if p != "tost_lm.generate"}

@@ -1,0 +1,137 @@
+"""pretrain.train as a user runs it: stop and resume, Ctrl-C, a second launch, damaged checkpoints, and mistakes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
+
+import tost_lm
+
+
+def metrics(workplace: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (workplace / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(workplace: Path, name: str) -> list[tuple]:
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in metrics(workplace, name)]
+
+
+def weights(workplace: Path, name: str, step: int = 12) -> dict[str, bytes]:
+    folder = workplace / "runs" / name / "checkpoints" / f"step_{step:08d}"
+    return {file: (folder / file).read_bytes() for file in ("model.safetensors", "optimizer.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("never_stopped")
+    (folder / "out").symlink_to(prepared / "out")
+    run("pretrain.train", prepared / "run.toml", cwd=folder, ranks=2)
+    return folder
+
+
+def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
+    folder = never_stopped / "runs/tiny"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.toml", "env.json", "log.txt", "metrics.jsonl", "checkpoints"
+    }  # fmt: skip
+    assert [row["step"] for row in metrics(never_stopped, "tiny")] == list(range(1, 13))
+    assert all({"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"} < set(row)
+               for row in metrics(never_stopped, "tiny"))  # fmt: skip
+    log = (folder / "log.txt").read_text()
+    assert "step 12/12  loss" in log
+    assert "tokens/s  ETA" in log
+    assert json.loads((folder / "env.json").read_text())["world_size"] == 2
+    assert tost_lm.load(folder).parameter_count() > 0
+
+
+def test_stopping_and_resuming_is_not_having_stopped_to_the_bit(workplace: Path, never_stopped: Path):
+    said = run("pretrain.train", "run.toml", "run.stop_step=5", cwd=workplace, ranks=2)
+    assert "stopped at run.stop_step: runs/tiny/checkpoints/step_00000005" in said
+    said = run("pretrain.train", "run.toml", cwd=workplace, ranks=2)
+    assert "resuming from runs/tiny/checkpoints/step_00000005" in said
+    assert curve(workplace, "tiny") == curve(never_stopped, "tiny")
+    assert weights(workplace, "tiny") == weights(never_stopped, "tiny")
+
+
+def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, never_stopped: Path):
+    checkpoints = workplace / "runs/tiny/checkpoints"
+    code, errors = interrupt(
+        "pretrain.train", "run.toml", cwd=workplace, ranks=2, when=lambda: (checkpoints / "step_00000008").exists()
+    )
+    assert code != 0
+    assert errors.count("the same command goes on from what is complete") == 1
+    damaged = sorted(checkpoints.iterdir())[-1] / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    said = run("pretrain.train", "run.toml", cwd=workplace, ranks=2)
+    assert f"{damaged.relative_to(workplace)}: damaged" in said
+    assert curve(workplace, "tiny") == curve(never_stopped, "tiny")
+    assert weights(workplace, "tiny") == weights(never_stopped, "tiny")
+
+
+def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
+    words = ["run.toml", "run.name=alone", "run.checkpoint_every=3", "run.keep_checkpoints=2", "run.log_every=4"]
+    said = run("pretrain.train", *words, cwd=workplace, WANDB_MODE="offline")
+    assert "1 ranks on cpu" in said
+    assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
+        "step_00000009", "step_00000012",
+    ]  # fmt: skip
+    assert list((workplace / "runs/alone/wandb").glob("offline-run-*/run-*.wandb"))
+    expected = {step: loss for step, loss, *_ in curve(never_stopped, "tiny")}
+    for step, loss, *_ in curve(workplace, "alone"):
+        assert loss == pytest.approx(expected[step], rel=1e-5)
+    before = snapshot(workplace / "runs")
+    assert "reusing runs/alone/checkpoints/step_00000012" in run("pretrain.train", *words, cwd=workplace)
+    assert snapshot(workplace / "runs") == before
+    said = refusal("pretrain.train", *words, "optim.lr=2e-2", "train.seed=1", cwd=workplace)
+    assert said.splitlines()[1:] == ["optim.lr: 0.01 → 0.02", "train.seed: 0 → 1"]
+    assert snapshot(workplace / "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("optim.weigth_decay=0.1", "optim.weigth_decay: unknown key (did you mean optim.weight_decay?)"),
+        ("train.sequence_tokens=65", "train.sequence_tokens 65 is longer than model.max_positions 64"),
+        ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
+        ("data.folder=nowhere", "nowhere: not a shard folder"),
+        ("run.device=cuda", "run.device = cuda: this machine has none"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):
+    said = refusal("pretrain.train", "run.toml", override, cwd=workplace)
+    assert problem in said
+    assert "\n" not in said
+    assert not (workplace / "runs").exists()
+
+
+def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workplace: Path):
+    (workplace / "runs/tiny").mkdir(parents=True)
+    (workplace / "runs/tiny/thesis.txt").write_text("years of work")
+    assert "exists and is no run folder" in refusal("pretrain.train", "run.toml", cwd=workplace)
+    shutil.rmtree(workplace / "runs")
+    shutil.copytree(workplace / "out/shards", workplace / "mine")
+    tokenizer = workplace / "mine/tokenizer.model"
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(whole[:-1])
+    assert "wrong tokenizer for the shards" in refusal("pretrain.train", "run.toml", "data.folder=mine", cwd=workplace)
+    tokenizer.write_bytes(whole)
+    shard = workplace / "mine/train_00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    assert "damaged" in refusal("pretrain.train", "run.toml", "data.folder=mine", cwd=workplace)
+    assert not (workplace / "runs").exists()
+
+
+def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    done = subprocess.run(
+        [*launch, "-m", "pretrain.train", "run.toml"], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == [
+        "error: train.batch_sequences 4 is not divisible by 3 ranks × train.micro_batch_sequences 1 = 3"
+    ]  # fmt: skip
