@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from programs import interrupt, refusal, run, snapshot
+from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
 
 HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@words", "eval/sample"
+EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
     "eval.zero_shot": (),
     "eval.retrieval": ("needle.samples=2", "needle.depths=[0.0, 1.0]"),
@@ -56,6 +59,19 @@ def test_figures_add_up_and_files_are_there(evaluated: Path):
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert (home / "report.md").read_text().startswith("# ")
+
+
+def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
+    shutil.rmtree(copy / "runs/tiny/eval")
+    for program in ("eval.zero_shot", "tost_lm.generate"):
+        script = (
+            f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
+            f"sys.argv = ['program', 'runs/tiny', *{PROGRAMS[program]!r}]\n"
+            f"runpy.run_module({program!r}, run_name='__main__')\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], cwd=copy, env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert results(copy / "runs/tiny", SAMPLE)["text"]
 
 
 def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
