@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import RetrievalConfig
+from tost_lm.files import write_rows
 
 
 def main(path: Path, config: RetrievalConfig) -> None:
-    from tost_lm.evaluation.subject import NEEDLE, Subject, pick_device, write_rows
+    from tost_lm.evaluation.subject import NEEDLE, Subject, pick_device
 
     started = time.monotonic()
     subject = Subject.find(path)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import ZeroShotConfig
+from tost_lm.files import write_rows
 
 
 def main(path: Path, config: ZeroShotConfig) -> None:
-    from tost_lm.evaluation.subject import HELDOUT, Subject, pick_device, write_rows
+    from tost_lm.evaluation.subject import HELDOUT, Subject, pick_device
 
     started = time.monotonic()
     subject = Subject.find(path)

@@ -1,9 +1,11 @@
 """Files that are either whole or absent: hashing, writing aside and renaming."""
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -29,6 +31,22 @@ def write_whole(path: Path, data: str | bytes) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a JSONL file whole, a row a line."""
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, up to the line that a killed writer left unfinished; none if there is no file."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
 
 
 def folder_aside(path: Path) -> Path:

@@ -11,7 +11,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import parameter_groups
 from tost_lm.parallel import zero
 from tost_lm.parallel.world import mean_over_ranks, start_world
-from tost_lm.testing import run_on_ranks
+from tost_lm.testing import assert_close, run_on_ranks
 from tost_lm.training.loop import train_step
 
 STEPS, BATCH, T, VOCAB = 20, 8, 24, 61
@@ -90,7 +90,7 @@ def test_n_ranks_train_as_one_process(optimizer: str, stage: int, ranks: int, gr
         torch.testing.assert_close(torch.tensor(records), torch.tensor(expected), rtol=1e-5, atol=0)
         for name, p in parameters.items():
             # denom_bias began at 0: its norm is no more than what 20 steps with their rounding made.
-            assert (weights[name] - p).norm() <= 5e-5 * p.norm(), name
+            assert_close(weights[name], p, relative=5e-5, what=name)
 
 
 def gradients(stage: int) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def test_every_gradient_before_the_optimizer_is_that_of_one_process(stage: int):
     for found in run_on_ranks(gradients, 2, stage):
         for name, p in model.named_parameters():
             assert p.grad is not None
-            assert (found[name] - p.grad).norm() <= 1e-5 * p.grad.norm(), name
+            assert_close(found[name], p.grad, relative=1e-5, what=name)
 
 
 def stop_and_resume(stage: int, ranks: int, bfloat16: bool) -> tuple[list, list, bool]:

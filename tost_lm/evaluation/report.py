@@ -1,6 +1,7 @@
 """The report of a run: one Markdown text, its pictures, and the same as one self-contained HTML page."""
 
 import base64
+from importlib.util import find_spec
 from pathlib import Path
 
 from tost_lm.errors import ConfigError
@@ -30,11 +31,9 @@ def write_report(folder: Path) -> Path:
         ConfigError: it is no run folder, or the report's packages are not installed.
         CheckpointError: the run has no valid checkpoint.
     """
-    try:
-        import markdown_it  # noqa: F401 - asked for first, so that nothing is half done
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"the report needs {error.name}: pip install 'tost-lm[report]'") from None
+    for package in ("markdown_it", "matplotlib"):
+        if not find_spec(package):
+            raise ConfigError(f"the report needs {package}: pip install 'tost-lm[report]'")
     from tost_lm.evaluation.report_sections import Report, all_sections
 
     run = RunRecord.read(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.subject import Subject
+from tost_lm.files import read_rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class RunRecord:
             subject=subject,
             config=tomllib.loads((folder / "config.toml").read_text()),
             environment=_read_json(folder / "env.json") or {},
-            metrics=_read_rows(folder / "metrics.jsonl"),
+            metrics=read_rows(folder / "metrics.jsonl"),
             parameters=_count_parameters(subject.checkpoint / "model.safetensors"),
         )
 
@@ -62,21 +63,11 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: damaged; remove it and run the program that makes it again") from None
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break  # the line that a killed run was writing
-    return rows
-
-
 def _count_parameters(weights: Path) -> int:
     from math import prod
 
     from safetensors import safe_open
 
     with safe_open(weights, framework="np") as file:
-        names = [name for name in file.keys() if name != "positions.weight"]  # noqa: SIM118 - not a dict
+        names = set(file.keys()) - {"positions.weight"}
         return sum(prod(file.get_slice(name).get_shape()) for name in names)

@@ -99,11 +99,6 @@ class Subject:
         print(f"wrote {path}")
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A JSONL file, a row per example."""
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def pick_device() -> str:
     """`cuda` where there is one."""
     import torch

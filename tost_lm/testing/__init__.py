@@ -1,5 +1,6 @@
 """Helpers for tests of distributed code, shipped so that users can test theirs."""
 
+from tost_lm.testing.compare import assert_close
 from tost_lm.testing.ranks import run_on_ranks
 
-__all__ = ["run_on_ranks"]
+__all__ = ["assert_close", "run_on_ranks"]

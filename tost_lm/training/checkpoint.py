@@ -38,7 +38,8 @@ def restore(engine: Any, folder: Path) -> int:
     step = steps_behind(folder)
     weights = load_file(folder / "model.safetensors")
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        moments = ((name, key, file.get_tensor(f"{key}/{name}")) for key, name in (k.split("/") for k in file.keys()))  # noqa: SIM118
+        labels = [label.split("/") for label in sorted(file.keys())]
+        moments = ((name, statistic, file.get_tensor(f"{statistic}/{name}")) for statistic, name in labels)
         zero.restore(engine, weights, moments, step)
     return step
 

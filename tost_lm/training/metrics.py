@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tost_lm.files import write_whole
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.run_folder import drop_metrics_after
 
@@ -71,7 +72,7 @@ def _start_wandb(config: PretrainConfig) -> Any:
     return wandb.init(
         project="tost_lm",
         name=config.run.name,
-        id=_wandb_id(config.run_folder / "wandb_id.txt"),
+        id=_wandb_id(config.run_folder / "wandb" / "run_id.txt"),
         resume="allow",
         dir=config.run_folder,
         mode=mode,  # pyright: ignore[reportArgumentType]
@@ -83,7 +84,7 @@ def _start_wandb(config: PretrainConfig) -> Any:
 def _wandb_id(path: Path) -> str:
     """One id for all launches of a run, so that wandb shows them as one."""
     if not path.exists():
-        path.write_text(uuid.uuid4().hex)
+        write_whole(path, uuid.uuid4().hex)
     return path.read_text()
 
 

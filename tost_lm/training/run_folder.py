@@ -13,7 +13,7 @@ from typing import Any
 
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import write_whole
+from tost_lm.files import read_rows, write_rows, write_whole
 from tost_lm.model.checkpoint import find_checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.version import VERSION
@@ -88,14 +88,8 @@ def drop_metrics_after(path: Path, step: int) -> float:
     Returns:
         The seconds of training that the kept rows record.
     """
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break  # the line that a killed run was writing
-    kept = [row for row in rows if row["step"] <= step]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_rows(path, kept)
     return kept[-1]["seconds"] if kept else 0.0
 
 
