@@ -54,7 +54,12 @@ def main(path: Path, config: ZeroShotConfig) -> None:
     )
     for row in baselines:
         print(f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} of {ngrams.bytes:,} bytes of the training text")
-    results = {"model": totals, "baselines": baselines, "baseline_training_bytes": ngrams.bytes}
+    results = {
+        "model": totals,
+        "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
+        "baselines": baselines,
+        "baseline_training_bytes": ngrams.bytes,
+    }
     subject.write_results(HELDOUT, identity, started, results)
 
 

@@ -26,22 +26,23 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 def main(path: Path, config: PretrainConfig) -> None:
     config.accumulation(WORLD_SIZE)  # says what is wrong before anything is loaded
-    if find_spec("deepspeed") is None:
-        raise ConfigError("training needs DeepSpeed: pip install 'tost-lm[train]'")
+    for package in ("deepspeed", "wandb"):
+        if not find_spec(package):
+            raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
     from tost_lm.data.shards import Shards
 
     shards = Shards.open(config.data.folder)
-    resume_from = claim_run_folder(config, shards.fingerprint, RANK)
-    if resume_from and steps_behind(resume_from) >= config.last_step:
-        if RANK == 0:
-            print(f"reusing {resume_from}: nothing is left to train up to step {config.last_step}")
+    say = print if RANK == 0 else lambda line: None
+    claim = claim_run_folder(config, shards.fingerprint, say)
+    if claim.resume_from and steps_behind(claim.resume_from) >= config.last_step:
+        say(f"reusing {claim.resume_from}: nothing is left to train up to step {config.last_step}")
         return
     check_vocabulary(config, shards)
     if RANK == 0:
         shards.verify()
     from tost_lm.training.loop import train
 
-    train(config, shards, resume_from)
+    train(config, shards, claim)
 
 
 def check_vocabulary(config: PretrainConfig, shards: "Shards") -> None:

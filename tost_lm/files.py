@@ -29,6 +29,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+        _flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -59,13 +60,21 @@ def folder_aside(path: Path) -> Path:
 
 def publish_folder(aside: Path, path: Path) -> None:
     """Flush every file of `aside` to disk and make it the folder `path`, in place of an older one."""
-    for file in aside.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+    for entry in [*aside.rglob("*"), aside]:
+        _flush(entry)
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
     aside.rename(path)
+    _flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

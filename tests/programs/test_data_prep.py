@@ -51,8 +51,8 @@ def test_make_interrupt_reuse_and_rebuild(config, tmp_path):
     assert {path.name for path in out.iterdir()} == {"shards", "tokenizer.model", "tokenizer.model.json"}
     opened = Shards.open(shards)
     opened.verify()
-    assert opened.split_documents("train") == record["documents"]
-    assert opened.split_documents("train") + opened.split_documents("valid") == 1500
+    splits = opened.manifest["splits"]
+    assert splits["train"]["documents"] == record["documents"] == 1500 - splits["valid"]["documents"]
     assert opened.tokenizer().sha256 == record["sha256"]
 
     before = snapshot(out)
@@ -115,5 +115,10 @@ def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
     assert "small.tom: no such configuration file (did you mean" in refusal(
         "data_prep.build_shards", tmp_path / "small.tom", cwd=tmp_path
     )
-    assert "holds other files" in refusal("data_prep.build_shards", config, f"shards.folder={tmp_path}", cwd=tmp_path)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/manifest.json").write_text("{}")
+    (tmp_path / "web/index.html").write_text("years of work")
+    for folder in (tmp_path, tmp_path / "web"):
+        assert "holds other files" in refusal("data_prep.build_shards", config, f"shards.folder={folder}", cwd=tmp_path)
+    assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before

@@ -97,6 +97,24 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path):
     assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
 
 
+def test_damaged_shards_and_settings_are_refused(copy: Path):
+    (copy / "out").unlink()
+    assert "not a shard folder" in refusal("eval.zero_shot", "runs/tiny", cwd=copy)
+    (copy / "runs/tiny/config.toml").write_text("[data\n")
+    for program in ("eval.zero_shot", "eval.report"):
+        assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", cwd=copy)
+
+
+def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Path):
+    shutil.copytree(prepared / "out/shards", copy / "shards")
+    shard = copy / "shards/valid_00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    said = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
+    assert "valid_00000.bin: damaged" in said
+
+
 def test_an_export_keeps_its_own_results(copy: Path):
     shutil.copytree(copy / "runs/tiny/checkpoints/step_00000012", copy / "export")
     assert "give heldout.shards=FOLDER" in refusal("eval.zero_shot", "export", cwd=copy)

@@ -29,18 +29,19 @@ def weights(workplace: Path, name: str, step: int = 12) -> dict[str, bytes]:
 def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("never_stopped")
     (folder / "out").symlink_to(prepared / "out")
-    run("pretrain.train", prepared / "run.toml", cwd=folder, ranks=2)
+    run("pretrain.train", prepared / "run.toml", cwd=folder, ranks=2, WANDB_MODE="offline")
     return folder
 
 
 def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     folder = never_stopped / "runs/tiny"
     assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "env.json", "log.txt", "metrics.jsonl", "checkpoints"
+        "config.toml", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "wandb"
     }  # fmt: skip
     assert [row["step"] for row in metrics(never_stopped, "tiny")] == list(range(1, 13))
     assert all({"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"} < set(row)
                for row in metrics(never_stopped, "tiny"))  # fmt: skip
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     log = (folder / "log.txt").read_text()
     assert "step 12/12  loss" in log
     assert "tokens/s  ETA" in log
@@ -74,12 +75,11 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
     words = ["run.toml", "run.name=alone", "run.checkpoint_every=3", "run.keep_checkpoints=2", "run.log_every=4"]
-    said = run("pretrain.train", *words, cwd=workplace, WANDB_MODE="offline")
+    said = run("pretrain.train", *words, cwd=workplace)
     assert "1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
     ]  # fmt: skip
-    assert list((workplace / "runs/alone/wandb").glob("offline-run-*/run-*.wandb"))
     expected = {step: loss for step, loss, *_ in curve(never_stopped, "tiny")}
     for step, loss, *_ in curve(workplace, "alone"):
         assert loss == pytest.approx(expected[step], rel=1e-5)
@@ -91,6 +91,27 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     assert snapshot(workplace / "runs") == before
 
 
+def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
+    checkpoints = workplace / "runs/tiny/checkpoints"
+    run("pretrain.train", "run.toml", "run.stop_step=8", cwd=workplace)
+    (checkpoints / "step_00000008/model.json").write_text("{}")
+    (checkpoints / ".step_00000009.tmp").mkdir()
+    run("pretrain.train", "run.toml", "run.keep_checkpoints=1", "run.stop_step=6", cwd=workplace)
+    assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000006", "step_00000008"]
+    run("pretrain.train", "run.toml", "run.keep_checkpoints=1", "run.stop_step=8", cwd=workplace)
+    assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000008"]
+    # A restart that cannot begin leaves the earlier run where it is.
+    before = snapshot(workplace / "runs")
+    for wrong in ("model.vocab_size=300", "run.device=cuda"):
+        refusal("pretrain.train", "run.toml", "run.if_changed=restart", "train.seed=3", wrong, cwd=workplace)
+        assert snapshot(workplace / "runs") == before
+
+
+def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
+    said = refusal("pretrain.train", "run.toml", cwd=workplace, WANDB_MODE="sometimes")
+    assert said.startswith("WANDB_MODE=sometimes: ")
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -99,6 +120,8 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
         ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
         ("data.folder=nowhere", "nowhere: not a shard folder"),
         ("run.device=cuda", "run.device = cuda: this machine has none"),
+        ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
+        ("model.preset=[1]", "model.preset"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):

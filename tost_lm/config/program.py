@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from tost_lm.config.section import Section, load_config, to_toml
+from tost_lm.config.section import AnySection, Section, load_config, to_toml
 from tost_lm.errors import ConfigError, TostError
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def run_program(
@@ -32,13 +31,13 @@ def run_program(
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
     (run folder, step folder or export), where `config` holds only the program's own settings. `--dry-run` prints
     the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on stderr),
-    130 interrupted by Ctrl-C, 1 with a traceback for a defect of ours.
+    130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in words or "-h" in words:
-        print(help_text(name, doc, takes, config))
-        sys.exit(0)
     try:
+        if "--help" in words or "-h" in words:
+            print(help_text(name, doc, takes, config))
+            sys.exit(0)
         path, overrides, dry_run = _parse(name, takes, words)
         settings = load_config(config, path if takes == "CONFIG" else None, overrides)
         if dry_run:
@@ -52,7 +51,12 @@ def run_program(
             print("\ninterrupted; the same command goes on from what is complete", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of the output left
+        sys.exit(EXIT_BROKEN_PIPE)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _exit_with_lines(TostError(f"{error.filename}: {error.strerror}"))
     sys.exit(0)
 
 
@@ -75,12 +79,12 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path, list[str], bo
 
 
 def _exit_with_lines(error: TostError) -> NoReturn:
-    if int(os.environ.get("RANK", "0")) > 0:
-        # Every rank finds the same mistake; the launcher ends the others as soon as one leaves, so rank 0 goes first.
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        # Mostly every rank finds the same mistake, and the launcher ends them all as soon as rank 0 has said it.
         time.sleep(5)
-        sys.exit(EXIT_BAD_INPUT)
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -29,7 +29,7 @@ def load_config(section: type[AnySection], path: Path | None, overrides: Sequenc
     Raises:
         ConfigError: the file cannot be read, or one line for each wrong key or value, all at once.
     """
-    tree = _read_toml(path) if path else {}
+    tree = read_toml(path) if path else {}
     for override in overrides:
         _apply_override(tree, override)
     return validate(section, tree, where=str(path) if path else "command line")
@@ -75,7 +75,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tree of a TOML file. Raises ConfigError in one line that names it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -105,6 +106,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(section: type[Section], problem: Any) -> str:
+    if problem["type"] == "json_invalid":
+        return "the settings hold text that is not Unicode"
     location = [part for part in problem["loc"] if isinstance(part, str)]
     path = ".".join(location) or "the whole"
     if problem["type"] == "extra_forbidden":

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tost_lm.config import Section
 
@@ -10,7 +10,7 @@ from tost_lm.config import Section
 class CorpusConfig(Section):
     """Where documents come from, and which of them are held out."""
 
-    source: str
+    source: str = Field(min_length=1)
     """`embedded` (the running Python's own documentation and sources), a .txt, .jsonl or .jsonl.gz file, a folder of such files, or `hub:NAME` for a Hugging Face dataset (also a local folder of Parquet files)."""
     text_field: str = "text"
     """Name of the field that holds a document's text in JSONL rows and hub datasets."""
@@ -27,6 +27,13 @@ class TokenizerConfig(Section):
     """Pieces in the vocabulary, the 256 byte pieces and the two special ones among them."""
     max_training_bytes: int = Field(default=1_000_000_000, gt=0)
     """Training stops reading the corpus after this many bytes of text (SentencePiece holds them in memory)."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_file(cls, path: Path) -> Path:
+        if not path.name:
+            raise ValueError(f"tokenizer.path: {path} names no file")
+        return path
 
 
 class ShardsConfig(Section):

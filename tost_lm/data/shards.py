@@ -1,6 +1,7 @@
 """Token shards: building a folder of them, and reading one with NumPy alone."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT = "tost_lm.shards.v1"
 BATCH_CHARACTERS = 1 << 20  # enough for every core to have documents to encode
+OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TOKENIZER)}|({'|'.join(SPLITS)})_\d+\.(bin|idx)")
 AGAIN = "build the shards again with python -m data_prep.build_shards"
 
 
@@ -121,14 +123,6 @@ class Shards:
         """The tokenizer that made these tokens."""
         return Tokenizer.from_file(self.folder / TOKENIZER)
 
-    def split_tokens(self, split: str) -> int:
-        """Tokens of a split, `train` or `valid`, end-of-text ids included."""
-        return self.manifest["splits"][split]["tokens"]
-
-    def split_documents(self, split: str) -> int:
-        """Documents of a split."""
-        return self.manifest["splits"][split]["documents"]
-
     def token_arrays(self, split: str) -> "list[np.memmap]":
         """Each shard's tokens as one mapped array [tokens] of the manifest's dtype, read-only."""
         import numpy as np
@@ -188,8 +182,11 @@ def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
 def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"shards.folder {folder}: is a file; choose another folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise DataError(f"shards.folder {folder}: holds other files, and a build replaces it; choose another folder")
+    foreign = [path.name for path in folder.iterdir() if not OWN_FILE.fullmatch(path.name)] if folder.exists() else []
+    if foreign:
+        raise DataError(
+            f"shards.folder {folder}: holds other files ({foreign[0]}), and a build replaces it; choose another folder"
+        )
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -38,7 +38,7 @@ class NeedleConfig(Section):
     """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
     samples: int = Field(default=8, gt=0)
     """Examples in each cell."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of texts, names and words."""
 
     @field_validator("depths")
@@ -66,7 +66,7 @@ class SampleConfig(Section):
     """Tokens to generate; it ends earlier where the model ends the document."""
     temperature: float = Field(default=0.0, ge=0)
     """0: the most likely token each time; else logits are divided by it before drawing."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""
 
 

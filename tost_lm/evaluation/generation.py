@@ -64,7 +64,9 @@ def sampler(temperature: float, generator: torch.Generator) -> Choose:
     """Draws from softmax(logits / temperature)."""
 
     def choose(logits_BV: Tensor) -> Tensor:
-        probabilities_BV = torch.softmax(logits_BV.float() / temperature, dim=-1)
+        # Shifted first: a tiny temperature must not overflow.
+        shifted_BV = logits_BV.float() - logits_BV.float().amax(dim=-1, keepdim=True)
+        probabilities_BV = torch.softmax(shifted_BV / temperature, dim=-1)
         return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
 
     return choose

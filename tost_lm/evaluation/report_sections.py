@@ -13,6 +13,7 @@ from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE
 from tost_lm.files import sha256_file
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
+ENOUGH_DOCUMENTS = 10
 
 
 class Report:
@@ -87,8 +88,9 @@ def heldout(report: Report) -> str:
         f"## Held-out text ({escape(HELDOUT)})",
         _of_checkpoint(report.run, results, "eval.zero_shot"),
         table(("", "nats per token", "perplexity per token", "bits per byte", "model lower by"), rows),
-        _compared(baselines),
-        f"{model['documents']:,} documents, {model['tokens']:,} tokens, {model['bytes']:,} bytes; each token predicted "
+        _compared(baselines, model["documents"]),
+        f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
+        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes; each token predicted "
         "once, end-of-text ids not counted. ± is the bootstrap standard error over documents. The baselines count "
         f"{results['baseline_training_bytes']:,} bytes of the training text (Witten-Bell interpolation) and are "
         "scored on the same documents.",
@@ -219,8 +221,10 @@ def _data(run: RunRecord) -> str:
     )
 
 
-def _compared(baselines: Sequence[dict[str, Any]]) -> str:
+def _compared(baselines: Sequence[dict[str, Any]], documents: int) -> str:
     """Which baselines the model beats, loses to, or equals within two standard errors of the difference."""
+    if documents < ENOUGH_DOCUMENTS:
+        return f"{documents} documents are too few for a standard error, so nothing is concluded from the difference."
     groups: dict[str, list[str]] = {"beats": [], "cannot be told from": [], "loses to": []}
     for row in baselines:
         certain = abs(row["model_lower_by"]) > 2 * row["model_lower_by_standard_error"]

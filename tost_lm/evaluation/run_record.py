@@ -1,11 +1,11 @@
 """What a run folder says of itself, read without torch for the report."""
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tost_lm.config import read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import read_rows
@@ -32,7 +32,7 @@ class RunRecord:
         return cls(
             folder=folder,
             subject=subject,
-            config=tomllib.loads((folder / "config.toml").read_text()),
+            config=read_toml(folder / "config.toml"),
             environment=_read_json(folder / "env.json") or {},
             metrics=read_rows(folder / "metrics.jsonl"),
             parameters=_count_parameters(subject.checkpoint / "model.safetensors"),
@@ -51,7 +51,11 @@ class RunRecord:
 
     def results(self, protocol: str) -> dict[str, Any] | None:
         """A protocol's results, None if it was not evaluated."""
-        return _read_json(self.subject.results_path(protocol))
+        path = self.subject.results_path(protocol)
+        results = _read_json(path)
+        if results is not None and "identity" not in results:
+            raise ConfigError(f"{path}: no results of this version; remove it and run the program that makes it again")
+        return results
 
 
 def _read_json(path: Path) -> Any:

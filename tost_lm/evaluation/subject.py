@@ -7,12 +7,11 @@ version of this package that it was made with; while those are the same it is no
 import json
 import re
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tost_lm.config import Section
+from tost_lm.config import Section, read_toml
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_file, write_whole
 from tost_lm.model.checkpoint import find_checkpoint
@@ -36,23 +35,26 @@ class Subject:
     def find(cls, path: Path) -> "Subject":
         """The subject that a run folder, a step folder or an export stands for. Raises CheckpointError."""
         checkpoint = find_checkpoint(path)
-        in_run = checkpoint.absolute().parent.name == "checkpoints"
-        home = checkpoint if not in_run else path if path != checkpoint else path.absolute().parent.parent
-        return cls(checkpoint, home)
+        if path != checkpoint:
+            return cls(checkpoint, path)
+        run = path.absolute().parent.parent
+        in_run = path.absolute().parent == run / "checkpoints" and (run / "config.toml").is_file()
+        return cls(checkpoint, run if in_run else checkpoint)
 
     def open_shards(self, folder: str) -> "Shards":
         """The shards in `folder`, or those that the run was trained on if it is empty.
 
         Raises:
             ConfigError: it is empty and the checkpoint belongs to no run.
-            DataError: it is no shard folder, or of another tokenizer than the checkpoint's.
+            DataError: it is no shard folder, a damaged one, or of another tokenizer than the checkpoint's.
         """
         from tost_lm.data.shards import Shards
 
         recorded = self.home / "config.toml"
         if not folder and not recorded.is_file():
             raise ConfigError(f"{self.home}: not a run folder, so it names no text; give heldout.shards=FOLDER")
-        shards = Shards.open(Path(folder or tomllib.loads(recorded.read_text())["data"]["folder"]))
+        shards = Shards.open(Path(folder or read_toml(recorded)["data"]["folder"]))
+        shards.verify()
         tokenizer = self.checkpoint / "tokenizer.model"
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
             raise DataError(

@@ -76,8 +76,8 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
     if (path / "manifest.json").is_file():
         verify_checkpoint(path)
         return path
-    steps = sorted((path / "checkpoints").glob("step_*"), reverse=True)
-    for step in steps:
+    steps = step_folders(path)
+    for step in reversed(steps):
         try:
             verify_checkpoint(step)
             return step
@@ -85,6 +85,11 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
             warn(f"{error}; trying the checkpoint before it")
     reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}")
+
+
+def step_folders(run_folder: Path) -> list[Path]:
+    """The checkpoints of a run, valid or not, oldest first."""
+    return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8))
 
 
 def verify_checkpoint(folder: Path) -> None:

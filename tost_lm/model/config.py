@@ -40,8 +40,8 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        preset = PRESETS.get(values.get("preset") or "", {}) if isinstance(values, dict) else {}
-        return {**preset, **values} if preset else values
+        name = values.get("preset") if isinstance(values, dict) else None
+        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":

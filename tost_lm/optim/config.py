@@ -1,6 +1,6 @@
 """Settings of AdamW and its learning-rate schedule."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tost_lm.config import Section
 
@@ -22,3 +22,9 @@ class OptimConfig(Section):
     """AdamW's decay of the squared gradient's running mean."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
+
+    @model_validator(mode="after")
+    def _rate_falls(self) -> "OptimConfig":
+        if self.min_lr > self.lr:
+            raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}: lower it")
+        return self

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tost_lm.data.shards import Shards
-from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.model.checkpoint import step_folders, write_checkpoint
 from tost_lm.model.config import ModelConfig
 from tost_lm.parallel import zero
 from tost_lm.parallel.world import is_rank_0
@@ -44,9 +44,13 @@ def restore(engine: Any, folder: Path) -> int:
     return step
 
 
-def prune(run_folder: Path, keep: int) -> None:
-    """Let rank 0 delete all but the newest `keep` checkpoints."""
+def prune(newest: Path, keep: int) -> None:
+    """Let rank 0 delete what an interrupted save left, and all but `keep` checkpoints up to `newest`.
+
+    Those after it are damaged ones that the run was resumed before; they do not count.
+    """
     if not is_rank_0():
         return
-    for folder in sorted((run_folder / "checkpoints").glob("step_*"))[:-keep]:
+    up_to_newest = [folder for folder in step_folders(newest.parent.parent) if folder.name <= newest.name]
+    for folder in [*newest.parent.glob(".step_*"), *up_to_newest[:-keep]]:
         shutil.rmtree(folder)

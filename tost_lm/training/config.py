@@ -32,7 +32,7 @@ class TrainConfig(Section):
     """Tokens of a sequence; at most model.max_positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the initial weights and of the order of the data."""
 
 
@@ -88,8 +88,8 @@ class PretrainConfig(Section):
         return min(self.train.steps, self.run.stop_step or self.train.steps)
 
     def without_run(self) -> "PretrainConfig":
-        """These settings with `run` as the defaults have it: what two launches of one run must agree on."""
-        return self.model_copy(update={"run": RunConfig(name=self.run.name)})
+        """These settings with the same `run` for all: what two launches of one run must agree on."""
+        return self.model_copy(update={"run": RunConfig(name="any")})
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be shared out evenly."""

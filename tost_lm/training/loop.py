@@ -16,19 +16,20 @@ from tost_lm.parallel.zero import build_engine
 from tost_lm.training import checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.metrics import Metrics, Silence
-from tost_lm.training.run_folder import step_folder, write_run_folder
+from tost_lm.training.run_folder import Claim, set_aside, step_folder, write_run_folder
 
 
-def train(config: PretrainConfig, shards: Shards, resume_from: Path | None) -> None:
-    """Train from a checkpoint folder, or from the start, to `train.steps` or `run.stop_step`."""
+def train(config: PretrainConfig, shards: Shards, claim: Claim) -> None:
+    """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`."""
     world = start_world(config.run.device)
     windows = TrainingWindows(shards, config.train.sequence_tokens)
     engine = build_training_engine(config, world)
-    first_step = checkpoint.restore(engine, resume_from) if resume_from else 0
+    first_step = checkpoint.restore(engine, claim.resume_from) if claim.resume_from else 0
     if world.rank == 0:
+        set_aside(config, claim)
         write_run_folder(config, world.size, world.device.type)
     metrics = Metrics(config, first_step) if world.rank == 0 else Silence()
-    metrics.say(_opening_line(config, engine, world, resume_from))
+    metrics.say(_opening_line(config, engine, world, claim.resume_from))
 
     last_step = config.last_step
     for step in range(first_step, last_step):
@@ -40,7 +41,7 @@ def train(config: PretrainConfig, shards: Shards, resume_from: Path | None) -> N
             metrics.step(done, mean_over_ranks(loss), lr, float(engine.get_global_grad_norm()))
         if done % config.run.checkpoint_every == 0 or done == last_step:
             checkpoint.save(engine, step_folder(config.run_folder, done), config.model, done, shards)
-            checkpoint.prune(config.run_folder, config.run.keep_checkpoints)
+            checkpoint.prune(step_folder(config.run_folder, done), config.run.keep_checkpoints)
 
     outcome = "done" if last_step == config.train.steps else "stopped at run.stop_step"
     metrics.say(f"{outcome}: {step_folder(config.run_folder, last_step)}")

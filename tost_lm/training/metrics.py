@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tost_lm.errors import ConfigError
 from tost_lm.files import write_whole
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.run_folder import drop_metrics_after
@@ -69,16 +70,20 @@ def _start_wandb(config: PretrainConfig) -> Any:
         return None
     import wandb
 
-    return wandb.init(
-        project="tost_lm",
-        name=config.run.name,
-        id=_wandb_id(config.run_folder / "wandb" / "run_id.txt"),
-        resume="allow",
-        dir=config.run_folder,
-        mode=mode,  # pyright: ignore[reportArgumentType]
-        config=config.model_dump(mode="json"),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    try:
+        return wandb.init(
+            project="tost_lm",
+            name=config.run.name,
+            id=_wandb_id(config.run_folder / "wandb" / "run_id.txt"),
+            resume="allow",
+            dir=config.run_folder,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except (wandb.Error, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"WANDB_MODE={mode}: {reason}; set WANDB_MODE to offline or disabled") from None
 
 
 def _wandb_id(path: Path) -> str:

@@ -9,41 +9,56 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import read_rows, write_rows, write_whole
-from tost_lm.model.checkpoint import find_checkpoint
+from tost_lm.model.checkpoint import find_checkpoint, step_folders
 from tost_lm.training.config import PretrainConfig
 from tost_lm.version import VERSION
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 
 
-def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, rank: int) -> Path | None:
-    """The newest valid checkpoint to go on from, or None when the run begins (anew).
+class Claim(NamedTuple):
+    """How a launch takes up its run folder."""
+
+    resume_from: Path | None
+    """The newest valid checkpoint; None: the run begins."""
+    restart_because: str = ""
+    """Why the run that is in the folder is set aside first; empty: it is not."""
+
+
+def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None] = print) -> Claim:
+    """Find out how to take up the run folder; nothing is changed yet.
 
     Raises:
         ConfigError: the folder holds a run of other settings (a line for each), or something that is no run.
         CheckpointError: the run's checkpoints are all damaged, or were trained on other shards.
-    With `run.if_changed = "restart"`, rank 0 sets such a run aside instead.
+    With `run.if_changed = "restart"`, such a run is to be set aside instead.
     """
     folder = config.run_folder
     if not (folder / "config.toml").exists():
-        if folder.exists() and any(folder.iterdir()):
+        # A hidden file is what an interrupted first launch left.
+        if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
             raise ConfigError(f"{folder}: exists and is no run folder (it has no config.toml); choose another run.name")
-        return None
+        return Claim(None)
     try:
-        return _checkpoint_of_same_run(config, shards_fingerprint, warn=print if rank == 0 else _say_nothing)
+        return Claim(_checkpoint_of_same_run(config, shards_fingerprint, warn))
     except (ConfigError, CheckpointError) as error:
         if config.run.if_changed == "refuse":
             raise
-        if rank == 0:
-            aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-            print("\n".join([f"starting anew, the earlier run is set aside as {aside}:", *str(error).splitlines()]))
-            folder.rename(aside)
-        return None
+        return Claim(None, restart_because=str(error))
+
+
+def set_aside(config: PretrainConfig, claim: Claim) -> None:
+    """Rename the folder of a run that is to be begun anew, and say so."""
+    if claim.restart_because:
+        folder = config.run_folder
+        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+        print(f"{claim.restart_because}\nso it is set aside as {aside}, and the run begins anew", flush=True)
+        folder.rename(aside)
 
 
 def _checkpoint_of_same_run(
@@ -54,7 +69,7 @@ def _checkpoint_of_same_run(
     if changed:
         lines = [f"{folder}: this run was made with other settings; choose another run.name or undo the change"]
         raise ConfigError("\n".join(lines + changed))
-    if not any((folder / "checkpoints").glob("step_*")):
+    if not step_folders(folder):
         return None
     checkpoint = find_checkpoint(folder, warn)
     if _progress(checkpoint)["shards_fingerprint"] != shards_fingerprint:
@@ -111,9 +126,6 @@ def steps_behind(checkpoint: Path) -> int:
 
 def _progress(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "training.json").read_text())
-
-
-def _say_nothing(line: str) -> None: ...
 
 
 def _git_commit() -> str | None:

@@ -30,7 +30,7 @@ def baseline(name: str, bits: float, lower_by: float) -> dict[str, Any]:
 RESULTS: dict[str, dict[str, Any]] = {
     HELDOUT: {
         "model": {
-            "documents": 3, "tokens": 1000, "bytes": 2500, "nats_per_token": 4.25, "perplexity_per_token": 70.1,
+            "documents": 27, "tokens": 1000, "bytes": 2500, "nats_per_token": 4.25, "perplexity_per_token": 70.1,
             "bits_per_byte": 2.4525, "bits_per_byte_standard_error": 0.0123,
         },
         "baselines": [
@@ -38,6 +38,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             baseline("byte trigram", 2.2, -0.2525),
         ],
         "baseline_training_bytes": 123456,
+        "heldout_documents": 27,
     },
     NEEDLE: {
         "mixer": "tssa",
@@ -194,3 +195,14 @@ def test_without_its_packages_it_says_what_to_install(run_folder, monkeypatch, p
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}: pip install 'tost-lm\[report\]'"):
         write_report(run_folder)
+
+
+def test_a_few_documents_allow_no_conclusion(evaluated):
+    path = evaluated / "eval" / HELDOUT / "results.json"
+    results = json.loads(path.read_text())
+    results["model"]["documents"] = 3
+    path.write_text(json.dumps(results))
+    page, _ = report(evaluated)
+    assert "3 of 27 held-out documents" in page.text
+    assert "3 documents are too few for a standard error" in page.text
+    assert "beats" not in page.text

@@ -12,8 +12,10 @@ from tost_lm.model import TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.run_folder import (
+    Claim,
     claim_run_folder,
     drop_metrics_after,
+    set_aside,
     step_folder,
     steps_behind,
     write_progress,
@@ -48,36 +50,49 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
-    found = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc", rank=0)
-    assert found is not None
-    assert found == step_folder(run, 6)
-    assert steps_behind(found) == 6
+    claim = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc")
+    assert claim == Claim(step_folder(run, 6))
+    assert steps_behind(step_folder(run, 6)) == 6
+
+
+def test_a_renamed_folder_is_still_the_same_run(run: Path):
+    run.rename("runs/s")
+    assert claim_run_folder(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
 
 
 def test_other_settings_and_other_shards_are_refused():
     with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: False → True\ntrain\.steps: 9 → 10"):
-        claim_run_folder(config(train={"steps": 10}, model={"bias": True}), "abc", rank=0)
+        claim_run_folder(config(train={"steps": 10}, model={"bias": True}), "abc")
     with pytest.raises(CheckpointError, match="was trained on other shards"):
-        claim_run_folder(config(), "xyz", rank=0)
+        claim_run_folder(config(), "xyz")
 
 
-def test_restart_sets_the_other_run_aside_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
     restart = config(run={"if_changed": "restart"}, train={"steps": 10})
-    assert claim_run_folder(restart, "abc", rank=1) is None
+    claim = claim_run_folder(restart, "abc")
+    assert claim.resume_from is None
     assert run.exists()
-    assert claim_run_folder(restart, "abc", rank=0) is None
+    set_aside(restart, claim)
     assert "train.steps: 9 → 10" in capsys.readouterr().out
     assert not run.exists()
     (aside,) = Path("runs").iterdir()
     assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*")) == before
 
 
-def test_restart_does_not_touch_what_is_no_run(run: Path):
+def test_what_is_no_run_is_refused_whatever_is_asked_for(run: Path):
     (run / "config.toml").unlink()
     with pytest.raises(ConfigError, match="no run folder"):
-        claim_run_folder(config(run={"if_changed": "restart"}), "abc", rank=0)
-    assert run.exists()
+        claim_run_folder(config(run={"if_changed": "restart"}), "abc")
+    Path("runs/file").touch()
+    with pytest.raises(ConfigError, match="no run folder"):
+        claim_run_folder(config(run={"name": "file"}), "abc")
+
+
+def test_what_an_interrupted_first_launch_left_is_no_obstacle():
+    Path("runs/new").mkdir()
+    Path("runs/new/.config.toml.123.tmp").touch()
+    assert claim_run_folder(config(run={"name": "new"}), "abc") == Claim(None)
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):

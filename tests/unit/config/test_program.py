@@ -1,0 +1,106 @@
+"""The command grammar: exit codes, and what is said by which rank."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.config import Section, run_program
+from tost_lm.config import program as program_module
+from tost_lm.errors import DataError
+
+
+class Settings(Section):
+    size: int = 3
+    """How large."""
+
+
+def run(main: Any, *words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        run_program(main, name="some.program", doc="Does it.", takes="RUN", config=Settings, arguments=words)
+    code = end.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def fail(error: BaseException) -> Any:
+    def main(path: Path, config: Settings) -> None:
+        raise error
+
+    return main
+
+
+def test_the_path_and_the_settings_reach_the_program():
+    seen: list[tuple[Path, int]] = []
+    assert run(lambda path, config: seen.append((path, config.size)), "runs/x", "size=5") == 0
+    assert seen == [(Path("runs/x"), 5)]
+
+
+def test_dry_run_prints_the_settings_and_does_nothing(capsys: pytest.CaptureFixture[str]):
+    assert run(fail(AssertionError()), "runs/x", "--dry-run", "size=7") == 0
+    assert capsys.readouterr().out == "size = 7\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs a RUN"),
+        (["size=3"], "needs a RUN"),
+        (["runs/x", "--size=3"], "--size=3: unknown flag"),
+        (["runs/x", "sise=3"], "sise: unknown key (did you mean size?)"),
+        (["runs/x", "size='\udcff'"], "not Unicode"),
+    ],
+)
+def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert run(fail(AssertionError()), *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (DataError("one\ntwo"), 2, "error: one\nerror: two\n"),
+        (NotADirectoryError(20, "Not a directory", "runs/x"), 2, "error: runs/x: Not a directory\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted; the same command goes on from what is complete\n"),
+    ],
+)
+def test_errors_of_the_user(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+    assert run(fail(error), "runs/x") == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_rank_above_0_lets_rank_0_speak_first_and_then_names_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    waited: list[float] = []
+    monkeypatch.setattr(program_module.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "3")
+    assert run(fail(DataError("no shards")), "runs/x") == 2
+    assert waited
+    assert capsys.readouterr().err == "error: rank 3: no shards\n"
+
+
+def test_a_reader_that_left_is_not_success():
+    import subprocess
+
+    script = (
+        "from pathlib import Path\nfrom tost_lm.config import Section, run_program\n"
+        "def main(path, config):\n    for i in range(10**6): print(i)\n"
+        "run_program(main, name='p', doc='', takes='RUN', config=Section, arguments=['x'])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+
+
+def test_defects_of_ours_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_program(fail(ZeroDivisionError()), name="p", doc="", takes="RUN", config=Settings, arguments=["x"])
