@@ -22,14 +22,14 @@ ENVIRONMENT = {
 
 def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: str) -> str:
     """What a program that must succeed prints; under torchrun when `ranks` is given."""
-    done = _start(program, words, cwd, ranks, environment).communicate()
+    done = _finish(_start(program, words, cwd, ranks, environment))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
     """What a program that must exit with 2 says: lines of `error: …` on stderr (cut off here), no traceback."""
-    done = _start(program, words, cwd, 0, environment).communicate()
+    done = _finish(_start(program, words, cwd, 0, environment))
     assert done.returncode == 2, done.stderr
     lines = done.stderr.splitlines()
     assert lines
@@ -39,13 +39,13 @@ def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
 
 def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool], ranks: int = 0) -> tuple[int, str]:
     """Ctrl-C, given to the whole process group as a terminal does, as soon as `when()`; exit code and stderr."""
-    started = _start(program, words, cwd, ranks, {})
+    process = _start(program, words, cwd, ranks, {})
     deadline = time.monotonic() + 120
-    while not when() and started.process.poll() is None and time.monotonic() < deadline:
+    while not when() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert started.process.poll() is None, started.communicate().stderr
-    os.killpg(started.process.pid, signal.SIGINT)
-    done = started.communicate()
+    assert process.poll() is None, _finish(process).stderr
+    os.killpg(process.pid, signal.SIGINT)
+    done = _finish(process)
     return done.returncode, done.stderr
 
 
@@ -63,27 +63,23 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-class _Started:
-    def __init__(self, process: subprocess.Popen[str]):
-        self.process = process
-
-    def communicate(self) -> subprocess.CompletedProcess[str]:
-        out, err = self.process.communicate(timeout=200)
-        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=200)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def _start(program: str, words: tuple[object, ...], cwd: Path, ranks: int, environment: dict[str, str]) -> _Started:
+def _start(
+    program: str, words: tuple[object, ...], cwd: Path, ranks: int, environment: dict[str, str]
+) -> subprocess.Popen[str]:
     launcher = [sys.executable, "-m"]
     if ranks:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    return _Started(
-        subprocess.Popen(
-            [*launcher, program, *map(str, words)],
-            cwd=cwd,
-            env={**ENVIRONMENT, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that Ctrl-C reaches this group alone
-        )
+    return subprocess.Popen(
+        [*launcher, program, *map(str, words)],
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that Ctrl-C reaches this group alone
     )
