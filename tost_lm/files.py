@@ -42,11 +42,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file, up to the line that a killed writer left unfinished; none if there is no file."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break
+            break  # also the nothing behind the last newline
     return rows
 
 

@@ -1,5 +1,6 @@
 """ZeRO on real gloo ranks: as one process computes, and resumable to the bit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import parameter_groups
 from tost_lm.parallel import zero
-from tost_lm.parallel.world import mean_over_ranks, start_world
+from tost_lm.parallel.world import is_rank_0, mean_over_ranks, start_world
 from tost_lm.testing import assert_close, run_on_ranks
 from tost_lm.training.loop import train_step
 
@@ -137,6 +138,29 @@ def test_resuming_is_not_having_stopped_to_the_bit(stage: int, bfloat16: bool):
     for went_on, resumed, same_weights in run_on_ranks(stop_and_resume, 2, stage, 2, bfloat16):
         assert resumed == went_on
         assert same_weights
+
+
+def train_and_save(path: Path) -> list[tuple[float, float]]:
+    engine = build_engine("adamw", 1, ranks=2)
+    take_steps(engine, "adamw", range(5))
+    state = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
+    if is_rank_0():
+        torch.save(state, path)
+    return take_steps(engine, "adamw", range(5, 10))
+
+
+def load_and_go_on(path: Path, stage: int, ranks: int) -> list[tuple[float, float]]:
+    weights, moments = torch.load(path)
+    engine = build_engine("adamw", stage, ranks)
+    zero.restore(engine, weights, iter(moments), step=5)
+    return take_steps(engine, "adamw", range(5, 10))
+
+
+def test_a_run_goes_on_with_other_ranks_and_stages(tmp_path: Path):
+    expected = torch.tensor(run_on_ranks(train_and_save, 2, tmp_path / "state.pt")[0])
+    for stage, ranks in ((1, 1), (2, 2), (1, 4)):
+        resumed = run_on_ranks(load_and_go_on, ranks, tmp_path / "state.pt", stage, ranks)[0]
+        torch.testing.assert_close(torch.tensor(resumed), expected, rtol=1e-5, atol=0)
 
 
 def test_bfloat16_training_stays_near_float32():

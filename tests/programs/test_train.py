@@ -105,6 +105,12 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
     for wrong in ("model.vocab_size=300", "run.device=cuda"):
         refusal("pretrain.train", "run.toml", "run.if_changed=restart", "train.seed=3", wrong, cwd=workplace)
         assert snapshot(workplace / "runs") == before
+    # One that can sets it aside, whole.
+    said = run("pretrain.train", "run.toml", "run.if_changed=restart", "train.seed=3", "run.stop_step=1", cwd=workplace)
+    assert "train.seed: 0 → 3" in said
+    (aside,) = (workplace / "runs").glob("tiny.before-*")
+    assert {f"tiny/{name}": data for name, data in snapshot(aside).items()} == before
+    assert [folder.name for folder in checkpoints.iterdir()] == ["step_00000001"]
 
 
 def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):

@@ -60,7 +60,7 @@ class RunRecord:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:

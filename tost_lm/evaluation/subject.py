@@ -84,7 +84,7 @@ class Subject:
         """The results that are there already, and told so, if they are of this very identity; else None."""
         path = self.results_path(protocol)
         try:
-            results = json.loads(path.read_text())
+            results = json.loads(path.read_bytes())
             same = results["identity"] == identity
         except (OSError, ValueError, KeyError, TypeError):
             return None

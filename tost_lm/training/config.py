@@ -87,9 +87,10 @@ class PretrainConfig(Section):
         """The step after which this launch leaves."""
         return min(self.train.steps, self.run.stop_step or self.train.steps)
 
-    def without_run(self) -> "PretrainConfig":
-        """These settings with the same `run` for all: what two launches of one run must agree on."""
-        return self.model_copy(update={"run": RunConfig(name="any")})
+    def what_is_trained(self) -> "PretrainConfig":
+        """What two launches of one run must agree on: the rest, how the work is shared out, is the same for all."""
+        train = self.train.model_copy(update={"micro_batch_sequences": 1})
+        return self.model_copy(update={"train": train, "parallel": ParallelConfig(), "run": RunConfig(name="any")})
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be shared out evenly."""

@@ -65,7 +65,8 @@ def _checkpoint_of_same_run(
     config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None]
 ) -> Path | None:
     folder = config.run_folder
-    changed = differences(load_config(PretrainConfig, folder / "config.toml").without_run(), config.without_run())
+    recorded = load_config(PretrainConfig, folder / "config.toml")
+    changed = differences(recorded.what_is_trained(), config.what_is_trained())
     if changed:
         lines = [f"{folder}: this run was made with other settings; choose another run.name or undo the change"]
         raise ConfigError("\n".join(lines + changed))

@@ -60,6 +60,11 @@ def test_a_renamed_folder_is_still_the_same_run(run: Path):
     assert claim_run_folder(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
 
 
+def test_the_work_may_be_shared_out_in_another_way(run: Path):
+    other = config(parallel={"zero_stage": 2}, train={"micro_batch_sequences": 3})
+    assert claim_run_folder(other, "abc").resume_from == step_folder(run, 6)
+
+
 def test_other_settings_and_other_shards_are_refused():
     with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: False → True\ntrain\.steps: 9 → 10"):
         claim_run_folder(config(train={"steps": 10}, model={"bias": True}), "abc")
