@@ -1,13 +1,20 @@
 """The public operator: causal Token Statistics Self-Attention with state in and state out."""
 
+import os
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tost_lm.ops import naive
-from tost_lm.ops.naive import Membership, TssaState
+from tost_lm.ops import chunked, naive
+from tost_lm.ops.autograd import CausalTssa
+from tost_lm.ops.composed import Composed
+from tost_lm.ops.layout import document_layout, read_offsets
+from tost_lm.ops.naive import Membership, TssaState, statistics_dtype
+
+Backend = Literal["naive", "chunked", "triton"]
 
 
 def causal_tssa(
@@ -19,15 +26,22 @@ def causal_tssa(
     initial_state: TssaState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: Literal["naive"] | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, TssaState | None]:
-    """Causal TSSA (arXiv 2412.17810, in the released causal form). One backend so far, on every device: `naive`.
+    """Causal TSSA (arXiv 2412.17810, in the released causal form).
 
     With w² squared channel by channel and sums over the document up to and including token t:
     S1 = Σ w²; z = temp·Σ_d(w²/S1 + bias); Π = softmax over heads of z; y = −Π·w / (1 + ΣΠw² / (ΣΠ + 1e-8)).
 
+    Backends, which agree in outputs, states and gradients:
+        `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16. Picked there when Triton is
+            installed.
+        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. Picked everywhere else.
+        `naive`: the formulas as written, through autograd; keeps about ten tensors of w's size. Never picked.
+    All of them keep statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
+
     Args:
-        w: [B, T, H, D], T ≥ 1, any floating dtype; statistics are kept in float32 (float64 for float64).
+        w: [B, T, H, D], T ≥ 1, any floating dtype.
         temp: [H].
         bias: per head and token, already gathered by position in the document: [H, T] or [B, H, T]. It is added
             to every channel's share, so under `energy-share` it counts D times; under `energy-mean` once.
@@ -36,79 +50,119 @@ def causal_tssa(
         initial_state: statistics of the tokens before these, differentiable; None: nothing came before.
         output_final_state: return the state after the last token, differentiable; else None.
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T; each starts afresh
-            (or from its row of `initial_state`).
-        backend: None picks one for the device.
+            (or from its row of `initial_state`). A padded batch, left or right, is served by packing it.
+        backend: None picks one as above.
 
     Returns:
-        y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None.
+        y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None. The final state has
+        the dtype of the initial one, float32 or float64.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown membership or backend.
+        ValueError: shapes that do not fit, an unknown membership or backend, or a backend that cannot run here.
     """
-    _check(w, temp, bias, membership, cu_seqlens, backend)
+    _check_shapes(w, temp, bias, membership)
     B, T, H, D = w.shape
-    bias_BTH = None if bias is None else bias.expand(B, H, T).transpose(1, 2)
-    documents = B if cu_seqlens is None else len(cu_seqlens) - 1
-    state = initial_state or TssaState.empty(documents, H, D, like=w)
-    if len(state.mass) != documents:
-        raise ValueError(f"initial_state holds {len(state.mass)} documents, the input {documents}")
-    if cu_seqlens is None:
-        y, final_state = naive.causal_tssa(w, temp, bias_BTH, membership, state)
-    else:
-        y, final_state = _packed(w, temp, bias_BTH, membership, state, cu_seqlens.tolist())
+    offsets = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else _packed_offsets(cu_seqlens, B, T)
+    state = initial_state or TssaState.empty(len(offsets) - 1, H, D, like=w)
+    _check_state(state, len(offsets) - 1, H, D)
+    chosen = _choose(backend, w)
+    with torch.autocast(w.device.type, enabled=False):
+        dtype = statistics_dtype(w)
+        bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
+        inputs = (w, temp.to(dtype), bias_BHT, membership, state, offsets)
+        y, final_state = _naive(*inputs) if chosen == "naive" else _fast(chosen, *inputs)
     return y, final_state if output_final_state else None
 
 
-def tssa_step(
-    w_t: Tensor,
-    temp: Tensor,
-    bias_t: Tensor | None,
+def _naive(
+    w: Tensor,
+    temp_H: Tensor,
+    bias_BHT: Tensor | None,
+    membership: Membership,
     state: TssaState,
-    *,
-    membership: Membership = "energy-share",
+    offsets: tuple[int, ...],
 ) -> tuple[Tensor, TssaState]:
-    """One token in constant memory: w_t [B, H, D], bias_t [H] or [B, H] or None → y_t [B, H, D] and the new state."""
-    bias_BH1 = None if bias_t is None else bias_t[..., None]
-    y, state_after = causal_tssa(
-        w_t[:, None], temp, bias_BH1, membership=membership, initial_state=state, output_final_state=True
-    )
-    assert state_after is not None
-    return y[:, 0], state_after
-
-
-def _packed(
-    w: Tensor, temp: Tensor, bias_BTH: Tensor | None, membership: Membership, state: TssaState, offsets: list[int]
-) -> tuple[Tensor, TssaState]:
+    bias_BTH = None if bias_BHT is None else bias_BHT.transpose(1, 2)
+    if len(w) == len(state.mass):
+        return naive.causal_tssa(w, temp_H, bias_BTH, membership, state)
     ys, states = [], []
     for n, (start, end) in enumerate(pairwise(offsets)):
         bias = None if bias_BTH is None else bias_BTH[:, start:end]
         row = TssaState(*(part[n : n + 1] for part in state))
-        y, after = naive.causal_tssa(w[:, start:end], temp, bias, membership, row)
+        y, after = naive.causal_tssa(w[:, start:end], temp_H, bias, membership, row)
         ys.append(y)
         states.append(after)
     return torch.cat(ys, 1), TssaState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
-def _check(
+def _fast(
+    backend: str,
     w: Tensor,
-    temp: Tensor,
-    bias: Tensor | None,
-    membership: str,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> None:
-    if w.dim() != 4 or w.shape[1] == 0:
-        raise ValueError(f"w must be [B, T, H, D] with T ≥ 1, got {list(w.shape)}")
+    temp_H: Tensor,
+    bias_BHT: Tensor | None,
+    membership: Membership,
+    state: TssaState,
+    offsets: tuple[int, ...],
+) -> tuple[Tensor, TssaState]:
+    B, T, H, D = w.shape
+    if backend == "chunked":
+        passes, chunk_tokens = chunked, chunked.chunk_tokens(H, D, w.device)
+    else:
+        from tost_lm.ops import triton  # an optional package, and slow to import
+
+        passes, chunk_tokens = Composed(triton), triton.chunk_tokens(D)
+    layout = document_layout(offsets, chunk_tokens, w.device)
+    statistics = (x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state[:3])
+    y_MHD, energy, weighted, mass = CausalTssa.apply(
+        passes, layout, membership, state.count, w.reshape(B * T, H, D), temp_H, bias_BHT, *statistics
+    )
+    return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, state.count + layout.tokens_N)
+
+
+def _choose(backend: Backend | None, w: Tensor) -> Backend:
+    obstacle = _triton_obstacle(w)
+    if backend is None:
+        return "triton" if w.is_cuda and not obstacle else "chunked"
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend {backend!r} is none of {', '.join(get_args(Backend))}; None picks one")
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend 'triton' cannot run here: {obstacle}; None picks one that can")
+    return backend
+
+
+def _triton_obstacle(w: Tensor) -> str | None:
+    if not find_spec("triton"):
+        return "the package triton is not installed"
+    if not w.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"w is on {w.device}, and its kernels run on CUDA devices"
+    if w.dtype == torch.float64:
+        return "its statistics are float32, too few digits for float64 inputs"
+    if w.shape[2] > 64 or w.shape[3] > 256:
+        return f"w has {w.shape[2]} heads of {w.shape[3]} channels, and its kernels hold up to 64 of 256"
+    return None
+
+
+def _packed_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
+    offsets = read_offsets(cu_seqlens)
+    if B != 1 or offsets[0] != 0 or offsets[-1] != T or sorted(set(offsets)) != list(offsets):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} with B == 1 and no empty document")
+    return offsets
+
+
+def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str) -> None:
+    if w.dim() != 4 or w.shape[1] == 0 or not w.is_floating_point():
+        raise ValueError(f"w must be floating point [B, T, H, D] with T ≥ 1, got {w.dtype} {list(w.shape)}")
     B, T, H, _ = w.shape
     if temp.shape != (H,):
         raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
     if bias is not None and bias.shape not in ((H, T), (B, H, T)):
         raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
-    if membership not in ("energy-share", "energy-mean", "uniform"):
-        raise ValueError(f"membership {membership!r} is none of energy-share, energy-mean, uniform")
-    if backend not in (None, "naive"):
-        raise ValueError(f"backend {backend!r} is not available here; choose naive or None")
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        if B != 1 or offsets[0] != 0 or offsets[-1] != T or sorted(set(offsets)) != offsets:
-            raise ValueError(f"cu_seqlens must rise from 0 to T = {T} with B == 1 and no empty document")
+    if membership not in get_args(Membership):
+        raise ValueError(f"membership {membership!r} is none of {', '.join(get_args(Membership))}")
+
+
+def _check_state(state: TssaState, documents: int, H: int, D: int) -> None:
+    if len(state.mass) != documents:
+        raise ValueError(f"initial_state holds {len(state.mass)} documents, the input {documents}")
+    if state.energy.shape != (documents, H, D) or state.weighted_energy.shape != state.energy.shape:
+        raise ValueError(f"initial_state must hold [N, H, D] = {[documents, H, D]}, got {list(state.energy.shape)}")

@@ -1,4 +1,4 @@
-"""The operator against loops over the published formulas, and the one state that serves chaining and decoding."""
+"""The operator against loops over the published formulas, its options, and what it refuses."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 
-from tost_lm.ops import TssaState, causal_tssa, tssa, tssa_step
+from tost_lm.ops import TssaState, causal_tssa, tssa
 
 MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
 
@@ -19,57 +19,17 @@ def inputs(seed: int, B: int, T: int, H: int, D: int) -> tuple[torch.Tensor, tor
     return draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
 
 
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
 @given(st.integers(0, 99), st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=25, deadline=None)
-def test_equals_loops_over_the_formulas(seed: int, B: int, T: int, H: int, D: int):
+def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: int, D: int):
     w, temp, bias = inputs(seed, B, T, H, D)
     leaves = [x.requires_grad_() for x in (w, temp, bias)]
-    ours, theirs = causal_tssa(w, temp, bias)[0], causal_tssa_by_loops(w, temp, bias)
+    ours, theirs = causal_tssa(w, temp, bias, backend=backend)[0], causal_tssa_by_loops(w, temp, bias)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     g = torch.randn_like(ours)
     for a, b in zip(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(theirs, leaves, g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("membership", MEMBERSHIPS)
-@pytest.mark.parametrize("cut", [1, 4, 10])
-def test_two_calls_chained_by_state_are_one_call(membership, cut: int):
-    w, temp, bias = inputs(0, 2, 11, 3, 4)
-    whole, end = causal_tssa(w, temp, bias, membership=membership, output_final_state=True)
-    first, state = causal_tssa(w[:, :cut], temp, bias[:, :cut], membership=membership, output_final_state=True)
-    second, end_2 = causal_tssa(
-        w[:, cut:], temp, bias[:, cut:], membership=membership, initial_state=state, output_final_state=True
-    )
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-12, atol=1e-12)
-    assert end is not None
-    assert end_2 is not None
-    for a, b in zip(end, end_2, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_one_token_at_a_time_is_the_parallel_form(membership):
-    w, temp, bias = inputs(1, 2, 9, 3, 4)
-    whole, _ = causal_tssa(w, temp, bias, membership=membership)
-    state = TssaState.empty(2, 3, 4, like=w)
-    for t in range(9):
-        y_t, state = tssa_step(w[:, t], temp, bias[:, t], state, membership=membership)
-        torch.testing.assert_close(y_t, whole[:, t], rtol=1e-12, atol=1e-12)
-
-
-def test_packed_documents_are_separate_documents():
-    w, temp, _ = inputs(2, 1, 10, 3, 4)
-    bias = torch.randn(3, 10, dtype=torch.float64)
-    packed, state = causal_tssa(
-        w, temp, bias, cu_seqlens=torch.tensor([0, 1, 6, 10], dtype=torch.int32), output_final_state=True
-    )
-    assert state is not None
-    for n, (start, end) in enumerate([(0, 1), (1, 6), (6, 10)]):
-        alone, last = causal_tssa(w[:, start:end], temp, bias[:, start:end], output_final_state=True)
-        assert last is not None
-        torch.testing.assert_close(packed[:, start:end], alone, rtol=0, atol=0)
-        torch.testing.assert_close(state.mass[n], last.mass[0], rtol=0, atol=0)
-        assert state.count[n] == end - start
 
 
 def test_bias_may_differ_between_sequences():
@@ -127,7 +87,10 @@ def test_bidirectional_form_is_the_papers():
         ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
         ({"bias": torch.zeros(3, 4)}, "bias must be"),
         ({"membership": "softmax"}, "membership 'softmax'"),
-        ({"backend": "cuda"}, "backend 'cuda'"),
+        ({"backend": "cuda"}, "backend 'cuda' is none of naive, chunked, triton"),
+        ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
+        ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "initial_state holds 1 documents, the input 2"),
+        ({"initial_state": TssaState.empty(2, 4, 3, torch.ones(1))}, r"must hold \[N, H, D\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
     ],
 )
@@ -135,3 +98,27 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str):
     arguments: dict[str, Any] = {"w": torch.ones(2, 5, 3, 4), "temp": torch.ones(3), "bias": torch.zeros(3, 5)} | change
     with pytest.raises(ValueError, match=message):
         causal_tssa(**arguments)
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reasons = {"w is on cpu": torch.ones(1, 4, 2, 3)}
+    if torch.cuda.is_available():
+        reasons = {
+            "float64": torch.ones(1, 4, 2, 3, device="cuda", dtype=torch.float64),
+            "65 heads of 3 channels": torch.ones(1, 4, 65, 3, device="cuda"),
+        }
+    for reason, w in reasons.items():
+        with pytest.raises(ValueError, match=f"'triton' cannot run here: .*{reason}"):
+            causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
+    monkeypatch.setattr("tost_lm.ops.causal.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package triton is not installed"):
+        causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend="triton")
+
+
+def test_the_backend_is_picked_by_device():
+    w = torch.randn(1, 40, 2, 3)
+    torch.testing.assert_close(
+        causal_tssa(w, torch.ones(2))[0], causal_tssa(w, torch.ones(2), backend="chunked")[0], rtol=0, atol=0
+    )
+    assert all(name in (causal_tssa.__doc__ or "") for name in ("`triton`", "`chunked`", "`naive`"))

@@ -1,0 +1,28 @@
+"""2^20 tokens one at a time, as a decoder that never stops would take them: minutes of small steps."""
+
+import pytest
+import torch
+
+from tost_lm.ops import TssaState, causal_tssa, tssa_step
+
+T = 1 << 20
+LAST = 64
+
+
+@pytest.mark.timeout(1200)
+@torch.inference_mode()
+def test_a_million_single_tokens_do_not_drift():
+    torch.manual_seed(0)
+    w, temp = torch.randn(1, T, 3, 4), torch.tensor([0.5, 1.0, 1.5])
+    state = TssaState.empty(1, 3, 4, like=w)
+    ys = []
+    for t in range(T):
+        y_t, state = tssa_step(w[:, t], temp, None, state)
+        ys.append(y_t)
+    truth, exact = causal_tssa(w.double(), temp.double(), output_final_state=True, backend="naive")
+    assert exact is not None
+    y = torch.stack(ys[-LAST:], 1).double()
+    assert (y - truth[:, -LAST:]).abs().max() <= 1e-6 * truth[:, -LAST:].abs().max()
+    for ours, theirs in zip(state[:3], exact[:3], strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=0)
+    assert state.count.item() == T

@@ -1,0 +1,100 @@
+"""Random calls of the operator, and how far a backend is from the formulas in float64: outputs, state and gradients."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tost_lm.ops import TssaState, causal_tssa
+
+NAMES = ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias", "d_energy", "d_weighted_energy", "d_mass")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of one call and the gradients that come back into it, in float64 unless `to` made them another dtype."""
+
+    membership: str
+    w: Tensor
+    temp: Tensor
+    bias: Tensor
+    state: TssaState
+    cu_seqlens: Tensor | None
+    d_outputs: tuple[Tensor, ...]
+
+    def to(self, dtype: torch.dtype) -> "Call":
+        """w and its gradient in `dtype`; everything else at least in float32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        state = TssaState(*(x.to(wide) for x in self.state[:3]), self.state.count)
+        dy, *rest = self.d_outputs
+        return replace(
+            self, w=self.w.to(dtype), temp=self.temp.to(wide), bias=self.bias.to(wide), state=state,
+            d_outputs=(dy.to(dtype), *(x.to(wide) for x in rest)),
+        )  # fmt: skip
+
+    def run(self, backend: str) -> dict[str, Tensor]:
+        """Outputs, final state and all gradients by name."""
+        leaves = [x.detach().requires_grad_() for x in (self.w, self.temp, self.bias, *self.state[:3])]
+        w, temp, bias, *sums = leaves
+        y, final = causal_tssa(
+            w, temp, bias, membership=self.membership, initial_state=TssaState(*sums, self.state.count),
+            output_final_state=True, cu_seqlens=self.cu_seqlens, backend=backend,
+        )  # fmt: skip
+        assert final is not None
+        outputs = (y, *final[:3])
+        gradients = torch.autograd.grad(outputs, leaves, self.d_outputs, materialize_grads=True)
+        return {name: x.detach() for name, x in zip(NAMES, (*outputs, *gradients), strict=True)}
+
+
+def draw_call(
+    seed: int,
+    lengths: tuple[int, ...],
+    H: int,
+    D: int,
+    membership: str = "energy-share",
+    *,
+    packed: bool = True,
+    fresh: bool = False,
+) -> Call:
+    """Documents of these lengths: packed into one row, or as rows of equal length. Drawn in float32, so that float32
+    sees the same numbers. `fresh`: nothing came before them."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).double()
+    N = len(lengths)
+    B, T = (1, sum(lengths)) if packed else (N, lengths[0])
+    state = TssaState(draw(N, H, D) ** 2, draw(N, H, D) ** 2, draw(N, H) ** 2, torch.arange(N) * 3)
+    if fresh:
+        state = TssaState.empty(N, H, D, like=state.energy)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    d_outputs = (draw(B, T, H, D), draw(N, H, D), draw(N, H, D), draw(N, H))
+    w, temp, bias = draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
+    return Call(membership, w, temp, bias, state, offsets if packed else None, d_outputs)
+
+
+@st.composite
+def calls(draw: st.DrawFn, longest: int = 80) -> Call:
+    """T = 1, odd T, documents shorter and longer than a chunk of 32 tokens, one-token documents, odd H and D."""
+    lengths = draw(st.lists(st.sampled_from([1, 1, 2, 5, 16, 31, 32, 33, 48, 65, longest]), min_size=1, max_size=6))
+    packed = draw(st.booleans())
+    if not packed:
+        lengths = lengths[:1] * min(len(lengths), 3)
+    membership = draw(st.sampled_from(["energy-share", "energy-mean", "uniform"]))
+    H, D = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    return draw_call(
+        draw(st.integers(0, 999)), tuple(lengths), H, D, membership, packed=packed, fresh=draw(st.booleans())
+    )
+
+
+def errors(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference by name, relative to the largest value of the truth."""
+    return {
+        name: ((ours[name].double() - x.double()).abs().max() / x.abs().max().clamp_min(1e-30)).item()
+        for name, x in truth.items()
+    }
+
+
+def documents(call: Call) -> list[slice]:
+    assert call.cu_seqlens is not None
+    return [slice(start, end) for start, end in pairwise(call.cu_seqlens.tolist())]

@@ -1,0 +1,124 @@
+"""The chunked backend against the formulas: exact, differentiable everywhere, and small in memory."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from agreement import Call, calls, draw_call, errors
+from hypothesis import given, settings
+
+from tost_lm.ops import TssaState, causal_tssa, chunked
+
+MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", 1)
+
+
+@given(calls())
+@settings(max_examples=60, deadline=None)
+def test_equals_the_formulas_in_float64(call: Call):
+    assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-12
+
+
+@given(calls())
+@settings(max_examples=40, deadline=None)
+def test_float32_is_near_the_formulas_in_float64(call: Call):
+    # Gradients of a state that holds nothing are ratios of tiny numbers: they are compared where there is a past.
+    found = errors(call.to(torch.float32).run("chunked"), call.run("naive"))
+    if not call.state.energy.any():
+        found.pop("d_energy")
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("membership", MEMBERSHIPS)
+@pytest.mark.parametrize("first", [1e-3, 1e-5])
+def test_float32_holds_when_the_first_tokens_are_small(membership: str, first: float):
+    call = draw_call(0, (100,), 4, 8, membership, fresh=True)
+    call.w[:, :1] *= first
+    call.w.copy_(call.w.float())
+    found = errors(call.to(torch.float32).run("chunked"), call.run("naive"))
+    assert max(found[name] for name in ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias")) < 1e-5
+
+
+@pytest.mark.parametrize("membership", MEMBERSHIPS)
+def test_bfloat16_errs_little_more_than_rounding(membership: str):
+    call = draw_call(1, (100, 40), 4, 16, membership).to(torch.bfloat16)
+    truth = call.to(torch.float64).run("naive")
+    rounded = errors({name: truth[name].bfloat16() for name in ("y", "dw")}, {k: truth[k] for k in ("y", "dw")})
+    found = errors(call.run("chunked"), truth)
+    assert found["y"] <= 1.5 * rounded["y"]
+    assert found["dw"] <= 1.5 * rounded["dw"]
+    assert max(found[name] for name in ("energy", "weighted_energy", "mass", "d_temp", "d_bias")) < 1e-5
+
+
+@pytest.mark.parametrize("membership", MEMBERSHIPS)
+def test_gradcheck(membership: str):
+    call = draw_call(2, (3, 1, 36), 2, 3, membership)
+
+    def f(w, temp, bias, *sums):
+        y, state = causal_tssa(
+            w, temp, bias, membership=membership, initial_state=TssaState(*sums, call.state.count),
+            output_final_state=True, cu_seqlens=call.cu_seqlens, backend="chunked",
+        )  # fmt: skip
+        return y, *state[:3]
+
+    leaves = [x.requires_grad_() for x in (call.w, call.temp, call.bias, *call.state[:3])]
+    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+
+
+def test_second_derivatives_are_refused():
+    w = torch.randn(1, 4, 2, 3, requires_grad=True)
+    (dw,) = torch.autograd.grad(causal_tssa(w, torch.ones(2))[0].square().sum(), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dw.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "naive"])
+def test_what_is_kept_for_the_backward(backend: str):
+    w = torch.randn(1, 4096, 4, 64, requires_grad=True)
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}) or x, lambda x: x
+    ):
+        causal_tssa(w, torch.ones(4, requires_grad=True), backend=backend)
+    w_bytes = 4 * w.numel()
+    extra = sum(kept.values()) - w_bytes
+    if backend == "naive":
+        assert extra > 4 * w_bytes
+    else:  # Π is 1/64 of w, and the two sums before each chunk of 32 tokens 1/16
+        assert extra < w_bytes * (1 / 64 + 2 / 32 + 0.01)
+
+
+def test_autocast_does_not_touch_the_statistics():
+    call = draw_call(3, (70,), 3, 8).to(torch.bfloat16)
+    plain = call.run("chunked")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = call.run("chunked")
+    for name, x in plain.items():
+        assert torch.equal(under_autocast[name], x)
+        assert under_autocast[name].dtype == x.dtype
+
+
+def test_a_float64_state_stays_float64_beside_float32_tokens():
+    call = draw_call(4, (40,), 2, 4)
+    narrow = call.to(torch.float32)
+    _, final = causal_tssa(
+        narrow.w, narrow.temp, initial_state=call.state, output_final_state=True, cu_seqlens=call.cu_seqlens
+    )
+    assert final is not None
+    assert (final.energy.dtype, final.mass.dtype) == (torch.float64, torch.float64)
+
+
+def test_a_million_tokens_in_little_memory(pytestconfig: pytest.Config):
+    """w, y, dy and dw of 1 GiB each, and less than a quarter of one beside them; the end of it is right."""
+    script = pytestconfig.rootpath / "tests/unit/ops/million_tokens.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = dict(pair.split("=") for pair in done.stdout.split())
+    assert float(figures["beside"]) < 0.25, figures
+    assert max(float(figures["y_error"]), float(figures["dw_error"])) < 1e-5, figures

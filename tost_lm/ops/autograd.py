@@ -1,0 +1,76 @@
+"""Causal TSSA as one differentiable function of w, temp, bias and the initial statistics.
+
+Keeps w, Π and the sums before each chunk for the backward. Shapes as in `phases`.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tost_lm.ops.layout import Layout
+from tost_lm.ops.phases import HeadSoftmax, Scoring, Statistics, UniformMemberships
+
+
+class Passes(Protocol):
+    """The whole forward and the whole backward of one backend: `chunked`, or phases composed (`composed`)."""
+
+    def forward(
+        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
+    ) -> tuple[Tensor, Tensor, Statistics, Statistics]:
+        """y, Π, the sums before each chunk and after each document."""
+        ...
+
+    def backward(
+        self,
+        dy_MHD: Tensor,
+        w_MHD: Tensor,
+        layout: Layout,
+        scoring: Scoring,
+        pi_MH: Tensor,
+        before: Statistics,
+        d_final: Statistics,
+        softmax: HeadSoftmax | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+        """dw, dz, d temp, and the gradients of the sums before each document."""
+        ...
+
+
+class CausalTssa(torch.autograd.Function):
+    """apply(passes, layout, membership, count_N, w_MHD, temp_H, bias_BHT, energy, weighted, mass) → y, energy, …"""
+
+    @staticmethod
+    def forward(ctx, passes: Passes, layout: Layout, membership, count_N, w_MHD, temp_H, bias_BHT, *initial):
+        scoring = Scoring(membership, temp_H, bias_BHT, count_N)
+        y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), _softmax(scoring))
+        ctx.save_for_backward(w_MHD, temp_H, bias_BHT, pi_MH, *before)
+        ctx.passes, ctx.layout, ctx.membership, ctx.count_N = passes, layout, membership, count_N
+        return y_MHD, *final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
+        w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
+        scoring = Scoring(ctx.membership, temp_H, bias_BHT, ctx.count_N)
+        with torch.autocast(w_MHD.device.type, enabled=False):
+            dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
+                dy_MHD.contiguous(),
+                w_MHD,
+                ctx.layout,
+                scoring,
+                pi_MH,
+                Statistics(*before),
+                Statistics(*d_final),
+                _softmax(scoring),
+            )
+            d_bias_BHT = None
+            if bias_BHT is not None:
+                B, _, T = bias_BHT.shape
+                d_bias_MH = scoring.bias_scale(w_MHD.shape[-1]) * temp_H * d_z_MH
+                d_bias_BHT = d_bias_MH.unflatten(0, (B, T)).transpose(1, 2)
+        return None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
+
+
+def _softmax(scoring: Scoring) -> HeadSoftmax | None:
+    return UniformMemberships() if scoring.membership == "uniform" else None

@@ -1,0 +1,228 @@
+"""Causal TSSA in PyTorch, chunk by chunk with its closed-form backward; keeps w, Π and the sums before each chunk.
+
+One walk over the chunks forward and one back, each chunk small enough for the cache: w is read once forward, w and dy
+once backward. `chunked_phases` makes separate phases of the same functions of one chunk.
+
+Source: arXiv 2412.17810, released causal form; the backward is derived from it. With a = 1/(1 + S2/N′), N′ = N + 1e-8
+and u = scale·temp·dz:
+
+    q  = dy·w·Π·a²/N′           R2 = Σ_{s≥t} q       RN = Σ_{s≥t} −Σ_d q·S2/N′
+    dΠ = −Σ_d dy·w·a + Σ_d R2·w² + RN                dz = Π·(dΠ − Σ_h Π·dΠ)
+    r  = −u·w²/S1²              R1 = Σ_{s>t} r
+    dw = −dy·Π·a + 2w·(Π·R2 + u·(S1 − w²)/S1² + R1)
+
+The token's own share of S1's gradient stands beside that of w²/S1, since the two cancel at a document's first token;
+R1 therefore sums later tokens only. Where S1 is below its floor, the floor stands for it and has no gradient.
+
+Shapes: t tokens of a chunk, H heads, D channels a head; M, N and K as in `phases`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.chunk import ROWS_IN_STEP, Chunk, chunks, running_sum_
+from tost_lm.ops.layout import Layout
+from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR, statistics_dtype
+from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Statistics
+
+# Elements of a chunk: its steps outlast their launch, and on a CPU its temporaries stay in the cache.
+CPU_CHUNK_ELEMENTS = 1 << 19
+DEVICE_CHUNK_ELEMENTS = 1 << 22
+
+
+def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
+    """Tokens of a chunk: at least 32, so that what is kept for each chunk stays below 1/16 of w in float32."""
+    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    return max(32, elements // (heads * channels) // ROWS_IN_STEP * ROWS_IN_STEP)
+
+
+def forward(
+    w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
+) -> tuple[Tensor, Tensor, Statistics, Statistics]:
+    """y [M, H, D], Π [M, H], the sums before each chunk [K, …] and after each document [N, …]."""
+    dtype, softmax = statistics_dtype(w_MHD), softmax or LocalSoftmax()
+    y_MHD = torch.empty_like(w_MHD)
+    pi_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=dtype)
+    before = Statistics(*(x.new_empty(len(layout.start_K), *x.shape[1:], dtype=dtype) for x in initial))
+    final = Statistics(*map(torch.empty_like, initial))
+    running = _wide(initial, 0)
+    D = w_MHD.shape[-1]
+    for chunk in chunks(w_MHD, layout):
+        if chunk.is_first:
+            running = _wide(initial, chunk.document)
+        k = chunk.index
+        _store(before, k, running)
+        w = chunk.read(w_MHD)
+        w_sq, energy = chunk.product(w, w), chunk.product(w, w)
+        energy_total = running_sum_(energy, before.energy[k])
+        pi = pi_MH[chunk.tokens] = softmax.forward(scoring.temp_H * scores(chunk, shares(w_sq, energy), scoring, D))
+        weighted = w_sq.mul_(pi[..., None])
+        weighted_total = running_sum_(weighted, before.weighted[k])
+        mass, mass_total = prefix(pi, before.mass[k])
+        y_MHD[chunk.tokens] = output_of(w, pi, weighted, mass, out=energy)
+        running = _add(running, Statistics(energy_total, weighted_total, mass_total))
+        if chunk.is_last:
+            _store(final, chunk.document, running)
+    return y_MHD, pi_MH, before, final
+
+
+def backward(
+    dy_MHD: Tensor,
+    w_MHD: Tensor,
+    layout: Layout,
+    scoring: Scoring,
+    pi_MH: Tensor,
+    before: Statistics,
+    d_final: Statistics,
+    softmax: HeadSoftmax | None,
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """dw [M, H, D], dz [M, H], d temp [H], and the gradients of the sums before each document [N, …]."""
+    dtype, softmax = statistics_dtype(w_MHD), softmax or LocalSoftmax()
+    dw_MHD = torch.empty_like(w_MHD)
+    d_z_MH = torch.empty_like(pi_MH)
+    d_temp_H = torch.zeros_like(scoring.temp_H, dtype=_wide_dtype(scoring.temp_H))
+    d_initial = Statistics(*map(torch.empty_like, d_final))
+    running = _wide(d_final, 0)
+    for chunk in chunks(w_MHD, layout, newest_first=True):
+        if chunk.is_last:
+            running = _wide(d_final, chunk.document)
+        k, after = chunk.index, Statistics(*(x.to(dtype) for x in running))
+        w, dy, pi = chunk.read(w_MHD), chunk.read(dy_MHD), pi_MH[chunk.tokens]
+        out = output_gradients(chunk, dy, w, pi, before.weighted[k], before.mass[k])
+        d_weighted_total = running_sum_(out.d_weighted, after.weighted, newest_first=True)
+        d_mass, d_mass_total = suffix(out.d_mass, after.mass)
+        d_z = d_z_MH[chunk.tokens] = softmax.backward(pi, membership_gradient(chunk, out, d_mass))
+        score = score_gradients(chunk, d_z, out.w_sq, before.energy[k], scoring)
+        d_energy_total = running_sum_(score.d_energy, after.energy, newest_first=True)
+        dw_MHD[chunk.tokens] = token_gradient(w, pi, out, score, after.energy)
+        d_temp_H += score.d_temp
+        running = _add(running, Statistics(d_energy_total, d_weighted_total, d_mass_total))
+        if chunk.is_first:
+            _store(d_initial, chunk.document, running)
+    return dw_MHD, d_z_MH, d_temp_H.to(dtype), d_initial
+
+
+# --- One chunk: [t, H, D] and [t, H]. Tensors of w's size live in the chunk's scratch memory.
+
+
+def prefix(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums [t, H] up to and including each token, on top of `before`; and the chunk's own sum."""
+    sums = x.cumsum(0)
+    return sums + before, sums[-1]
+
+
+def suffix(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums [t, H] from each token on, on top of `after`; and the chunk's own sum."""
+    sums = x.flip(0).cumsum(0).flip(0)
+    return sums + after, sums[0]
+
+
+def shares(w_sq: Tensor, energy: Tensor) -> Tensor:
+    """Σ_d w²/S1, [t, H]; `energy` is overwritten."""
+    return torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=energy).sum(-1)
+
+
+def scores(chunk: Chunk, shares_tH: Tensor, scoring: Scoring, channels: int) -> Tensor:
+    """z/temp, [t, H]."""
+    return shares_tH * chunk.score_scale(scoring, channels) + chunk.score_bias(scoring, channels)
+
+
+def output_of(w: Tensor, pi: Tensor, weighted: Tensor, mass: Tensor, out: Tensor) -> Tensor:
+    """y = −Π·w / (1 + S2/N′), into `out`; `weighted` is overwritten."""
+    mass = mass + MASS_FLOOR
+    return torch.mul(w, (-pi * mass)[..., None], out=out).div_(weighted.add_(mass[..., None]))
+
+
+class OutputGradients(NamedTuple):
+    """What dy tells: dy·a and dy·w·a, and the gradients of S2 and N as they enter at each token."""
+
+    w_sq: Tensor
+    dy_a: Tensor
+    dy_a_w: Tensor
+    d_weighted: Tensor
+    """q, [t, H, D]."""
+    d_mass: Tensor
+    """−Σ_d q·S2/N′, [t, H]."""
+
+
+def output_gradients(
+    chunk: Chunk, dy: Tensor, w: Tensor, pi: Tensor, weighted_before: Tensor, mass_before: Tensor
+) -> OutputGradients:
+    """Given S2 and N before the chunk."""
+    w_sq = chunk.product(w, w)
+    weighted = chunk.product(w_sq, pi[..., None])
+    running_sum_(weighted, weighted_before)
+    mass = prefix(pi, mass_before)[0].add_(MASS_FLOOR)
+    whole = torch.add(weighted, mass[..., None], out=chunk.new())  # N′·(1 + S2/N′), so a = N′/whole
+    dy_a = chunk.product(dy, mass[..., None]).div_(whole)
+    dy_a_w = chunk.product(dy_a, w)
+    q = chunk.product(dy_a_w, pi[..., None]).div_(whole)
+    return OutputGradients(w_sq, dy_a, dy_a_w, q, -weighted.mul_(q).sum(-1) / mass)
+
+
+def membership_gradient(chunk: Chunk, out: OutputGradients, d_mass: Tensor) -> Tensor:
+    """dΠ [t, H], once `out.d_weighted` is R2, and given RN at each token."""
+    return chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
+
+
+class ScoreGradients(NamedTuple):
+    """What dz tells about w² and S1."""
+
+    minus_d_w_sq: Tensor
+    """Through the token's own share, its part of S1 included: −u·(S1 − w²)/S1², [t, H, D]."""
+    d_energy: Tensor
+    """r: through S1, as far as earlier tokens make it up, [t, H, D]."""
+    d_temp: Tensor
+    """[H], summed over the chunk."""
+
+
+def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tensor, scoring: Scoring) -> ScoreGradients:
+    """Given S1 before the chunk."""
+    channels = w_sq.shape[-1]
+    energy = chunk.new().copy_(w_sq)
+    running_sum_(energy, energy_before)
+    # S1 never falls, so the chunk's first token tells whether any is below the floor.
+    constant = energy < ENERGY_FLOOR if bool((energy[0] < ENERGY_FLOOR).any()) else None
+    share = torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=chunk.new())
+    d_temp = (d_z * scores(chunk, share.sum(-1), scoring, channels)).sum(0)
+    u = scoring.temp_H * d_z * chunk.score_scale(scoring, channels)
+    minus_d_share = torch.div(-u[..., None], energy, out=energy)
+    if constant is not None:
+        share.masked_fill_(constant, 0)
+    d_energy = share.mul_(minus_d_share)
+    return ScoreGradients(minus_d_share.sub_(d_energy), d_energy, d_temp)
+
+
+def token_gradient(
+    w: Tensor, pi: Tensor, out: OutputGradients, score: ScoreGradients, d_energy_after: Tensor
+) -> Tensor:
+    """dw, once `out.d_weighted` is R2 and `score.d_energy` sums it from each token on; overwrites both.
+
+    R1 at a token is the sum from the next one on: taken from there, for a difference would cancel.
+    """
+    through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
+    through_w_sq[:-1] += score.d_energy[1:]
+    through_w_sq[-1] += d_energy_after
+    return torch.addcmul(out.dy_a.mul_(-pi[..., None]), through_w_sq, w, value=2, out=out.dy_a)
+
+
+# --- Running sums over many chunks: float64 wherever there is such a thing.
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
+def _wide(statistics: Statistics, n: int) -> Statistics:
+    return Statistics(*(x[n].to(_wide_dtype(x)) for x in statistics))
+
+
+def _add(running: Statistics, more: Statistics) -> Statistics:
+    return Statistics(*(x + y for x, y in zip(running, more, strict=True)))
+
+
+def _store(rows: Statistics, row: int, values: Statistics) -> None:
+    for x, value in zip(rows, values, strict=True):
+        x[row] = value

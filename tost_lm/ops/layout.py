@@ -1,0 +1,58 @@
+"""Where documents and chunks lie in the flat sequence of B·T tokens that the fast backends work on.
+
+A chunk never crosses a document. Shapes: M = B·T tokens, N documents (N = B unless packed), K chunks.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Documents cut into chunks of at most `chunk_tokens` tokens, in order of time."""
+
+    chunk_tokens: int
+    offsets: tuple[int, ...]
+    """Document n is tokens offsets[n] to offsets[n + 1], [N + 1]."""
+    start_K: Tensor
+    """First token of each chunk, int64."""
+    end_K: Tensor
+    """One past its last token, int64."""
+    document_K: Tensor
+    """Document of each chunk, int64, ascending."""
+    first_chunk_N1: Tensor
+    """Chunks of document n are first_chunk_N1[n] to first_chunk_N1[n + 1], int64."""
+    tokens_N: Tensor
+    """Length of each document, int64."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+
+@lru_cache(maxsize=32)
+def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.device) -> Layout:
+    """The layout of documents that lie at `offsets`; made once for each batch shape and kept."""
+    offsets_N1 = torch.tensor(offsets)
+    chunks_N = (offsets_N1.diff() + chunk_tokens - 1) // chunk_tokens
+    first_chunk_N1 = torch.cat([chunks_N.new_zeros(1), chunks_N.cumsum(0)])
+    document_K = torch.repeat_interleave(chunks_N)
+    index_in_document_K = torch.arange(len(document_K)) - first_chunk_N1[document_K]
+    start_K = offsets_N1[document_K] + index_in_document_K * chunk_tokens
+    end_K = torch.minimum(start_K + chunk_tokens, offsets_N1[document_K + 1])
+    tensors = (x.to(device) for x in (start_K, end_K, document_K, first_chunk_N1, offsets_N1.diff()))
+    return Layout(chunk_tokens, offsets, *tensors)
+
+
+_read = WeakTensorKeyDictionary()
+
+
+def read_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The offsets as Python integers. A device is waited for once per tensor, not once per layer."""
+    if cu_seqlens not in _read or _read[cu_seqlens][0] != cu_seqlens._version:
+        _read[cu_seqlens] = (cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    return _read[cu_seqlens][1]

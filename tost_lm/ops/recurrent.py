@@ -1,0 +1,46 @@
+"""Causal TSSA one token at a time, in constant memory."""
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.naive import MASS_FLOOR, Membership, TssaState, memberships, statistics_dtype, token_scores
+
+
+def tssa_step(
+    w_t: Tensor,
+    temp: Tensor,
+    bias_t: Tensor | None,
+    state: TssaState,
+    *,
+    membership: Membership = "energy-share",
+) -> tuple[Tensor, TssaState]:
+    """One token after those of `state`: what `causal_tssa` gives for T = 1, differentiable.
+
+    The returned state is float64 (float32 on mps, which has none): a float32 sum stops taking in tokens that are
+    small beside it, which shows after some hundred thousand of them.
+
+    Args:
+        w_t: [B, H, D].
+        temp: [H].
+        bias_t: [H], [B, H] or None.
+        state: statistics of the tokens before this one.
+        membership: as in `causal_tssa`.
+
+    Returns:
+        y_t [B, H, D] in w_t's dtype, and the state that includes the token.
+    """
+    dtype = statistics_dtype(w_t)
+    running = torch.float32 if w_t.device.type == "mps" else torch.float64
+    with torch.autocast(w_t.device.type, enabled=False):
+        w_BHD = w_t.to(dtype)
+        w_sq_BHD = w_BHD.square()
+        energy_BHD = state.energy.to(running) + w_sq_BHD
+        count_B = state.count + 1
+        bias_BH = None if bias_t is None else bias_t.to(dtype)
+        z_BH = token_scores(w_sq_BHD, energy_BHD.to(dtype), count_B, temp.to(dtype), bias_BH, membership)
+        pi_BH = memberships(z_BH, membership)
+        weighted_BHD = state.weighted_energy.to(running) + pi_BH[..., None] * w_sq_BHD
+        mass_BH = state.mass.to(running) + pi_BH
+        second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
+        y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
+    return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
