@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check env clean-demo
+.PHONY: demo test test-full gpu check env clean-demo
 
 # The whole road once, from plain text to a trained and evaluated model, on two CPU ranks. Each station keeps what is
 # valid from an earlier run. The pre-training stops half-way and goes on from its checkpoint.
@@ -25,6 +25,16 @@ test: env
 	$(BIN)/python -m pytest -n 2 tests/unit
 	$(BIN)/python -m pytest tests/multiprocess
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/programs
+
+# The suite, and what takes minutes a test.
+test-full: test
+	$(BIN)/python -m pytest tests/full
+
+# On a machine with a CUDA device: the kernels' tests on it, then the benchmarks.
+gpu: env
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m benchmarks.operator
+	$(BIN)/python -m benchmarks.model
 
 check: env
 	$(BIN)/ruff check .

@@ -28,7 +28,8 @@ def main(path: Path, config: RetrievalConfig) -> None:
 
     tokenizer = shards.tokenizer()
     model = tost_lm.load(subject.checkpoint, pick_device())
-    task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), model.config.max_positions)
+    max_positions, limit = model.config.max_positions, model.config.position_limit
+    task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), max_positions, limit)
     cells, rows = run_grid(task, model_scorer(model, tokenizer.vocab_size))
     print("choice accuracy (exact match), and the same without the needle:")
     for cell in cells:
@@ -38,7 +39,7 @@ def main(path: Path, config: RetrievalConfig) -> None:
             f"{cell['control_choice_accuracy']:6.1%} ({cell['control_exact_accuracy']:.1%})"
         )
     write_rows(subject.results_path(NEEDLE).with_name("examples.jsonl"), rows)
-    results = {"mixer": model.config.mixer, "chance": CHANCE, "cells": cells}
+    results = {"pattern": model.config.pattern, "chance": CHANCE, "cells": cells}
     subject.write_results(NEEDLE, identity, started, results)
 
 

@@ -48,7 +48,8 @@ def main(path: Path, config: GenerateConfig) -> None:
         "prompt_tokens": len(prompt_ids),
         "tokens": len(ids),
         "tokens_per_second": len(ids) / seconds,
-        "mixer": model.config.mixer,
+        "pattern": model.config.pattern,
+        "window": model.config.window,
         "state_bytes_after_prompt": state_bytes(state),
     }
     subject.write_results(SAMPLE, identity, started, results)

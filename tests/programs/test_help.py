@@ -14,8 +14,10 @@ PROGRAMS = [
     "eval.retrieval",
     "eval.report",
     "tost_lm.generate",
+    "benchmarks.model",
+    "benchmarks.operator",
 ]
-CONFIGS = {"data_prep": "configs/data/embedded.toml", "pretrain": "configs/pretrain/demo.toml"}
+PATHS = {"data_prep": ["configs/data/embedded.toml"], "pretrain": ["configs/pretrain/demo.toml"], "benchmarks": []}
 HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]
 
 
@@ -23,7 +25,7 @@ HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets",
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_answers_without_heavy_imports(program: str, words: list[str]):
     if words != ["--help"]:
-        words = [CONFIGS.get(program.split(".")[0], "runs/some"), *words]
+        words = [*PATHS.get(program.split(".")[0], ["runs/some"]), *words]
     script = (
         f"import runpy, sys\nsys.argv = {['program', *words]!r}\n"
         f"try:\n    runpy.run_module({program!r}, run_name='__main__')\n"
@@ -43,4 +45,6 @@ def test_answers_without_heavy_imports(program: str, words: list[str]):
 
 def test_all_programs_are_covered():
     files = [path for folder in ("data_prep", "pretrain", "eval") for path in (CHECKOUT / folder).glob("[!_]*.py")]
-    assert {f"{path.parent.name}.{path.stem}" for path in files} == {p for p in PROGRAMS if p != "tost_lm.generate"}
+    assert {f"{path.parent.name}.{path.stem}" for path in files} == {
+        program for program in PROGRAMS if not program.startswith(("tost_lm.", "benchmarks."))
+    }

@@ -18,20 +18,21 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def run_program(
-    main: Callable[[Path, AnySection], None],
+    main: Callable[[Any, AnySection], None],
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "RUN"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN"],
     config: type[AnySection],
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
-    (run folder, step folder or export), where `config` holds only the program's own settings. `--dry-run` prints
-    the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on stderr),
-    130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
+    (run folder, step folder or export), where `config` holds only the program's own settings. With `[CONFIG]` the
+    file may be left out (`path` is None). `--dry-run` prints the resolved configuration and does nothing else. Exit
+    codes: 0 done, 2 bad input (a line each on stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output
+    left, 1 with a traceback for a defect of ours.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -39,7 +40,7 @@ def run_program(
             print(help_text(name, doc, takes, config))
             sys.exit(0)
         path, overrides, dry_run = _parse(name, takes, words)
-        settings = load_config(config, path if takes == "CONFIG" else None, overrides)
+        settings = load_config(config, None if takes == "RUN" else path, overrides)
         if dry_run:
             print(to_toml(settings), end="")
         else:
@@ -67,13 +68,15 @@ def help_text(name: str, doc: str, takes: str, config: type[Section]) -> str:
     return "\n".join(lines)
 
 
-def _parse(name: str, takes: str, words: list[str]) -> tuple[Path, list[str], bool]:
+def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | None, list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
     if unknown:
         raise ConfigError(f"{unknown[0]}: unknown flag; settings are written section.key=value, see --help")
     rest = [word for word in words if word not in flags]
     if not rest or "=" in rest[0]:
+        if takes == "[CONFIG]":
+            return None, rest, bool(flags)
         raise ConfigError(f"python -m {name} needs a {takes} before any section.key=value, see --help")
     return Path(rest[0]), rest[1:], bool(flags)
 

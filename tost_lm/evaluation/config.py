@@ -33,7 +33,7 @@ class NeedleConfig(Section):
     """Protocol `needle@words`."""
 
     lengths: list[int] = Field(default_factory=list)
-    """Cell lengths in tokens, prompt and answer together; empty: a quarter, half and all of the model's positions."""
+    """Cell lengths in tokens, prompt and answer together; empty: a quarter, half and all of model.max_positions."""
     depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
     """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
     samples: int = Field(default=8, gt=0)

@@ -30,10 +30,11 @@ def generate(
     Raises:
         ConfigError: prompt and new tokens together pass the model's positions.
     """
-    if len(prompt_ids) + tokens > model.config.max_positions:
+    limit = model.config.position_limit
+    if limit is not None and len(prompt_ids) + tokens > limit:
         raise ConfigError(
-            f"{len(prompt_ids)} tokens of prompt and {tokens} new ones pass the model's positions "
-            f"({model.config.max_positions}): shorten sample.prompt or lower sample.tokens"
+            f"{len(prompt_ids)} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
+            "shorten sample.prompt or lower sample.tokens"
         )
     device = model.embedding.weight.device
     choose = greedy if temperature == 0 else sampler(temperature, torch.Generator(device).manual_seed(seed))

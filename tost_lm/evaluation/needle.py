@@ -45,12 +45,21 @@ class Example:
 class NeedleTask:
     """Builds the examples of a cell: a pure function of the settings, the tokenizer and the held-out documents.
 
+    `max_positions` are the model's, `limit` the longest sequence that it reads (None: any).
+
     Raises:
-        ConfigError: a length passes `max_positions`, or is too short for needle and question.
+        ConfigError: a length passes `limit`, or is too short for needle and question.
         DataError: the held-out text is shorter than the longest cell.
     """
 
-    def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, documents: Iterator[np.ndarray], max_positions: int):
+    def __init__(
+        self,
+        config: NeedleConfig,
+        tokenizer: Tokenizer,
+        documents: Iterator[np.ndarray],
+        max_positions: int,
+        limit: int | None,
+    ):
         self.config = config
         self.tokenizer = tokenizer
         self.candidates = [tokenizer.encode(f" {word}") for word in WORDS]
@@ -59,8 +68,8 @@ class NeedleTask:
         quarters = [max_positions // 4, max_positions // 2, max_positions]
         self.lengths = config.lengths or [length for length in quarters if length > needed] or quarters[-1:]
         for length in self.lengths:
-            if length > max_positions:
-                raise ConfigError(f"needle.lengths: {length} passes the model's positions ({max_positions})")
+            if limit is not None and length > limit:
+                raise ConfigError(f"needle.lengths: {length} passes the model's positions ({limit})")
             if length <= needed:
                 raise ConfigError(
                     f"needle.lengths: {length} tokens are too few, needle and question alone take {needed}"

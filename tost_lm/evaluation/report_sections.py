@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.pictures import loss_picture, needle_picture
 from tost_lm.evaluation.run_record import RunRecord
 from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE
 from tost_lm.files import sha256_file
+from tost_lm.model import ModelConfig
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 ENOUGH_DOCUMENTS = 10
@@ -46,11 +48,13 @@ def all_sections(report: Report) -> Iterator[str]:
 def overview(report: Report) -> str:
     """What was trained on what, and a plain word on how far that goes."""
     run = report.run
-    model, train = run.config["model"], run.config["train"]
+    train = run.config["train"]
+    model = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml"))
+    limit = model.position_limit
     rows = [
-        ("mixer", "TSSA, linear in time" if model["mixer"] == "tssa" else "softmax attention"),
-        ("shape", f"{model['layers']} layers, {model['heads']} heads, width {model['width']}"),
-        ("vocabulary, positions", f"{model['vocab_size']:,}, {model['max_positions']:,}"),
+        ("layers", _layers(model)),
+        ("shape", f"{model.layers} layers, {model.heads} heads, width {model.width}"),
+        ("vocabulary, positions", f"{model.vocab_size:,}, {'any number' if limit is None else f'{limit:,}'}"),
         ("parameters", f"{run.parameters:,} (learned positions not counted)"),
         ("data", _data(run)),
         ("steps", f"{run.step:,} of {train['steps']:,}"),
@@ -127,7 +131,7 @@ def retrieval(report: Report) -> str:
         f"single cell at chance is off by {_chance_error(results['chance'], cells[0]['samples']):.0%} (one standard "
         f"error), the mean by {_chance_error(results['chance'], examples):.1%}.",
     ]
-    if results["mixer"] == "tssa":
+    if "A" not in results["pattern"]:
         parts.append(
             "Pure TSSA keeps statistics of the past, not the tokens themselves: it is not expected to recall a word "
             "exactly, and chance level here is no defect."
@@ -142,9 +146,12 @@ def sample(report: Report) -> str:
         return f"## Generated text\n\n{_missing('tost_lm.generate', report.run.folder)}"
     settings = results["identity"]["settings"]["sample"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
-    size = (
-        "the same after any number of tokens" if results["mixer"] == "tssa" else "it grows with every token (softmax)"
-    )
+    if "A" not in results["pattern"]:
+        size = "the same after any number of tokens"
+    elif results["window"]:
+        size = f"it grows up to the attention's window of {results['window']:,} tokens"
+    else:
+        size = "it grows with every token (softmax)"
     return "\n\n".join([
         "## Generated text",
         _of_checkpoint(report.run, results, "tost_lm.generate"),
@@ -205,6 +212,13 @@ def _smoke_notice(run: RunRecord) -> str:
         f"parameters, {ratio:.2g} tokens per parameter, where about {ENOUGH_TOKENS_PER_PARAMETER} are usual "
         "(arXiv 2203.15556). Its figures show that the parts work together, not how good the model can be."
     )
+
+
+def _layers(model: ModelConfig) -> str:
+    reach = f" over {model.window:,} tokens" if model.window else ""
+    kinds = {"T": "token statistics (TSSA), linear in time", "A": f"softmax attention{reach}"}
+    used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in model.pattern]
+    return kinds[model.pattern[0]] if len(used) == 1 else f"{model.pattern}, repeated: {', '.join(used)}"
 
 
 def _data(run: RunRecord) -> str:

@@ -1,6 +1,6 @@
 """Held-out score, protocol `heldout@bpb`: every token of every document predicted exactly once.
 
-A document is read as [EOT] + its tokens, in disjoint windows of the model's positions; a window's first input is
+A document is read as [EOT] + its tokens, in disjoint windows of model.max_positions; a window's first input is
 the last token of the window before it. EOT is in neither sum: it is an input only. The log-softmax is in float32
 at least, sums in float64, and batching changes the result by no more than rounding.
 """

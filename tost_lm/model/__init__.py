@@ -1,4 +1,8 @@
-"""The language model. Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary."""
+"""The language model.
+
+Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (those of earlier
+tokens and of these), N documents (N = B unless packed).
+"""
 
 from typing import TYPE_CHECKING
 

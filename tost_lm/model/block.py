@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.positions import Places
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
@@ -34,17 +35,19 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """A block whose mixer is TSSA (`letter` T) or softmax attention (A)."""
+
+    def __init__(self, config: ModelConfig, letter: str):
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mixer = TssaMixer(config) if config.mixer == "tssa" else SoftmaxMixer(config)
+        self.mixer = TssaMixer(config) if letter == "T" else SoftmaxMixer(config)
         self.mixer_scale = _layer_scale(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)
         self.mlp_scale = _layer_scale(config)
 
-    def forward(self, x_BTC: Tensor, state: MixerState | None, position: int) -> tuple[Tensor, MixerState]:
-        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, position)
+    def forward(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState]:
+        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, places)
         x_BTC = x_BTC + self.mixer_scale(mixed_BTC)
         return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC))), new_state
 

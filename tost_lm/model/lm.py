@@ -1,6 +1,7 @@
-"""The language model: embedding, learned positions, blocks, norm, head tied to the embedding."""
+"""The language model: embedding, positions, blocks, norm, head tied to the embedding."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,15 +11,19 @@ from torch.nn.functional import cross_entropy, linear
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block, MixerState
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.positions import Places, rotation, sinusoidal
 
 IGNORED_LABEL = -100
+INITIAL_STD = 0.02
 
 
 class LMState(NamedTuple):
-    """What the model keeps of the tokens so far: one mixer state a layer, and how many tokens there were."""
+    """What the model keeps of the tokens so far."""
 
     layers: tuple[MixerState, ...]
-    position: int
+    """Of each layer, N rows."""
+    positions: tuple[int, ...]
+    """How many tokens there were of each row, [N]; the rows may differ."""
 
 
 class LMOutput(NamedTuple):
@@ -37,45 +42,75 @@ class TostLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.max_positions, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
+        letters = config.pattern * (config.layers // len(config.pattern))
+        self.blocks = nn.ModuleList(Block(config, letter) for letter in letters)
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.apply(_init_linear_and_embedding)
         for name, module in self.named_modules():
             if name.endswith(".out_proj") and isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * config.layers))
+                nn.init.normal_(module.weight, std=INITIAL_STD / math.sqrt(2 * config.layers))
 
-    def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels: Tensor | None = None,
+        state: LMState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LMOutput:
         """Read tokens, going on from `state` if given.
+
+        Rows of different lengths are packed, whichever side they are padded on; `real_BT` is True at their tokens:
+
+            cu_seqlens = pad(real_BT.sum(1).cumsum(0), (1, 0)).int()
+            logits_TV = model(tokens_BT[real_BT][None], cu_seqlens=cu_seqlens).logits[0]
+
+        The logits of row n end at cu_seqlens[n + 1], and its state goes on with one token a row, tokens [N, 1].
 
         Args:
             tokens_BT: ids, int64.
             labels: [B, T], the token that follows each position (so tokens shifted by one); −100 is not counted.
-            state: of an earlier call on the tokens before these.
+            state: of an earlier call on the tokens before these, a row for each document.
+            cu_seqlens: int32 [N + 1], offsets of N documents packed into one row (B == 1). They know nothing of each
+                other, and `state` has N rows. None: every row is a document, N = B.
 
         Raises:
-            ConfigError: the tokens pass the model's learned positions.
+            ConfigError: a document passes the positions that the model has learned something for.
+            ValueError: cu_seqlens does not fit the tokens, or the state has another number of rows.
         """
-        position = state.position if state else 0
-        T = tokens_BT.shape[1]
-        if position + T > self.config.max_positions:
-            raise ConfigError(
-                f"{position + T} tokens are more than the model has positions (model.max_positions = "
-                f"{self.config.max_positions}): shorten the text or train with more positions"
-            )
-        places_T = torch.arange(position, position + T, device=tokens_BT.device)
-        x_BTC = self.embedding(tokens_BT) + self.positions(places_T)
+        places = Places.of(tokens_BT, state and state.positions, cu_seqlens)
+        self._check_length(max(places.ends))
+        x_BTC = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(places.position)
+        elif self.config.positions == "sinusoidal":
+            # As large as learned positions are drawn, so that they do not drown the tokens.
+            x_BTC = x_BTC + INITIAL_STD * sinusoidal(places.position, x_BTC.shape[-1], x_BTC.dtype)
+        if "A" in self.config.pattern and self.config.rope_theta:
+            channels = self.config.width // self.config.heads
+            turn = rotation(places.position, channels, self.config.rope_theta, x_BTC.dtype)
+            places = replace(places, turn=turn)
         states: list[MixerState] = []
         for i, block in enumerate(self.blocks):
-            x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, position)
+            x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, places)
             states.append(mixer_state)
         logits_BTV = linear(self.norm(x_BTC), self.embedding.weight)
         loss = None if labels is None else next_token_loss(logits_BTV, labels)
-        return LMOutput(loss, logits_BTV, LMState(tuple(states), position + T))
+        return LMOutput(loss, logits_BTV, LMState(tuple(states), places.ends))
 
     def parameter_count(self) -> int:
         """Parameters without the learned positions, the way the published figures are counted."""
-        return sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
+        positions = 0 if self.positions is None else self.positions.weight.numel()
+        return sum(p.numel() for p in self.parameters()) - positions
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self.config.position_limit
+        if limit is not None and tokens > limit:
+            raise ConfigError(
+                f"{tokens} tokens are more than the model has positions (model.max_positions = {limit}): shorten the "
+                "text or train with more positions, or with model.positions and model.denom_bias that need none"
+            )
 
 
 def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -86,6 +121,6 @@ def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 def _init_linear_and_embedding(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=INITIAL_STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)

@@ -4,22 +4,42 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model.config import ModelConfig
-from tost_lm.ops import TssaState, causal_tssa
+from tost_lm.model.positions import Places
+from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
 
 
 class TssaMixer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.heads = config.heads
+        self.membership: Membership = config.membership
         self.in_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.temp = nn.Parameter(torch.ones(config.heads))
-        self.denom_bias = nn.Parameter(torch.zeros(config.heads, config.max_positions))
+        shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
+        shape = shapes.get(config.denom_bias)
+        self.denom_bias = nn.Parameter(torch.zeros(shape)) if shape else None
 
-    def forward(self, x_BTC: Tensor, state: TssaState | None, position: int) -> tuple[Tensor, TssaState]:
-        """Mix tokens that stand at `position` onwards, given the statistics of those before them."""
+    def forward(self, x_BTC: Tensor, state: TssaState | None, places: Places) -> tuple[Tensor, TssaState]:
+        """Mix the tokens, given the statistics of those before them; one token alone in the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        bias_HT = self.denom_bias[:, position : position + x_BTC.shape[1]]
-        y_BTHD, state = causal_tssa(w_BTHD, self.temp, bias_HT, initial_state=state, output_final_state=True)
+        bias = self._bias_of(places)
+        if state is not None and w_BTHD.shape[1] == 1 and places.cu_seqlens is None:
+            bias = None if bias is None else bias[..., 0]
+            y_BHD, state = tssa_step(w_BTHD[:, 0], self.temp, bias, state, membership=self.membership)
+            y_BTHD = y_BHD[:, None]
+        else:
+            y_BTHD, state = causal_tssa(
+                w_BTHD, self.temp, bias, membership=self.membership, initial_state=state, output_final_state=True,
+                cu_seqlens=places.cu_seqlens,
+            )  # fmt: skip
         assert state is not None
         return self.out_proj(y_BTHD.flatten(-2)), state
+
+    def _bias_of(self, places: Places) -> Tensor | None:
+        """denom_bias of each token: [H, T], or [B, H, T] where rows stand at different positions."""
+        if self.denom_bias is None:
+            return None
+        if self.denom_bias.dim() == 1:
+            return self.denom_bias[:, None].expand(-1, places.position.shape[-1])
+        return self.denom_bias[:, places.position].movedim(0, -2)

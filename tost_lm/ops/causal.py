@@ -106,12 +106,12 @@ def _fast(
 ) -> tuple[Tensor, TssaState]:
     B, T, H, D = w.shape
     if backend == "chunked":
-        passes, chunk_tokens = chunked, chunked.chunk_tokens(H, D, w.device)
+        passes, chunk_tokens = chunked, chunked.chunk_tokens
     else:
         from tost_lm.ops import triton  # an optional package, and slow to import
 
-        passes, chunk_tokens = Composed(triton), triton.chunk_tokens(D)
-    layout = document_layout(offsets, chunk_tokens, w.device)
+        passes, chunk_tokens = Composed(triton), triton.chunk_tokens
+    layout = document_layout(offsets, chunk_tokens(H, D, w.device), w.device)
     statistics = (x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state[:3])
     y_MHD, energy, weighted, mass = CausalTssa.apply(
         passes, layout, membership, state.count, w.reshape(B * T, H, D), temp_H, bias_BHT, *statistics

@@ -33,7 +33,7 @@ class Sums(NamedTuple):
 
     def carried(self, carry_N: Tensor, layout: Layout) -> Tensor:
         """The chunks' sums with what each document brings along, [K, …]."""
-        return self.chunk + carry_N[layout.document_K]
+        return self.chunk + (carry_N if layout.documents == 1 else carry_N[layout.document_K])
 
 
 class Statistics(NamedTuple):
@@ -93,10 +93,11 @@ class UniformMemberships:
 
 
 class Phases(Protocol):
-    """One backend: a module with these functions. `softmax` None: all heads are here, computed in the same pass.
+    """One backend: a module with these functions. `softmax` None: all heads are here, computed in the same pass."""
 
-    The function `chunk_tokens(heads, channels, device)` says how long the layout's chunks must be.
-    """
+    def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
+        """How long the layout's chunks must be."""
+        ...
 
     def energy(self, w_MHD: Tensor, layout: Layout) -> Sums:
         """(a) Σ w²."""

@@ -29,7 +29,7 @@ class TrainConfig(Section):
     micro_batch_sequences: int = Field(gt=0)
     """Sequences that a rank holds at once; the rest of its share is accumulated."""
     sequence_tokens: int = Field(gt=1)
-    """Tokens of a sequence; at most model.max_positions."""
+    """Tokens of a sequence; at most model.max_positions, where the model learns something for each position."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -67,10 +67,11 @@ class PretrainConfig(Section):
 
     @model_validator(mode="after")
     def _sequence_fits_positions(self) -> "PretrainConfig":
-        if self.train.sequence_tokens > self.model.max_positions:
+        limit = self.model.position_limit
+        if limit is not None and self.train.sequence_tokens > limit:
             raise ValueError(
-                f"train.sequence_tokens {self.train.sequence_tokens} is longer than model.max_positions "
-                f"{self.model.max_positions}: raise the one or lower the other"
+                f"train.sequence_tokens {self.train.sequence_tokens} is longer than model.max_positions {limit}: "
+                "raise the one or lower the other"
             )
         return self
 

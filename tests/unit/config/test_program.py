@@ -60,6 +60,18 @@ def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: py
     assert said.count("\n") == 1
 
 
+def test_a_file_that_may_be_left_out(tmp_path: Path):
+    (tmp_path / "some.toml").write_text("size = 5")
+    seen: list[tuple[Path | None, int]] = []
+    for words in ([], ["size=4"], [str(tmp_path / "some.toml")]):
+        with pytest.raises(SystemExit):
+            run_program(
+                lambda path, config: seen.append((path, config.size)),
+                name="p", doc="", takes="[CONFIG]", config=Settings, arguments=words,
+            )  # fmt: skip
+    assert seen == [(None, 3), (None, 4), (tmp_path / "some.toml", 5)]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

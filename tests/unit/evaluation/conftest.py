@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,10 +43,10 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 def make_model():
     """Tiny models whose logits are well apart: weights far wider than for training, biases that are not 0."""
 
-    def make(mixer: str = "tssa", vocab_size: int = 40, max_positions: int = 16) -> TostLM:
+    def make(pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, **settings: Any) -> TostLM:
         tree = {
-            "mixer": mixer, "layers": 2, "heads": 2, "width": 16, "vocab_size": vocab_size,
-            "max_positions": max_positions, "layer_scale": 1.0,
+            "pattern": pattern, "layers": 2, "heads": 2, "width": 16, "vocab_size": vocab_size,
+            "max_positions": max_positions, "layer_scale": 1.0, **settings,
         }  # fmt: skip
         torch.manual_seed(0)
         model = TostLM(validate(ModelConfig, tree, "test"))

@@ -8,7 +8,7 @@ from tost_lm.evaluation.generation import generate, state_bytes
 
 PROMPT = [1, 7, 23, 5]
 NO_STOP = 10**6
-MIXERS = pytest.mark.parametrize("mixer", ["tssa", "softmax"])
+PATTERNS = pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 
 
 def go_on(model, tokens: int = 12, temperature: float = 0.0, seed: int = 0, stop_id: int = NO_STOP, vocab_size=40):
@@ -25,17 +25,17 @@ def recomputed(model, tokens: int, vocab_size: int) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-@MIXERS
-def test_greedy_equals_recomputing_every_prefix(make_model, mixer):
-    model = make_model(mixer)
+@PATTERNS
+def test_greedy_equals_recomputing_every_prefix(make_model, pattern):
+    model = make_model(pattern)
     ids = go_on(model)
     assert ids == recomputed(model, 12, vocab_size=40)
     assert len(set(ids)) > 2
 
 
-@MIXERS
-def test_rows_of_a_padded_vocabulary_are_never_chosen(make_model, mixer):
-    model = make_model(mixer)
+@PATTERNS
+def test_rows_of_a_padded_vocabulary_are_never_chosen(make_model, pattern):
+    model = make_model(pattern)
     highest = max(go_on(model))
     ids = go_on(model, vocab_size=highest)
     assert ids == recomputed(model, 12, vocab_size=highest)
@@ -79,10 +79,26 @@ def test_the_positions_are_a_limit(make_model):
 @torch.inference_mode()
 def test_the_state_of_tssa_does_not_grow(make_model):
     size = {
-        (mixer, tokens): state_bytes(make_model(mixer)(torch.ones(1, tokens, dtype=torch.int64)).state)
-        for mixer in ("tssa", "softmax")
+        (pattern, tokens): state_bytes(make_model(pattern)(torch.ones(1, tokens, dtype=torch.int64)).state)
+        for pattern in ("T", "A")
         for tokens in (2, 16)
     }
     # Two layers of 2·16 + 2 float32 statistics and an int64 count; two layers of keys and values of 16 channels.
-    assert size["tssa", 2] == size["tssa", 16] == 2 * ((2 * 16 + 2) * 4 + 8)
-    assert size["softmax", 16] == 8 * size["softmax", 2] == 16 * 2 * 2 * 16 * 4
+    assert size["T", 2] == size["T", 16] == 2 * ((2 * 16 + 2) * 4 + 8)
+    assert size["A", 16] == 8 * size["A", 2] == 16 * 2 * 2 * 16 * 4
+
+
+@torch.inference_mode()
+def test_the_state_of_a_window_stops_growing(make_model):
+    model = make_model("A", window=5)
+    output = model(torch.ones(1, 3, dtype=torch.int64))
+    sizes = []
+    for _ in range(4):
+        sizes.append(state_bytes(output.state))
+        output = model(torch.ones(1, 1, dtype=torch.int64), state=output.state)
+    assert sizes == [tokens * 2 * 2 * 16 * 4 for tokens in (3, 4, 4, 4)]
+
+
+def test_without_a_limit_any_number_of_tokens_is_generated(make_model):
+    model = make_model("TA", max_positions=8, positions="none", denom_bias="head", window=4)
+    assert len(go_on(model, tokens=30)) == 30

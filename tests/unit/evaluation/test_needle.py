@@ -17,9 +17,10 @@ LENGTHS = [150, 201]
 
 @pytest.fixture
 def make_task(tokenizer, shards):
-    def make(max_positions: int = 256, **settings: Any) -> NeedleTask:
+    def make(max_positions: int = 256, limited: bool = True, **settings: Any) -> NeedleTask:
         config = validate(NeedleConfig, {"lengths": LENGTHS, "samples": 6, **settings}, "test")
-        return NeedleTask(config, tokenizer, shards.documents("valid"), max_positions)
+        limit = max_positions if limited else None
+        return NeedleTask(config, tokenizer, shards.documents("valid"), max_positions, limit)
 
     return make
 
@@ -119,12 +120,12 @@ def test_guessing_scores_chance(make_task):
         assert np.mean([cell[key] for cell in cells]) == pytest.approx(CHANCE, abs=4 * error)
 
 
-@pytest.mark.parametrize("mixer", ["tssa", "softmax"])
+@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 @torch.inference_mode()
-def test_the_model_scorer_equals_reading_everything_anew(make_task, make_model, mixer):
+def test_the_model_scorer_equals_reading_everything_anew(make_task, make_model, pattern):
     task = make_task(lengths=[150], depths=[0.5], samples=3)
     vocab_size = task.tokenizer.vocab_size
-    model = make_model(mixer, vocab_size=vocab_size + 6, max_positions=256).double()
+    model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=256).double()
     prompts = [needle.prompt for _, _, needle, _ in all_examples(task)]
     log_probs, generated = model_scorer(model, vocab_size)(prompts, task.candidates)
     assert len({len(ids) for ids in task.candidates}) > 1
@@ -144,6 +145,11 @@ def test_lengths_are_by_default_what_fits(make_task):
     assert make_task(max_positions=128, lengths=[]).lengths == [64, 128]  # 32 cannot hold needle and question
 
 
+def test_a_model_without_a_limit_takes_longer_cells(make_task):
+    assert make_task(max_positions=128, limited=False, lengths=[300]).lengths == [300]
+    assert make_task(max_positions=128, limited=False, lengths=[]).lengths == [64, 128]
+
+
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [([150, 300], r"300 passes the model's positions \(256\)"), ([10], r"10 tokens are too few")],
@@ -156,4 +162,4 @@ def test_lengths_that_cannot_be_are_refused(make_task, lengths, message):
 def test_too_little_text_is_refused(tokenizer):
     config = validate(NeedleConfig, {"lengths": LENGTHS}, "test")
     with pytest.raises(DataError, match="held-out text has"):
-        NeedleTask(config, tokenizer, iter([np.arange(2, 100)]), 256)
+        NeedleTask(config, tokenizer, iter([np.arange(2, 100)]), 256, None)

@@ -41,7 +41,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         "heldout_documents": 27,
     },
     NEEDLE: {
-        "mixer": "tssa",
+        "pattern": "T",
         "chance": 0.1,
         "cells": [
             {
@@ -53,7 +53,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     SAMPLE: {
         "prompt": NASTY, "text": f"{NASTY} again", "prompt_tokens": 9, "tokens": 5, "tokens_per_second": 100.0,
-        "mixer": "tssa", "state_bytes_after_prompt": 288,
+        "pattern": "T", "window": 0, "state_bytes_after_prompt": 288,
     },
 }  # fmt: skip
 
@@ -206,3 +206,42 @@ def test_a_few_documents_allow_no_conclusion(evaluated):
     assert "3 of 27 held-out documents" in page.text
     assert "3 documents are too few for a standard error" in page.text
     assert "beats" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "window", "expected"),
+    [
+        ("T", 0, "the same after any number of tokens"),
+        ("TA", 64, "grows up to the attention's window of 64 tokens"),
+        ("TA", 0, "it grows with every token (softmax)"),
+    ],
+)
+def test_the_state_is_said_to_grow_if_it_does(evaluated, pattern, window, expected):
+    for protocol in (NEEDLE, SAMPLE):
+        path = evaluated / "eval" / protocol / "results.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pattern": pattern, "window": window}))
+    page, _ = report(evaluated)
+    assert expected in page.text
+    assert ("not expected to recall" in page.text) == (pattern == "T")
+
+
+@pytest.mark.parametrize(
+    ("lines", "layers", "positions"),
+    [
+        ('pattern = "T"', "token statistics (TSSA), linear in time", "16"),
+        ('pattern = "A"', "softmax attention", "16"),
+        (
+            'pattern = "TA"\nwindow = 8\npositions = "none"\ndenom_bias = "head"',
+            "TA, repeated: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
+            "any number",
+        ),
+    ],
+)
+def test_layers_and_positions_are_described(run_folder, lines, layers, positions):
+    config = run_folder / "config.toml"
+    kept = [line for line in config.read_text().splitlines()
+            if not line.startswith(("pattern", "window", "positions", "denom_bias"))]  # fmt: skip
+    config.write_text("\n".join(kept).replace("[model]", f"[model]\n{lines}"))
+    text = " ".join(report(run_folder)[0].text.split())
+    assert f"layers {layers} shape" in text
+    assert f"330, {positions} parameters" in text

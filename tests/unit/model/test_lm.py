@@ -23,6 +23,11 @@ def test_presets_have_the_published_parameter_counts(preset: str, millions: floa
     assert round(model.parameter_count() / 1e6, 2) == millions
 
 
+def test_gpt2_has_learned_positions_and_no_rotary_embedding():
+    gpt2 = validate(ModelConfig, {"preset": "gpt2-base"}, "test")
+    assert (gpt2.pattern, gpt2.positions, gpt2.rope_theta, gpt2.window) == ("A", "learned", 0, 0)
+
+
 def test_a_key_beside_a_preset_wins():
     chosen = validate(ModelConfig, {"preset": "tost-base", "layers": 3}, "test")
     assert (chosen.layers, chosen.width, chosen.layer_scale) == (3, 768, 1e-5)
@@ -53,11 +58,11 @@ def test_the_head_is_the_embedding():
     assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
 
 
-@pytest.mark.parametrize("mixer", ["tssa", "softmax"])
+@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [11, 1]])
-def test_pieces_chained_by_state_are_one_piece(mixer: str, pieces: list[int]):
+def test_pieces_chained_by_state_are_one_piece(pattern: str, pieces: list[int]):
     torch.manual_seed(0)
-    model = TostLM(config(mixer=mixer)).double()
+    model = TostLM(config(pattern=pattern)).double()
     tokens = torch.randint(50, (2, 12))
     logits, state = [], None
     for piece in tokens.split(pieces, 1):
@@ -65,7 +70,7 @@ def test_pieces_chained_by_state_are_one_piece(mixer: str, pieces: list[int]):
         logits.append(out.logits)
         state = out.state
     assert state is not None
-    assert state.position == 12
+    assert state.positions == (12, 12)
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits, rtol=1e-11, atol=1e-12)
 
 
@@ -83,6 +88,66 @@ def test_more_tokens_than_positions_are_refused():
     state = model(torch.zeros(1, 10, dtype=torch.int64)).state
     with pytest.raises(ConfigError, match=r"17 tokens .*model\.max_positions = 16"):
         model(torch.zeros(1, 7, dtype=torch.int64), state=state)
+
+
+def test_the_pattern_fills_the_layers():
+    model = TostLM(config(pattern="TTA", layers=6))
+    mixers = [type(block.get_submodule("mixer")).__name__ for block in model.blocks]
+    assert mixers == ["TssaMixer", "TssaMixer", "SoftmaxMixer"] * 2
+
+
+@pytest.mark.parametrize(("denom_bias", "shape"), [("position", (4, 16)), ("head", (4,)), ("none", None)])
+def test_denom_bias(denom_bias: str, shape: tuple[int, ...] | None):
+    shapes = {name: tuple(p.shape) for name, p in TostLM(config(denom_bias=denom_bias)).named_parameters()}
+    assert shapes.get("blocks.0.mixer.denom_bias") == shape
+
+
+def test_positions_that_are_computed_have_no_parameters():
+    counts = {}
+    for positions in ("learned", "sinusoidal", "none"):
+        model = TostLM(config(positions=positions))
+        assert ("positions.weight" in dict(model.named_parameters())) == (positions == "learned")
+        counts[positions] = model.parameter_count()
+    assert len(set(counts.values())) == 1
+
+
+def first_input(model: TostLM, tokens: torch.Tensor) -> torch.Tensor:
+    """What the first block reads."""
+    seen: list[torch.Tensor] = []
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(tokens)
+    hook.remove()
+    return seen[0]
+
+
+def test_sinusoidal_positions_are_as_large_as_learned_ones():
+    torch.manual_seed(0)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    added = {}
+    for positions in ("learned", "sinusoidal", "none"):
+        model = TostLM(config(positions=positions, width=256))
+        added[positions] = (first_input(model, tokens) - model.embedding(tokens)).square().mean().sqrt().item()
+    assert added["none"] == 0
+    assert added["sinusoidal"] == pytest.approx(0.02, rel=1e-3)
+    assert added["learned"] == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pattern": "TSA"}, r"model\.pattern 'TSA': write it in letters T \(TSSA\) and A"),
+        ({"pattern": "ta"}, r"model\.pattern 'ta': write it"),
+        ({"pattern": ""}, r"model\.pattern '': write it"),
+        ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
+        ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
+        ({"mixer": "tssa"}, r"mixer: unknown key"),
+        ({"membership": "energy"}, r"membership: input should be 'energy-share', 'energy-mean' or 'uniform'"),
+    ],
+)
+def test_what_makes_no_model_is_named(settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message) as refused:
+        config(**settings)
+    assert str(refused.value).count("\n") == 0
 
 
 def test_heads_must_divide_the_width():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM
-from tost_lm.ops import naive
+from tost_lm.model import ModelConfig, TostLM, tssa
 
 LAYERS, HEADS, WIDTH, VOCAB, POSITIONS = 2, 3, 12, 17, 8
 
@@ -77,25 +76,26 @@ def test_logits_and_every_gradient_equal_the_published_formulas():
 
 
 MUTATIONS = {
-    "sign": ("causal_tssa", lambda f: lambda *a: (-f(*a)[0], f(*a)[1])),
-    "dropped bias": ("token_scores", lambda f: lambda w, e, c, temp, bias, m: f(w, e, c, temp, None, m)),
-    "bias counted once": ("token_scores", lambda f: lambda w, e, c, temp, b, m: f(w, e, c, temp, b / w.shape[-1], m)),
-    "uniform membership": ("memberships", lambda f: lambda z, m: f(z, "uniform")),
-    "dropped temp": ("token_scores", lambda f: lambda w, e, c, temp, b, m: f(w, e, c, torch.ones_like(temp), b, m)),
+    "sign": lambda op: lambda w, temp, bias, **more: (-op(w, temp, bias, **more)[0], op(w, temp, bias, **more)[1]),
+    "dropped bias": lambda op: lambda w, temp, bias, **more: op(w, temp, None, **more),
+    "bias counted once": lambda op: lambda w, temp, bias, **more: op(w, temp, bias / w.shape[-1], **more),
+    "uniform membership": lambda op: lambda *args, **more: op(*args, **{**more, "membership": "uniform"}),
+    "dropped temp": lambda op: lambda w, temp, bias, **more: op(w, torch.ones_like(temp), bias, **more),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_operator_would_be_noticed(monkeypatch: pytest.MonkeyPatch, name: str):
-    function, mutate = MUTATIONS[name]
-    monkeypatch.setattr(naive, function, mutate(getattr(naive, function)))
+    monkeypatch.setattr(tssa, "causal_tssa", MUTATIONS[name](tssa.causal_tssa))
     assert largest_relative_difference(drawn_model()) > 1e-3
 
 
-@pytest.mark.parametrize("mixer", ["tssa", "softmax"])
-def test_a_later_token_changes_no_earlier_logit(mixer: str):
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
+def test_a_later_token_changes_no_earlier_logit(pattern: str, window: int):
     settings = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "max_positions": POSITIONS}
-    model = TostLM(validate(ModelConfig, {**settings, "mixer": mixer, "layer_scale": 1.0}, "test"))
+    settings |= {"pattern": pattern, "window": window, "layer_scale": 1.0}
+    model = TostLM(validate(ModelConfig, settings, "test"))
     tokens = torch.randint(VOCAB, (2, POSITIONS))
     before = model(tokens).logits
     for t in range(1, POSITIONS):

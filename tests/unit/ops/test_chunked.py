@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from agreement import Call, calls, draw_call, errors
 from hypothesis import given, settings
 
-from tost_lm.ops import TssaState, causal_tssa, chunked
+from tost_lm.ops import Membership, TssaState, causal_tssa, chunked
+from tost_lm.ops.causal import Backend
 
-MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
+MEMBERSHIPS = get_args(Membership)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_float32_is_near_the_formulas_in_float64(call: Call):
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
 @pytest.mark.parametrize("first", [1e-3, 1e-5])
-def test_float32_holds_when_the_first_tokens_are_small(membership: str, first: float):
+def test_float32_holds_when_the_first_tokens_are_small(membership: Membership, first: float):
     call = draw_call(0, (100,), 4, 8, membership, fresh=True)
     call.w[:, :1] *= first
     call.w.copy_(call.w.float())
@@ -46,7 +47,7 @@ def test_float32_holds_when_the_first_tokens_are_small(membership: str, first: f
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_bfloat16_errs_little_more_than_rounding(membership: str):
+def test_bfloat16_errs_little_more_than_rounding(membership: Membership):
     call = draw_call(1, (100, 40), 4, 16, membership).to(torch.bfloat16)
     truth = call.to(torch.float64).run("naive")
     rounded = errors({name: truth[name].bfloat16() for name in ("y", "dw")}, {k: truth[k] for k in ("y", "dw")})
@@ -57,14 +58,15 @@ def test_bfloat16_errs_little_more_than_rounding(membership: str):
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_gradcheck(membership: str):
+def test_gradcheck(membership: Membership):
     call = draw_call(2, (3, 1, 36), 2, 3, membership)
 
-    def f(w, temp, bias, *sums):
+    def f(w, temp, bias, energy, weighted, mass):
         y, state = causal_tssa(
-            w, temp, bias, membership=membership, initial_state=TssaState(*sums, call.state.count),
+            w, temp, bias, membership=membership, initial_state=TssaState(energy, weighted, mass, call.state.count),
             output_final_state=True, cu_seqlens=call.cu_seqlens, backend="chunked",
         )  # fmt: skip
+        assert state is not None
         return y, *state[:3]
 
     leaves = [x.requires_grad_() for x in (call.w, call.temp, call.bias, *call.state[:3])]
@@ -79,7 +81,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("backend", ["chunked", "naive"])
-def test_what_is_kept_for_the_backward(backend: str):
+def test_what_is_kept_for_the_backward(backend: Backend):
     w = torch.randn(1, 4096, 4, 64, requires_grad=True)
     kept: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(

@@ -1,10 +1,13 @@
 """Values that break careless arithmetic: what the formulas give in float64, the chunked backend gives in float32."""
 
+from typing import get_args
+
 import pytest
 import torch
 from agreement import draw_call, errors
 
-from tost_lm.ops import causal_tssa, chunked
+from tost_lm.ops import Membership, causal_tssa, chunked
+from tost_lm.ops.causal import Backend
 
 FORWARD = ("y", "energy", "weighted_energy", "mass")
 
@@ -14,10 +17,10 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", 1)
 
 
-@pytest.mark.parametrize("membership", ["energy-share", "energy-mean", "uniform"])
+@pytest.mark.parametrize("membership", get_args(Membership))
 @pytest.mark.parametrize("value", [0.0, 65504.0, -65504.0, 1e-20, 1e-40], ids=str)
 @pytest.mark.parametrize("where", [slice(None), slice(0, 3), slice(40, 41)], ids=["all", "first", "one"])
-def test_extreme_values_are_what_the_formulas_say(value: float, where: slice, membership: str):
+def test_extreme_values_are_what_the_formulas_say(value: float, where: slice, membership: Membership):
     call = draw_call(0, (50, 20), 3, 4, membership, fresh=True)
     call.w[:, where] = value
     call.w.copy_(call.w.float())
@@ -47,7 +50,7 @@ def test_the_ends_of_float16(value: float):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
-def test_a_poisoned_token_reaches_later_tokens_of_its_document_alone(backend: str, poison: float):
+def test_a_poisoned_token_reaches_later_tokens_of_its_document_alone(backend: Backend, poison: float):
     call = draw_call(3, (40, 45, 30), 3, 4, fresh=True)
     clean = call.run(backend)
     call.w[0, 40 + 33, 1, 2] = poison

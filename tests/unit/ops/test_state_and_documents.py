@@ -1,5 +1,7 @@
 """One state serves everything: tiles, documents, padding and single tokens are all the same operator."""
 
+from typing import get_args
+
 import pytest
 import torch
 from agreement import Call, calls, documents, draw_call
@@ -7,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tost_lm.ops import TssaState, causal_tssa, chunked, tssa_step
+from tost_lm.ops import Membership, TssaState, causal_tssa, chunked, tssa_step
 
-MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
+MEMBERSHIPS = get_args(Membership)
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +22,8 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
 def gradients(call: Call, f) -> list[Tensor]:
     """Outputs of f(w, temp, bias, state) → y, state, and the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in (call.w, call.temp, call.bias, *call.state[:3])]
-    w, temp, bias, *sums = leaves
-    y, final = f(w, temp, bias, TssaState(*sums, call.state.count))
+    w, temp, bias, energy, weighted, mass = leaves
+    y, final = f(w, temp, bias, TssaState(energy, weighted, mass, call.state.count))
     outputs = (y, *final[:3])
     return [*outputs, *torch.autograd.grad(outputs, leaves, call.d_outputs, materialize_grads=True)]
 
@@ -40,7 +42,7 @@ def whole(call: Call):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(MEMBERSHIPS), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_tiles_chained_by_state_are_one_call(tiles: list[int], membership: str, seed: int):
+def test_tiles_chained_by_state_are_one_call(tiles: list[int], membership: Membership, seed: int):
     call = draw_call(seed, (sum(tiles),) * 2, 3, 5, membership, packed=False)
 
     def tile_by_tile(w, temp, bias, state):
@@ -74,7 +76,7 @@ def test_packed_documents_are_separate_documents(call: Call):
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_one_token_at_a_time_is_the_parallel_form(membership: str):
+def test_one_token_at_a_time_is_the_parallel_form(membership: Membership):
     call = draw_call(0, (37, 37), 3, 5, membership, packed=False)
 
     def token_by_token(w, temp, bias, state):
@@ -91,11 +93,12 @@ def test_single_tokens_do_not_drift_after_a_long_past():
     """2^20 tokens lie behind: what 256 more add to float32 sums of that size would be lost to one part in a hundred."""
     torch.manual_seed(0)
     w, temp = torch.randn(1, 256, 4, 8), torch.ones(4)
-    past = TssaState(*(torch.full(shape, 2.0**20) for shape in [(1, 4, 8)] * 2 + [(1, 4)]), torch.tensor([2**20]))
-    state = past
-    for t in range(256):
+    sums = torch.full((1, 4, 8), 2.0**20)
+    past = TssaState(sums, sums, sums[..., 0], torch.tensor([2**20]))
+    y_t, state = tssa_step(w[:, 0], temp, None, past)
+    for t in range(1, 256):
         y_t, state = tssa_step(w[:, t], temp, None, state)
-    past_64 = TssaState(*(x.double() for x in past[:3]), past.count)
+    past_64 = TssaState(sums.double(), sums.double(), sums[..., 0].double(), past.count)
     y, exact = causal_tssa(w.double(), temp.double(), initial_state=past_64, output_final_state=True, backend="naive")
     assert exact is not None
     torch.testing.assert_close(y_t.double(), y[:, -1], rtol=1e-6, atol=0)

@@ -1,0 +1,246 @@
+"""What the benchmarks share: a fresh process for each cell, time, peak memory, and the table at the end.
+
+A cell is a function `f(device=…, **arguments) -> dict` of plain values, named "package.module:function". Memory is
+measured once, in a process of its own; times are medians of rounds in which the rivals take turns.
+"""
+
+import importlib
+import json
+import platform
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tost_lm.config import Section
+from tost_lm.files import write_whole
+from tost_lm.version import VERSION
+
+CHECKOUT = Path(__file__).parents[1]
+RESULTS = Path("benchmarks/results")  # in the working folder, as runs/
+NOT_TRIED = {"failed": "–"}
+CPU_MEMORY_SHARE = 0.8  # of what is free: a cell that wants more fails alone, before the machine suffers
+EXPECTED_FAILURES = {
+    "out of memory|can't allocate memory|bad_alloc|MemoryError": "out of memory",
+    "No available kernel": "no such kernel",
+}
+
+
+def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+    """Call "package.module:function" in a fresh process; its dict, or {"failed": why}: out of memory or time.
+
+    Args:
+        function: a cell.
+        device: handed to it. On the CPU its memory is limited too.
+        limit_s: seconds after which it is ended, the start of the process included.
+        arguments: handed to it, as JSON.
+
+    Raises:
+        RuntimeError: it failed for another reason; the message is what it said.
+    """
+    command = [sys.executable, "-m", "benchmarks.measure", function, json.dumps({"device": device, **arguments})]
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"over {limit_s:g} s"}
+    if done.returncode:
+        for pattern, words in EXPECTED_FAILURES.items():
+            if re.search(pattern, done.stderr):
+                return {"failed": words}
+        if done.returncode == -signal.SIGKILL:
+            return {"failed": "out of memory"}  # the kernel ended it
+        raise RuntimeError(f"{function} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class BenchConfig(Section):
+    """What is measured, for how long."""
+
+    lengths: list[int] = Field(default=[1024, 4096, 16384, 65536, 262144, 1048576], min_length=1)
+    """Tokens of the sequence, or of the context before the decoded token."""
+    cell_seconds: float = Field(default=60.0, gt=0)
+    """No single process takes longer; a rival that does at one length is not tried at a longer one."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What to compute on; auto takes cuda if it is there."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of what is computed with; auto: bfloat16 on cuda (flash attention needs it there), else float32."""
+
+    def resolved(self) -> "BenchConfig":
+        """With device and dtype as they are on this machine."""
+        from tost_lm.evaluation.subject import pick_device
+
+        device = pick_device() if self.device == "auto" else self.device
+        by_device = "bfloat16" if device == "cuda" else "float32"
+        return self.model_copy(update={"device": device, "dtype": by_device if self.dtype == "auto" else self.dtype})
+
+
+def measure_table(
+    module: str,
+    bench: BenchConfig,
+    works: Sequence[str],
+    rivals: Mapping[str, Any],
+    described: Callable[[Mapping[str, Any]], str],
+    **call: Any,
+) -> list[dict[str, Any]]:
+    """A cell for each work, length and rival: work, tokens and rival, with what `module` measures or `failed`.
+
+    `module:one_call(device=…, work=…, tokens=…, dtype=…, rival=…, **call)` returns a dict with `seconds` of a single
+    call, in a process of its own for its memory. The rivals that are quick enough then take turns in
+    `module:take_turns(rivals=…, budget_s=…, …)`, which returns the seconds of each by name. A rival that fails at one
+    length is not tried at a longer one.
+    """
+    cells: list[dict[str, Any]] = []
+    for work in works:
+        given_up: set[str] = set()
+        for tokens in sorted(bench.lengths):
+            row = _measure_row(
+                module, bench.cell_seconds, {name: x for name, x in rivals.items() if name not in given_up},
+                device=bench.device, dtype=bench.dtype, work=work, tokens=tokens, **call,
+            )  # fmt: skip
+            row = [{"work": work, "tokens": tokens, "rival": name, **row.get(name, NOT_TRIED)} for name in rivals]
+            given_up |= {cell["rival"] for cell in row if "failed" in cell}
+            print(f"{work}, {tokens:,} tokens: " + "; ".join(f"{c['rival']} {described(c)}" for c in row), flush=True)
+            cells += row
+    return cells
+
+
+def _measure_row(
+    module: str, limit_s: float, rivals: Mapping[str, Any], *, device: str, **call: Any
+) -> dict[str, dict[str, Any]]:
+    cells = {
+        name: run_cell(f"{module}:one_call", device=device, limit_s=limit_s, rival=rival, **call)
+        for name, rival in rivals.items()
+    }
+    # So quick that warming up and two rounds are surely done in time.
+    quick = {name: rivals[name] for name, cell in cells.items() if cell.get("seconds", [limit_s])[0] < limit_s / 16}
+    if quick:
+        raced = run_cell(
+            f"{module}:take_turns", device=device, limit_s=limit_s, rivals=quick, budget_s=limit_s / 6, **call
+        )
+        for name in quick.keys() & raced.keys():
+            cells[name]["seconds"] = raced[name]
+    return cells
+
+
+def interleaved_seconds(
+    functions: Mapping[str, Callable[[], object]], device: str, *, budget_s: float, repeats: int = 7
+) -> dict[str, list[float]]:
+    """Seconds of each call, by name. After a call of each to warm up, the rivals take turns, so that what else the
+    machine does meets all of them. `repeats` rounds, fewer (but one) when they pass `budget_s`."""
+    for function in functions.values():
+        function()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    began = time.perf_counter()
+    for done in range(repeats):
+        if done and time.perf_counter() - began > budget_s:
+            break
+        for name, function in functions.items():
+            seconds[name].append(call_seconds(function, device))
+    return seconds
+
+
+def call_seconds(function: Callable[[], object], device: str) -> float:
+    """Seconds of one call, until the device is done with it."""
+    _synchronize(device)
+    start = time.perf_counter()
+    function()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_extra_bytes(function: Callable[[], object], device: str) -> int:
+    """The most memory that one call holds beyond what is held before it.
+
+    On the CPU it is resident memory (Linux): call the function on a small input first, so that code and buffers of
+    the libraries are there already.
+    """
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+    before = _resident_bytes("VmRSS")
+    function()
+    return _resident_bytes("VmHWM") - before
+
+
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of one set of columns as a Markdown table, padded so that it reads well as plain text too."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
+    """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`), whose path it
+    returns. They take the place of earlier ones of the same machine."""
+    machine = _machine(device)
+    path = RESULTS / f"{name}_{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.md"
+    record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
+    write_whole(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    about = "; ".join(f"{key} {value}" for key, value in machine.items())
+    write_whole(path, f"# {name}\n\n{about}\n\n{text.strip()}\n")
+    return path
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpu_name = cpu[1] if cpu else platform.machine()
+    return {
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{cpu_name}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "tost_lm": VERSION,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _resident_bytes(key: str) -> int:
+    found = re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, key
+    return 1024 * int(found[1])
+
+
+def _limit_memory() -> None:
+    free = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    assert free
+    limit = int(CPU_MEMORY_SHARE * 1024 * int(free[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _main(function: str, arguments: str) -> None:
+    module, name = function.split(":")
+    keywords = json.loads(arguments)
+    if keywords["device"] == "cpu":
+        _limit_memory()
+    print(json.dumps(getattr(importlib.import_module(module), name)(**keywords)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

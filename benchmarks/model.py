@@ -1,0 +1,97 @@
+"""The whole model, ToST against GPT-2 with and without flash attention: time and memory by the length of the context.
+
+    python -m benchmarks.model
+    python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
+
+A training step (forward and backward of one sequence) and the decoding of one token after a context, from 1k to 1M
+tokens as far as memory and bench.cell_seconds allow. The models differ in their mixers alone: same layers, heads,
+width and embeddings, sinusoidal positions, so that every length can be read. With the defaults, a small model, it
+takes about 6 minutes on 2 CPU cores. Prints one table and writes it with all figures to benchmarks/results/.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import measure
+from tost_lm.config import Section, run_program, validate
+from tost_lm.model.config import ModelConfig
+
+COMMON = {"positions": "sinusoidal", "denom_bias": "head"}
+RIVALS: dict[str, dict[str, Any]] = {
+    "ToST": {"pattern": "T"},
+    "GPT-2, flash attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
+    "GPT-2, plain attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
+}
+ATTENTION = {"GPT-2, flash attention": "FLASH_ATTENTION", "GPT-2, plain attention": "MATH"}  # torch's names
+TRAINING, DECODING = "training step", "decoding a token"
+
+
+class ShapeConfig(Section):
+    """What all rivals have in common."""
+
+    layers: int = Field(default=2, gt=0)
+    """Blocks."""
+    heads: int = Field(default=4, gt=0)
+    """Heads of the mixers."""
+    width: int = Field(default=64, gt=0)
+    """Channels."""
+    vocab_size: int = Field(default=256, gt=0)
+    """Rows of the embedding; small, so that the head, which is the same in all, does not hide the mixers."""
+
+
+class ModelBenchmarkConfig(Section):
+    """What `benchmarks.model` reads."""
+
+    shape: ShapeConfig = Field(default_factory=ShapeConfig)
+    bench: measure.BenchConfig = Field(default_factory=measure.BenchConfig)
+
+
+def main(path: Path | None, config: ModelBenchmarkConfig) -> None:
+    settings = {name: {**COMMON, **model, **config.shape.model_dump()} for name, model in RIVALS.items()}
+    for model in settings.values():
+        validate(ModelConfig, model, "benchmarks.model")
+    rivals = {name: {"settings": model, "attention": ATTENTION.get(name)} for name, model in settings.items()}
+    bench = config.bench.resolved()
+    cells = measure.measure_table("benchmarks.model_cells", bench, (TRAINING, DECODING), rivals, described)
+    shape = config.shape
+    text = (
+        f"{measure.markdown_table(table_rows(cells))}\n\n"
+        f"{shape.layers} layers, {shape.heads} heads, width {shape.width}, vocabulary {shape.vocab_size}, "
+        f"{bench.dtype}, one sequence. Training step: forward and backward; memory is its peak beyond the weights. "
+        "Decoding: one token after a context of so many; memory is the state that is kept of them. Times are "
+        "medians of rounds in which the rivals take turns; ¹: a single call, too slow for more. –: failed at a shorter length."
+    )
+    print(f"\n{text}\n\nwrote {measure.store('model', bench.device, config, cells, text)}")
+
+
+def table_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """A row for each work and length, a column for each rival."""
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for cell in cells:
+        row = rows.setdefault((cell["work"], cell["tokens"]), {"": cell["work"], "tokens": f"{cell['tokens']:,}"})
+        row[cell["rival"]] = described(cell)
+    return list(rows.values())
+
+
+def described(cell: Mapping[str, Any]) -> str:
+    """Time and memory of a cell in a few words."""
+    if "failed" in cell:
+        return cell["failed"]
+    once = "¹" if len(cell["seconds"]) == 1 else ""
+    memory = cell["peak_bytes"] if cell["work"] == TRAINING else cell["state_bytes"]
+    seconds = median(cell["seconds"])
+    time = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{time}{once}, {_in_units(memory)}"
+
+
+def _in_units(size: int) -> str:
+    power = max(p for p in range(4) if size >= 1000**p or p == 0)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+if __name__ == "__main__":
+    run_program(main, name="benchmarks.model", doc=__doc__ or "", takes="[CONFIG]", config=ModelBenchmarkConfig)

@@ -1,0 +1,86 @@
+"""What `benchmarks.model` does in processes of their own: one call of a model, or calls of several in turns."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
+from benchmarks.model import TRAINING
+from tost_lm.config import validate
+from tost_lm.evaluation.generation import state_bytes
+from tost_lm.model import LMState, ModelConfig, TostLM
+from tost_lm.model.softmax import KeyValueState
+
+WARM_UP_TOKENS = 64
+
+
+def one_call(device: str, work: str, tokens: int, dtype: str, rival: dict[str, Any]) -> dict[str, Any]:
+    """Memory and time of a single call, {"peak_bytes", "seconds": [one], "state_bytes" of decoding}."""
+    model = _model(rival, device, dtype)
+    _prepared(model, work, min(tokens, WARM_UP_TOKENS), rival)[0]()
+    model.zero_grad()
+    call, state = _prepared(model, work, tokens, rival)
+    seconds: list[float] = []
+    peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
+    return {"peak_bytes": peak, "seconds": seconds, "state_bytes": state_bytes(state) if state else 0}
+
+
+def take_turns(
+    device: str, work: str, tokens: int, dtype: str, rivals: dict[str, dict[str, Any]], budget_s: float
+) -> dict[str, list[float]]:
+    """Seconds of each call of each rival, by name."""
+    calls = {name: _prepared(_model(rival, device, dtype), work, tokens, rival)[0] for name, rival in rivals.items()}
+    return interleaved_seconds(calls, device, budget_s=budget_s)
+
+
+def _model(rival: dict[str, Any], device: str, dtype: str) -> TostLM:
+    torch.manual_seed(0)
+    return TostLM(validate(ModelConfig, rival["settings"], "benchmark")).to(device, getattr(torch, dtype))
+
+
+def _prepared(
+    model: TostLM, work: str, tokens: int, rival: dict[str, Any]
+) -> tuple[Callable[[], object], LMState | None]:
+    """What is measured, and the state that decoding goes on from."""
+    backend = rival["attention"]
+    kernel: Callable[[], Any] = (lambda: sdpa_kernel(getattr(SDPBackend, backend))) if backend else nullcontext
+    device = model.embedding.weight.device
+    if work == TRAINING:
+        ids_1T = torch.randint(model.config.vocab_size, (1, tokens + 1), device=device)
+
+        def train() -> None:
+            with kernel():
+                loss = model(ids_1T[:, :-1], labels=ids_1T[:, 1:]).loss
+                loss.backward()
+            model.zero_grad()
+
+        return train, None
+    state = _state_after(model, tokens)
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def decode() -> Tensor:
+        with kernel():
+            return model(token_11, state=state).logits
+
+    return decode, state
+
+
+@torch.inference_mode()
+def _state_after(model: TostLM, tokens: int) -> LMState:
+    """A state as after so many tokens. Keys and values are drawn: reading them would take the square of their number,
+    and what they are does not change the time."""
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.embedding.weight.device)
+    state = model(token_11, state=model(token_11).state).state  # statistics in the precision that decoding keeps
+    layers = []
+    for layer in state.layers:
+        if isinstance(layer, KeyValueState):
+            _, H, _, D = layer.key.shape
+            layers.append(KeyValueState(*(layer.key.new_empty(1, H, tokens, D).normal_() for _ in range(2))))
+        else:
+            layers.append(layer._replace(count=torch.full_like(layer.count, tokens)))
+    return LMState(tuple(layers), (tokens,))

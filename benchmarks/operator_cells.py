@@ -1,0 +1,95 @@
+"""What `benchmarks.operator` does in processes of their own: one call of a rival, or calls of several in turns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
+from benchmarks.operator import COMPILED, FORWARD, NAIVE, OURS, SOFTMAX
+from tost_lm.ops import TssaState, causal_tssa, naive
+
+WARM_UP_TOKENS = 64
+COPIED_BYTES = 1 << 29
+
+
+def copy_bandwidth(device: str) -> dict[str, float]:
+    """Bytes read and written a second by a large copy, the best of several."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = interleaved_seconds({"copy": lambda: target.copy_(source)}, device, budget_s=10, repeats=15)["copy"]
+    return {"bytes_per_second": 2 * COPIED_BYTES / min(seconds)}
+
+
+def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, Any]:
+    """Memory and time of a single call: {"peak_bytes", "w_bytes", "seconds": [one]}."""
+    warm_up = tokens if rival == COMPILED else min(tokens, WARM_UP_TOKENS)  # compiled for this length, not timed
+    run = _operator(rival)
+    _prepared(rival, run, device, warm_up, **shape)()
+    call = _prepared(rival, run, device, tokens, **shape)
+    seconds: list[float] = []
+    peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
+    w_bytes = shape["batch"] * tokens * shape["heads"] * shape["channels"] * getattr(torch, shape["dtype"]).itemsize
+    return {"peak_bytes": peak, "w_bytes": w_bytes, "seconds": seconds}
+
+
+def take_turns(
+    device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
+) -> dict[str, list[float]]:
+    """Seconds of each call of each rival, by name."""
+    calls = {name: _prepared(name, _operator(name), device, tokens, **shape) for name in rivals}
+    return interleaved_seconds(calls, device, budget_s=budget_s)
+
+
+def _operator(rival: str) -> Callable[..., Tensor]:
+    if rival == OURS:
+        return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
+    if rival == NAIVE:
+        return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
+    if rival == SOFTMAX:
+        return lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)
+
+    def formulas(w: Tensor, temp_H: Tensor, bias_HT: Tensor) -> Tensor:
+        state = TssaState.empty(len(w), *w.shape[2:], like=w)
+        return naive.causal_tssa(w, temp_H, bias_HT.T, "energy-share", state)[0]
+
+    return torch.compile(formulas, dynamic=True)
+
+
+def _prepared(
+    rival: str,
+    run: Callable[..., Tensor],
+    device: str,
+    tokens: int,
+    *,
+    batch: int,
+    heads: int,
+    channels: int,
+    dtype: str,
+    work: str,
+) -> Callable[[], None]:
+    """The call that is measured, on inputs that are there before it."""
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
+    if rival == SOFTMAX:
+        inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
+    else:
+        inputs = [make(batch, tokens, heads, channels), make(heads), make(heads, tokens)]
+    if work == FORWARD:
+
+        def call() -> None:
+            with torch.no_grad():
+                run(*inputs)
+
+        return call
+    leaves = [x.requires_grad_() for x in inputs]
+    dy = torch.randn_like(inputs[0])
+
+    def call_and_backward() -> None:
+        run(*leaves).backward(dy)
+        for x in leaves:
+            x.grad = None
+
+    return call_and_backward

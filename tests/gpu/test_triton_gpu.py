@@ -1,0 +1,86 @@
+"""The Triton backend on a GPU: what the interpreter's test compares, random shapes, and what it cannot hold."""
+
+from typing import get_args
+
+import pytest
+import torch
+from agreement import draw_call
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton_cases import (
+    EXTREMES,
+    SHAPES,
+    SMALL_FIRST_TOKENS,
+    assert_costs_one_rounding,
+    assert_is_the_formulas,
+    assert_largest_float16_is_no_overflow,
+    assert_nan_stays,
+    run,
+)
+
+from tost_lm.ops import Membership, causal_tssa
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+
+@pytest.fixture(params=[0, 1024], ids=["one kernel over all heads", "a program for each head"], autouse=True)
+def few_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tost_lm.ops.triton.tiles.FEW_CHUNKS", request.param)
+
+
+@pytest.mark.parametrize("call", [*SHAPES.values(), *SMALL_FIRST_TOKENS.values(), *EXTREMES.values()])
+def test_outputs_states_and_gradients_are_the_formulas(call):
+    assert_is_the_formulas(call, "cuda")
+
+
+@given(
+    st.integers(0, 999),
+    st.lists(st.sampled_from([1, 2, 31, 32, 33, 100, 1000]), min_size=1, max_size=20),
+    st.integers(1, 64),
+    st.sampled_from([16, 20, 32, 48, 64, 80, 128, 200, 256]),
+    st.sampled_from(get_args(Membership)),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_shapes(seed: int, lengths: list[int], H: int, D: int, membership: Membership):
+    assert_is_the_formulas(draw_call(seed, tuple(lengths), H, D, membership), "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_costs_one_rounding(dtype: torch.dtype):
+    assert_costs_one_rounding(draw_call(0, (300,), 12, 64), dtype, "cuda")
+
+
+def test_largest_float16_is_no_overflow():
+    assert_largest_float16_is_no_overflow("cuda")
+
+
+def test_a_nan_stays_in_its_document_and_goes_forward_only():
+    assert_nan_stays("cuda")
+
+
+def test_the_same_inputs_give_the_same_bits():
+    call = draw_call(0, (1000,) * 4, 12, 64, packed=False).to(torch.bfloat16)
+    first, second = run(call, "cuda"), run(call, "cuda")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_more_than_two_to_the_31_elements():
+    """A document at the end of a call that 32-bit offsets could not reach is what it is alone."""
+    H, D, last = 16, 128, 5000
+    T = 2**31 // (H * D) + 2 * last
+    needed, free = 8 * T * H * D, torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory, there are {free >> 30}")
+    w = torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    temp = torch.ones(H, device="cuda")
+    offsets = torch.tensor([0, T - last, T], dtype=torch.int32, device="cuda")
+    y, _ = causal_tssa(w, temp, cu_seqlens=offsets, backend="triton")
+    alone = w[:, -last:].detach().requires_grad_()
+    y_alone, _ = causal_tssa(alone, temp, backend="triton")
+    torch.testing.assert_close(y[:, -last:], y_alone, rtol=0.02, atol=1e-5)
+    (dw,) = torch.autograd.grad(y[:, -last:].float().sum(), w)
+    (dw_alone,) = torch.autograd.grad(y_alone.float().sum(), alone)
+    torch.testing.assert_close(dw[:, -last:], dw_alone, rtol=0.02, atol=1e-5)
+    assert not dw[:, :-last].any()

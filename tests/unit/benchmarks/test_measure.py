@@ -1,0 +1,80 @@
+"""The measuring tools: memory that is known is found, failures are told apart, rivals take turns."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import measure
+from tost_lm.config import Section
+
+MEGABYTE = 1 << 20
+
+
+def cell(device: str, **arguments: str) -> dict:
+    """The cell that the tests run in a fresh process."""
+    if "sleep" in arguments:
+        time.sleep(60)
+    if "allocate" in arguments:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    if "defect" in arguments:
+        raise KeyError("a defect")
+    return {"device": device, **arguments}
+
+
+def run(limit_s: float = 60, **arguments: str) -> dict:
+    return measure.run_cell("tests.unit.benchmarks.test_measure:cell", device="cpu", limit_s=limit_s, **arguments)
+
+
+def test_a_cell_is_a_fresh_process_that_returns_values():
+    assert run(word="a “quoted” word") == {"device": "cpu", "word": "a “quoted” word"}
+
+
+def test_failures_of_a_cell_are_told_apart():
+    assert run(allocate="") == {"failed": "out of memory"}
+    assert run(limit_s=0.5, sleep="") == {"failed": "over 0.5 s"}
+    with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):
+        run(defect="")
+
+
+def test_peak_memory_is_what_a_call_adds_at_most():
+    def work() -> None:
+        first = torch.ones(64 * MEGABYTE, dtype=torch.uint8)
+        second = first + 1
+        del first, second
+        torch.ones(32 * MEGABYTE, dtype=torch.uint8)
+
+    kept = torch.ones(256 * MEGABYTE, dtype=torch.uint8)
+    work()
+    assert measure.peak_extra_bytes(work, "cpu") / MEGABYTE == pytest.approx(128, rel=0.1)
+    assert len(kept)
+
+
+def test_rivals_take_turns_after_a_call_each():
+    calls: list[str] = []
+    seconds = measure.interleaved_seconds(
+        {"a": lambda: calls.append("a"), "b": lambda: (calls.append("b"), time.sleep(0.01))}, "cpu", budget_s=60
+    )
+    assert calls == ["a", "b"] * 8
+    assert [len(times) for times in seconds.values()] == [7, 7]
+    assert min(seconds["b"]) >= 0.01 > max(seconds["a"])
+
+
+def test_rounds_end_with_the_budget_but_one_is_done():
+    times = measure.interleaved_seconds({"a": lambda: time.sleep(0.02)}, "cpu", budget_s=0)["a"]
+    assert len(times) == 1
+
+
+def test_results_are_stored_as_table_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    table = measure.markdown_table([{"tokens": "1", "a": "2 ms"}, {"tokens": "1,024", "a": "3 ms"}])
+    assert table.splitlines() == ["| tokens | a    |", "| ------ | ---- |", "| 1      | 2 ms |", "| 1,024  | 3 ms |"]
+    path = measure.store("thing", "cpu", Section(), [{"seconds": [1.5]}], table)
+    assert path.parent == Path("benchmarks/results")
+    assert path.name.startswith("thing_")
+    assert table in path.read_text()
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["cells"] == [{"seconds": [1.5]}]
+    assert record["machine"]["torch"] == torch.__version__

@@ -1,0 +1,231 @@
+"""Documents, chunks and rows of different lengths: whatever the way a document is read, in float64 it is the same."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.model import LMState, ModelConfig, TostLM
+from tost_lm.model.softmax import KeyValueState
+
+LENGTHS = [5, 1, 17, 9]
+VOCAB = 19
+KINDS = {
+    "published": {"pattern": "T"},
+    "mean, bias of heads": {"pattern": "T", "membership": "energy-mean", "denom_bias": "head", "positions": "none"},
+    "uniform": {"pattern": "T", "membership": "uniform", "denom_bias": "none", "positions": "sinusoidal"},
+    "gpt2": {"pattern": "A", "rope_theta": 0.0},
+    "rotary": {"pattern": "A", "positions": "none"},
+    "rotary, window": {"pattern": "A", "positions": "none", "window": 6},
+    "window of one": {"pattern": "A", "window": 1},
+    "hybrid": {"pattern": "TA"},
+    "hybrid, window": {"pattern": "TA", "window": 4, "membership": "energy-mean", "denom_bias": "head"},
+}
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def drawn_model(kind: str) -> TostLM:
+    """Weights wide enough that every part shows in the logits."""
+    torch.manual_seed(0)
+    settings = {"layers": 2, "heads": 2, "width": 8, "vocab_size": VOCAB, "max_positions": 40, "layer_scale": 1.0}
+    model = TostLM(validate(ModelConfig, {**settings, **KINDS[kind]}, "test")).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def drawn_documents(lengths: list[int] = LENGTHS) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randint(VOCAB, (length,)) for length in lengths]
+
+
+def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens [1, T] and cu_seqlens."""
+    offsets = [0, *accumulate(map(len, documents))]
+    return torch.cat(documents)[None], torch.tensor(offsets, dtype=torch.int32)
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    assert_close(ours, theirs, rtol=0, atol=1e-12 * max([1.0, *theirs.detach().abs().flatten().tolist()]))
+
+
+def logits_one_by_one(model: TostLM, documents: list[Tensor]) -> Tensor:
+    return torch.cat([model(document[None]).logits[0] for document in documents])
+
+
+def rows_of(state: LMState, n: int) -> LMState:
+    """Row n of a state, alone."""
+    layers = []
+    for layer in state.layers:
+        parts = [part[n : n + 1] for part in layer]
+        if isinstance(layer, KeyValueState):  # without what fills the row up on the left
+            parts = [part[:, :, max(0, part.shape[2] - state.positions[n]) :] for part in parts]
+        layers.append(type(layer)(*parts))
+    return LMState(tuple(layers), state.positions[n : n + 1])
+
+
+@all_kinds
+def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
+    model, documents = drawn_model(kind), drawn_documents()
+    tokens, cu_seqlens = packed(documents)
+    output = model(tokens, cu_seqlens=cu_seqlens)
+    expected = logits_one_by_one(model, documents)
+    assert_same(output.logits[0], expected)
+    assert output.state.positions == tuple(LENGTHS)
+    pull = torch.randn_like(expected)
+    parameters = dict(model.named_parameters())
+    ours, theirs = (
+        torch.autograd.grad((logits * pull).sum(), list(parameters.values()), materialize_grads=True)
+        for logits in (output.logits[0], expected)
+    )
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert_same(a, b)
+        reaches = not (KINDS[kind].get("membership") == "uniform" and name.endswith("temp"))
+        assert b.any() == reaches, name
+
+
+@all_kinds
+def test_packed_documents_leave_the_states_of_separate_ones(kind: str):
+    model, documents = drawn_model(kind), drawn_documents()
+    tokens, cu_seqlens = packed(documents)
+    state = model(tokens, cu_seqlens=cu_seqlens).state
+    for n, document in enumerate(documents):
+        expected = model(document[None]).state
+        ours = rows_of(state, n)
+        assert ours.positions == expected.positions
+        for layer, expected_layer in zip(ours.layers, expected.layers, strict=True):
+            for part, expected_part in zip(layer, expected_layer, strict=True):
+                assert_same(part, expected_part)
+
+
+@all_kinds
+def test_documents_do_not_influence_each_other(kind: str):
+    model, documents = drawn_model(kind), drawn_documents()
+    tokens, cu_seqlens = packed(documents)
+    before = model(tokens, cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
+    changed = tokens.clone()
+    changed[0, LENGTHS[0] + LENGTHS[1] + 3] += 1
+    after = model(changed % VOCAB, cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False, True]
+    assert torch.equal(before[2][:3], after[2][:3])
+
+
+@all_kinds
+@pytest.mark.parametrize("pieces", [[1] * 23, [3, 20], [20, 3], [7, 1, 8, 7]])
+def test_chunks_chained_by_state_are_one_call(kind: str, pieces: list[int]):
+    model = drawn_model(kind)
+    tokens = torch.randint(VOCAB, (2, 23))
+    logits, state = [], None
+    for piece in tokens.split(pieces, 1):
+        output = model(piece, state=state)
+        logits.append(output.logits)
+        state = output.state
+    assert_same(torch.cat(logits, 1), model(tokens).logits)
+
+
+@all_kinds
+def test_packed_documents_go_on_from_their_rows(kind: str):
+    model, documents = drawn_model(kind), drawn_documents()
+    heads = [document[: 1 + len(document) // 3] for document in documents]
+    more = [torch.randint(VOCAB, (length,)) for length in (2, 3, 1, 8)]
+    tokens, cu_seqlens = packed(heads)
+    state = model(tokens, cu_seqlens=cu_seqlens).state
+    tokens, cu_seqlens = packed(more)
+    output = model(tokens, state=state, cu_seqlens=cu_seqlens)
+    wholes = [torch.cat(parts) for parts in zip(heads, more, strict=True)]
+    assert output.state.positions == tuple(map(len, wholes))
+    expected = torch.cat([model(whole[None]).logits[0, len(head) :] for head, whole in zip(heads, wholes, strict=True)])
+    assert_same(output.logits[0], expected)
+
+
+@all_kinds
+@pytest.mark.parametrize("piece", [1, 3])
+def test_rows_of_different_lengths_are_decoded_together(kind: str, piece: int):
+    model, documents = drawn_model(kind), drawn_documents()
+    tokens, cu_seqlens = packed(documents)
+    state = model(tokens, cu_seqlens=cu_seqlens).state
+    more = torch.randint(VOCAB, (len(documents), 12))
+    logits = []
+    for part in more.split(piece, 1):
+        output = model(part, state=state)
+        logits.append(output.logits)
+        state = output.state
+    assert state.positions == tuple(length + 12 for length in LENGTHS)
+    for n, document in enumerate(documents):
+        expected = model(torch.cat([document, more[n]])[None]).logits[0, len(document) :]
+        assert_same(torch.cat(logits, 1)[n], expected)
+
+
+@all_kinds
+@pytest.mark.parametrize("rows", [[1], [3, 0], [0, 0, 1]])
+def test_rows_can_be_picked_from_a_state(kind: str, rows: list[int]):
+    model, documents = drawn_model(kind), drawn_documents()
+    tokens, cu_seqlens = packed(documents)
+    state = model(tokens, cu_seqlens=cu_seqlens).state
+    layers = tuple(type(layer)(*(part[rows] for part in layer)) for layer in state.layers)
+    picked = LMState(layers, tuple(state.positions[n] for n in rows))
+    more = torch.randint(VOCAB, (len(rows), 2))
+    logits = model(more, state=picked).logits
+    for row, n in enumerate(rows):
+        assert_same(logits[row], model(torch.cat([documents[n], more[row]])[None]).logits[0, LENGTHS[n] :])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_are_served_by_packing(side: str):
+    model, documents = drawn_model("hybrid"), drawn_documents()
+    tokens = torch.zeros(len(documents), max(LENGTHS), dtype=torch.int64)
+    real = torch.zeros_like(tokens, dtype=torch.bool)
+    for n, document in enumerate(documents):
+        place = slice(0, len(document)) if side == "right" else slice(max(LENGTHS) - len(document), None)
+        tokens[n, place], real[n, place] = document, True
+    cu_seqlens = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
+    logits = model(tokens[real][None], cu_seqlens=cu_seqlens).logits[0]
+    assert_same(logits, logits_one_by_one(model, documents))
+
+
+def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
+    model = drawn_model("hybrid")
+    tokens, cu_seqlens = packed(drawn_documents())
+    reads: list[int] = []
+
+    class Counted(Tensor):
+        def tolist(self) -> list[int]:
+            reads.append(1)
+            return super().tolist()
+
+    counted = cu_seqlens.as_subclass(Counted)
+    model(tokens, cu_seqlens=counted)
+    assert len(reads) == 1
+
+
+def test_what_does_not_fit_is_named():
+    model = drawn_model("hybrid")
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    for wrong in ([0, 5], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6], [0]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T"):
+            model(tokens, cu_seqlens=torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_seqlens must"):
+        model(tokens.view(2, 3), cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))
+    with pytest.raises(ValueError, match="state holds 1 rows, the input 2"):
+        model(tokens.view(2, 3), state=model(tokens).state)
+
+
+def test_only_what_is_sized_by_positions_is_limited_by_them():
+    limits = {kind: drawn_model(kind).config.position_limit for kind in KINDS}
+    assert limits == dict.fromkeys(KINDS, 40) | {
+        "mean, bias of heads": None, "uniform": None, "rotary": None, "rotary, window": None,
+    }  # fmt: skip
+    for kind, limit in limits.items():
+        model = drawn_model(kind)
+        tokens, cu_seqlens = packed(drawn_documents([40, 41]))
+        if limit is None:
+            assert model(tokens).logits.isfinite().all()
+        else:
+            model(tokens[:, :80], cu_seqlens=torch.tensor([0, 40, 80], dtype=torch.int32))  # each document has its own
+            with pytest.raises(ConfigError, match=r"41 tokens .*max_positions = 40"):
+                model(tokens, cu_seqlens=cu_seqlens)

@@ -1,0 +1,75 @@
+"""Compiles every kernel as a call of the backend would, for an H100 that need not be there.
+
+python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS → one JSON list of what ptxas reports of each kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tost_lm.ops import triton as phases
+from tost_lm.ops.layout import document_layout
+from tost_lm.ops.phases import Scoring
+from tost_lm.ops.triton import tiles
+
+kernels = []
+run = JITFunction.run
+
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    compiled: Any = run(kernel, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+    kernels.append(
+        {
+            "kernel": kernel.__name__,
+            "stage": options.get("STAGE", ""),
+            "warps": compiled.metadata.num_warps,
+            "registers": int(usage["REG"]),
+            "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
+            "shared_bytes": compiled.metadata.shared,
+        }
+    )
+
+
+def call_every_phase(dtype: torch.dtype, H: int, D: int, membership) -> None:
+    cpu = torch.device("cpu")
+    layout = document_layout((0, 100, 130), phases.chunk_tokens(H, D, cpu), cpu)
+    M, K, N = layout.offsets[-1], len(layout.start_K), layout.documents
+    w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
+    bias_BHT = torch.zeros(1, H, M) if membership == "energy-share" else None
+    scoring = Scoring(membership, torch.zeros(H), bias_BHT, torch.zeros(N, dtype=torch.int64))
+    before = sums_KHD, sums_KHD, sums_KH
+    phases.energy(w, layout)
+    phases.memberships(w, layout, scoring, sums_KHD)
+    phases.output(w, layout, pi_MH, sums_KHD, sums_KH)
+    phases.output_backward(w, w, layout, pi_MH, sums_KHD, sums_KH)
+    phases.memberships_backward(w, w, layout, scoring, pi_MH, *before, sums_KHD, sums_KH)
+    phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
+
+
+if __name__ == "__main__":
+    hopper = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(hopper)  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
+    dtype, H, D, membership, few_chunks = sys.argv[1:]
+    tiles.FEW_CHUNKS = int(few_chunks)
+    call_every_phase(getattr(torch, dtype), int(H), int(D), membership)
+    print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

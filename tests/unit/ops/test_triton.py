@@ -1,0 +1,76 @@
+"""The Triton backend against the formulas in float64, in Triton's interpreter where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from agreement import draw_call, errors
+from triton_cases import (
+    EXTREMES,
+    SHAPES,
+    SMALL_FIRST_TOKENS,
+    assert_costs_one_rounding,
+    assert_is_the_formulas,
+    assert_largest_float16_is_no_overflow,
+    assert_nan_stays,
+    run,
+)
+
+from tost_lm.ops import causal_tssa
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_states_and_gradients_are_the_formulas(shape: str):
+    assert_is_the_formulas(SHAPES[shape], DEVICE)
+
+
+@pytest.mark.parametrize("shape", ["rows and a bias for each", "five heads"])
+def test_one_kernel_over_all_heads_as_in_long_calls(shape: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tost_lm.ops.triton.tiles.FEW_CHUNKS", 0)
+    assert_is_the_formulas(SHAPES[shape], DEVICE)
+
+
+@pytest.mark.parametrize("scale", SMALL_FIRST_TOKENS)
+def test_small_first_tokens_lose_no_digits(scale: str):
+    assert_is_the_formulas(SMALL_FIRST_TOKENS[scale], DEVICE)
+
+
+@pytest.mark.parametrize("value", [65504.0, 1e-40])
+def test_extreme_values(value: float):
+    assert_is_the_formulas(EXTREMES[value], DEVICE)
+
+
+def test_low_precision_costs_one_rounding():
+    call = draw_call(0, (33,), 2, 32)
+    assert_costs_one_rounding(call, torch.float16, DEVICE)
+    # The interpreter truncates to bfloat16, which no GPU does.
+    assert_costs_one_rounding(call, torch.bfloat16, DEVICE, limit=1.5 if DEVICE == "cuda" else 2.5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # dw, which is larger still
+def test_largest_float16_is_no_overflow():
+    assert_largest_float16_is_no_overflow(DEVICE)
+
+
+def test_a_nan_stays_in_its_document_and_goes_forward_only():
+    assert_nan_stays(DEVICE)
+
+
+@pytest.mark.parametrize("temp", [50.0, -50.0])
+def test_hot_memberships_are_as_exact_as_the_formulas_in_float32(temp: float):
+    call = draw_call(0, (32,), 3, 16, fresh=True)
+    call = replace(call, temp=torch.full_like(call.temp, temp))
+    truth, in_float32 = call.run("naive"), call.to(torch.float32).run("naive")
+    ours, theirs = errors(run(call.to(torch.float32), DEVICE), truth), errors(in_float32, truth)
+    for name, error in ours.items():
+        assert error <= max(1e-5, 3 * theirs[name]), (name, error, theirs[name])
+
+
+def test_no_bias_is_a_bias_of_zero():
+    w, temp = torch.randn(1, 5, 2, 16, device=DEVICE), torch.ones(2, device=DEVICE)
+    without, _ = causal_tssa(w, temp, backend="triton")
+    zero, _ = causal_tssa(w, temp, torch.zeros(2, 5, device=DEVICE), backend="triton")
+    assert torch.equal(without, zero)

@@ -1,0 +1,99 @@
+"""Where tokens stand in their documents, and what is computed from that: sinusoidal and rotary embeddings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.layout import read_offsets
+
+SINUSOIDAL_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of one call stand; made once and read by every layer."""
+
+    starts: tuple[int, ...]
+    """Tokens of each document before this call, [N]."""
+    lengths: tuple[int, ...]
+    """Tokens of each document in this call, [N]; all T unless packed."""
+    cu_seqlens: Tensor | None
+    """Offsets of the packed documents, [N + 1]; None: each row is a document, N = B."""
+    position: Tensor
+    """Of each token in its document, int64: [T] if all rows are alike, else [B, T]."""
+    turn: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: there is no
+    such embedding."""
+
+    @classmethod
+    def of(cls, tokens_BT: Tensor, starts: Sequence[int] | None, cu_seqlens: Tensor | None) -> "Places":
+        """Places of tokens that go on from `starts` (None: documents begin), without a rotary embedding.
+
+        Raises:
+            ValueError: cu_seqlens does not fit the tokens, or `starts` not the documents.
+        """
+        B, T = tokens_BT.shape
+        lengths = (T,) * B if cu_seqlens is None else _document_lengths(tokens_BT, cu_seqlens)
+        starts = tuple(starts or (0,) * len(lengths))
+        if len(starts) != len(lengths):
+            raise ValueError(f"state holds {len(starts)} rows, the input {len(lengths)}: give a row for each document")
+        if cu_seqlens is not None:
+            position = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        elif len(set(starts)) == 1:
+            position = torch.arange(starts[0], starts[0] + T, device=tokens_BT.device)
+        else:
+            position = torch.tensor(starts)[:, None] + torch.arange(T)
+        return cls(starts, lengths, cu_seqlens, position.to(tokens_BT.device))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens of each document after this call, [N]."""
+        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+
+
+def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Sines and cosines of each position, […, width]; mean square 1 over channels."""
+    cos, sin = _circle(position, (width + 1) // 2, SINUSOIDAL_BASE, dtype)
+    return 2**0.5 * torch.cat([sin, cos], -1)[..., :width]
+
+
+def rotation(position: Tensor, channels: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine by which each position turns the channels/2 pairs of a head, each [T, D/2] or [B, 1, T, D/2].
+
+    In float64 for a float64 `dtype`, else in float32.
+    """
+    position = position if position.dim() == 1 else position[:, None]
+    return _circle(position, channels // 2, theta, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def rotate(x_BHTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864), channel d paired with d + D/2; in x's dtype."""
+    cos, sin = turn
+    first, second = x_BHTD.to(cos.dtype).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BHTD.dtype)
+
+
+def _circle(position: Tensor, frequencies: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position · base^(−i / frequencies), each […, frequencies].
+
+    The angle is float64: at position 10⁶ a float32 one is wrong by up to 0.03 radians. mps has no float64.
+    """
+    angle_dtype = torch.float32 if position.device.type == "mps" else torch.float64
+    exponents = torch.arange(frequencies, device=position.device, dtype=angle_dtype) / frequencies
+    angles = position[..., None] * base**-exponents
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _document_lengths(tokens_BT: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
+    offsets = read_offsets(cu_seqlens)
+    lengths = tuple(end - start for start, end in pairwise(offsets))
+    B, T = tokens_BT.shape
+    if B != 1 or not lengths or offsets[0] != 0 or offsets[-1] != T or min(lengths) < 1:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T without empty documents and tokens be [1, T]; got {list(offsets[:4])} … "
+            f"{list(offsets[-1:])} for tokens {[B, T]}"
+        )
+    return lengths
