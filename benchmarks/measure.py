@@ -18,9 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tost_lm.config import Section
+from tost_lm.errors import ConfigError
 from tost_lm.files import write_whole
 from tost_lm.version import VERSION
 
@@ -64,7 +65,7 @@ def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) ->
 class BenchConfig(Section):
     """What is measured, for how long."""
 
-    lengths: list[int] = Field(default=[1024, 4096, 16384, 65536, 262144, 1048576], min_length=1)
+    lengths: list[PositiveInt] = Field(default=[1024, 4096, 16384, 65536, 131072, 262144, 1048576], min_length=1)
     """Tokens of the sequence, or of the context before the decoded token."""
     cell_seconds: float = Field(default=60.0, gt=0)
     """No single process takes longer; a rival that does at one length is not tried at a longer one."""
@@ -78,6 +79,8 @@ class BenchConfig(Section):
         from tost_lm.evaluation.subject import pick_device
 
         device = pick_device() if self.device == "auto" else self.device
+        if device == "cuda" and pick_device() != "cuda":
+            raise ConfigError("bench.device = cuda: there is no CUDA device here; choose auto or cpu")
         by_device = "bfloat16" if device == "cuda" else "float32"
         return self.model_copy(update={"device": device, "dtype": by_device if self.dtype == "auto" else self.dtype})
 
@@ -97,10 +100,11 @@ def measure_table(
     `module:take_turns(rivals=…, budget_s=…, …)`, which returns the seconds of each by name. A rival that fails at one
     length is not tried at a longer one.
     """
+    RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work, not after it
     cells: list[dict[str, Any]] = []
     for work in works:
         given_up: set[str] = set()
-        for tokens in sorted(bench.lengths):
+        for tokens in sorted(set(bench.lengths)):
             row = _measure_row(
                 module, bench.cell_seconds, {name: x for name, x in rivals.items() if name not in given_up},
                 device=bench.device, dtype=bench.dtype, work=work, tokens=tokens, **call,

@@ -4,9 +4,10 @@
     python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
 
 A training step (forward and backward of one sequence) and the decoding of one token after a context, from 1k to 1M
-tokens as far as memory and bench.cell_seconds allow. The models differ in their mixers alone: same layers, heads,
-width and embeddings, sinusoidal positions, so that every length can be read. With the defaults, a small model, it
-takes about 6 minutes on 2 CPU cores. Prints one table and writes it with all figures to benchmarks/results/.
+tokens as far as memory and bench.cell_seconds allow. The models differ in their mixers (and ToST has its LayerScale):
+same layers, heads, width and embeddings, and sinusoidal positions, so that every length can be read. With the
+defaults, a small model, it takes about 10 minutes on 2 CPU cores. Prints one table and writes it with all figures to
+benchmarks/results/.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,8 +63,9 @@ def main(path: Path | None, config: ModelBenchmarkConfig) -> None:
         f"{measure.markdown_table(table_rows(cells))}\n\n"
         f"{shape.layers} layers, {shape.heads} heads, width {shape.width}, vocabulary {shape.vocab_size}, "
         f"{bench.dtype}, one sequence. Training step: forward and backward; memory is its peak beyond the weights. "
-        "Decoding: one token after a context of so many; memory is the state that is kept of them. Times are "
-        "medians of rounds in which the rivals take turns; ¹: a single call, too slow for more. –: failed at a shorter length."
+        "Decoding: one token after a context of so many, GPT-2's cache growing by a copy; memory is the state that is "
+        "kept of them. Times are medians of rounds in which the rivals take turns; ¹: a single call, too slow for "
+        "turns. –: failed at a shorter length."
     )
     print(f"\n{text}\n\nwrote {measure.store('model', bench.device, config, cells, text)}")
 

@@ -7,8 +7,8 @@ Measures this project's operator, the formulas as written under autograd ("naive
 causal softmax attention (torch's scaled_dot_product_attention; flash attention where the device has it), forward and
 forward + backward, from 1k to 1M tokens as far as memory and bench.cell_seconds allow. The share of bandwidth compares
 with a copy on the same device, counting only what has to move: w once and y once forward, w, dy and dw once more
-backward. With the defaults it takes about 15 minutes on 2 CPU cores. Prints one table and writes it with all figures
-to benchmarks/results/.
+backward (q, k, v and their like for attention). With the defaults it takes about 20 minutes on 2 CPU cores. Prints one
+table and writes it with all figures to benchmarks/results/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,8 @@ from tost_lm.config import Section, run_program
 OURS, NAIVE, COMPILED, SOFTMAX = "causal TSSA", "naive", "naive, compiled", "softmax attention"
 RIVALS = (OURS, NAIVE, COMPILED, SOFTMAX)
 FORWARD, BOTH = "forward", "forward + backward"
-SIZES_MOVED = {FORWARD: 2, BOTH: 5}  # tensors of w's size
+SIZES_MOVED = {FORWARD: 2, BOTH: 5}  # tensors of w's size that have to move: w, y; and w, dy, dw
+SIZES_MOVED_BY_SOFTMAX = {FORWARD: 4, BOTH: 12}  # q, k, v, y; and q, k, v, y, dy, dq, dk, dv
 
 
 class ShapeConfig(Section):
@@ -59,7 +60,7 @@ def main(path: Path | None, config: OperatorBenchmarkConfig) -> None:
         f"{measure.markdown_table(table_rows(cells, in_words))}\n\n"
         f"w [{shape.batch}, tokens, {shape.heads}, {shape.channels}] in {bench.dtype}. Time; peak memory beyond the "
         f"inputs, in units of w; share of what a copy moves here, {copy['bytes_per_second'] / 1e9:.1f} GB/s. Times are "
-        "medians of rounds in which the rivals take turns; ¹: a single call, too slow for more. –: failed at a "
+        "medians of rounds in which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a "
         "shorter length."
     )
     stored = measure.store("operator", bench.device, config, [{"work": "copy", **copy}, *cells], text)
@@ -88,7 +89,8 @@ def described(copied_bytes_per_second: float, cell: Mapping[str, Any]) -> str:
         return cell["failed"]
     once = "¹" if len(cell["seconds"]) == 1 else ""
     seconds, w_bytes = median(cell["seconds"]), cell["w_bytes"]
-    share = SIZES_MOVED[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
+    sizes = SIZES_MOVED_BY_SOFTMAX if cell["rival"] == SOFTMAX else SIZES_MOVED
+    share = sizes[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
     return f"{1e3 * seconds:,.3g} ms{once}, {cell['peak_bytes'] / w_bytes:.3g} w, {share:.0%}"
 
 

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
-from agreement import draw_call
+from agreement import Call, draw_call, errors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_cases import (
@@ -18,7 +18,7 @@ from triton_cases import (
     run,
 )
 
-from tost_lm.ops import Membership, causal_tssa
+from tost_lm.ops import Membership, TssaState, causal_tssa
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -64,6 +64,16 @@ def test_the_same_inputs_give_the_same_bits():
     call = draw_call(0, (1000,) * 4, 12, 64, packed=False).to(torch.bfloat16)
     first, second = run(call, "cuda"), run(call, "cuda")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_float64_is_left_to_the_chunked_backend():
+    call = draw_call(0, (100, 3), 4, 16)
+    state = TssaState(*(x.cuda() for x in call.state))
+    w, temp, bias = (x.cuda() for x in (call.w, call.temp, call.bias))
+    offsets = None if call.cu_seqlens is None else call.cu_seqlens.cuda()
+    there = Call(call.membership, w, temp, bias, state, offsets, tuple(x.cuda() for x in call.d_outputs))
+    ours = {name: x.cpu() for name, x in there.run(None).items()}
+    assert max(errors(ours, call.run("naive")).values()) < 1e-12
 
 
 def test_more_than_two_to_the_31_elements():

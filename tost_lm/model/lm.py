@@ -12,6 +12,9 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block, MixerState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places, rotation, sinusoidal
+from tost_lm.model.softmax import KeyValueState
+from tost_lm.model.tssa import TssaMixer
+from tost_lm.ops import TssaState
 
 IGNORED_LABEL = -100
 INITIAL_STD = 0.02
@@ -77,10 +80,12 @@ class TostLM(nn.Module):
 
         Raises:
             ConfigError: a document passes the positions that the model has learned something for.
-            ValueError: cu_seqlens does not fit the tokens, or the state has another number of rows.
+            ValueError: cu_seqlens does not fit the tokens, or the state is of other rows or of another model.
         """
         places = Places.of(tokens_BT, state and state.positions, cu_seqlens)
         self._check_length(max(places.ends))
+        if state is not None:
+            self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(places.position)
@@ -103,6 +108,14 @@ class TostLM(nn.Module):
         """Parameters without the learned positions, the way the published figures are counted."""
         positions = 0 if self.positions is None else self.positions.weight.numel()
         return sum(p.numel() for p in self.parameters()) - positions
+
+    def _check_layers(self, state: LMState) -> None:
+        kinds = [TssaState if isinstance(block.mixer, TssaMixer) else KeyValueState for block in self.blocks]
+        if [type(layer) for layer in state.layers] != kinds:
+            raise ValueError(
+                f"the state is of another model: {len(state.layers)} layers do not match pattern {self.config.pattern} "
+                f"in {self.config.layers} layers"
+            )
 
     def _check_length(self, tokens: int) -> None:
         limit = self.config.position_limit

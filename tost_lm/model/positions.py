@@ -21,7 +21,7 @@ class Places:
     lengths: tuple[int, ...]
     """Tokens of each document in this call, [N]; all T unless packed."""
     cu_seqlens: Tensor | None
-    """Offsets of the packed documents, [N + 1]; None: each row is a document, N = B."""
+    """Offsets of the packed documents, [N + 1], on the host; None: each row is a document, N = B."""
     position: Tensor
     """Of each token in its document, int64: [T] if all rows are alike, else [B, T]."""
     turn: tuple[Tensor, Tensor] | None = None
@@ -36,7 +36,12 @@ class Places:
             ValueError: cu_seqlens does not fit the tokens, or `starts` not the documents.
         """
         B, T = tokens_BT.shape
-        lengths = (T,) * B if cu_seqlens is None else _document_lengths(tokens_BT, cu_seqlens)
+        if not B * T:
+            raise ValueError(f"tokens must be [B, T] with B, T ≥ 1, got {[B, T]}")
+        offsets = range(0, B * T + 1, T) if cu_seqlens is None else read_offsets(cu_seqlens, B, T)
+        lengths = tuple(end - start for start, end in pairwise(offsets))
+        if cu_seqlens is not None:
+            cu_seqlens = torch.tensor(offsets)  # on the host, where every layer reads them without waiting
         starts = tuple(starts or (0,) * len(lengths))
         if len(starts) != len(lengths):
             raise ValueError(f"state holds {len(starts)} rows, the input {len(lengths)}: give a row for each document")
@@ -85,15 +90,3 @@ def _circle(position: Tensor, frequencies: int, base: float, dtype: torch.dtype)
     exponents = torch.arange(frequencies, device=position.device, dtype=angle_dtype) / frequencies
     angles = position[..., None] * base**-exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _document_lengths(tokens_BT: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
-    offsets = read_offsets(cu_seqlens)
-    lengths = tuple(end - start for start, end in pairwise(offsets))
-    B, T = tokens_BT.shape
-    if B != 1 or not lengths or offsets[0] != 0 or offsets[-1] != T or min(lengths) < 1:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to T without empty documents and tokens be [1, T]; got {list(offsets[:4])} … "
-            f"{list(offsets[-1:])} for tokens {[B, T]}"
-        )
-    return lengths

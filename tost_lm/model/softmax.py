@@ -59,9 +59,11 @@ class SoftmaxMixer(nn.Module):
         return torch.cat(ys, 2), KeyValueState(_on_the_right(keys), _on_the_right(values))
 
     def _kept(self, x_BHSD: Tensor) -> Tensor:
-        """What later tokens can see; copied if less than all, so that the rest is freed."""
+        """What later tokens can see, without holding what it is a part of: tokens that none sees, or the queries."""
         dropped = x_BHSD.shape[2] - (self.window - 1)
-        return x_BHSD[:, :, dropped:].clone() if self.window and dropped > 0 else x_BHSD
+        if self.window and dropped > 0:
+            return x_BHSD[:, :, dropped:].clone()
+        return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
 
 
 def _after(state: KeyValueState, tokens: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,14 @@ class TssaMixer(nn.Module):
         self.denom_bias = nn.Parameter(torch.zeros(shape)) if shape else None
 
     def forward(self, x_BTC: Tensor, state: TssaState | None, places: Places) -> tuple[Tensor, TssaState]:
-        """Mix the tokens, given the statistics of those before them; one token alone in the recurrent form."""
+        """Mix the tokens, given the statistics of those before them; recurrently if one each."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         bias = self._bias_of(places)
-        if state is not None and w_BTHD.shape[1] == 1 and places.cu_seqlens is None:
-            bias = None if bias is None else bias[..., 0]
-            y_BHD, state = tssa_step(w_BTHD[:, 0], self.temp, bias, state, membership=self.membership)
-            y_BTHD = y_BHD[:, None]
+        if state is not None and max(places.lengths) == 1:
+            if bias is not None:
+                bias = bias[..., 0] if places.cu_seqlens is None else bias.T
+            y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), self.temp, bias, state, membership=self.membership)
+            y_BTHD = y_NHD.view_as(w_BTHD)
         else:
             y_BTHD, state = causal_tssa(
                 w_BTHD, self.temp, bias, membership=self.membership, initial_state=state, output_final_state=True,

@@ -43,16 +43,18 @@ class CausalTssa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, passes: Passes, layout: Layout, membership, count_N, w_MHD, temp_H, bias_BHT, *initial):
         scoring = Scoring(membership, temp_H, bias_BHT, count_N)
-        y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), _softmax(scoring))
-        ctx.save_for_backward(w_MHD, temp_H, bias_BHT, pi_MH, *before)
-        ctx.passes, ctx.layout, ctx.membership, ctx.count_N = passes, layout, membership, count_N
+        y_MHD, pi_MH, before, final = passes.forward(
+            w_MHD, layout, scoring, Statistics(*initial), _softmax(scoring, w_MHD)
+        )
+        ctx.save_for_backward(count_N, w_MHD, temp_H, bias_BHT, pi_MH, *before)
+        ctx.passes, ctx.layout, ctx.membership = passes, layout, membership
         return y_MHD, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
-        w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
-        scoring = Scoring(ctx.membership, temp_H, bias_BHT, ctx.count_N)
+        count_N, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
+        scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_N)
         with torch.autocast(w_MHD.device.type, enabled=False):
             dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
                 dy_MHD.contiguous(),
@@ -62,7 +64,7 @@ class CausalTssa(torch.autograd.Function):
                 pi_MH,
                 Statistics(*before),
                 Statistics(*d_final),
-                _softmax(scoring),
+                _softmax(scoring, w_MHD),
             )
             d_bias_BHT = None
             if bias_BHT is not None:
@@ -72,5 +74,5 @@ class CausalTssa(torch.autograd.Function):
         return None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
 
 
-def _softmax(scoring: Scoring) -> HeadSoftmax | None:
-    return UniformMemberships() if scoring.membership == "uniform" else None
+def _softmax(scoring: Scoring, w_MHD: Tensor) -> HeadSoftmax | None:
+    return UniformMemberships(w_MHD.shape[1]) if scoring.membership == "uniform" else None

@@ -12,7 +12,7 @@ from tost_lm.ops import chunked, naive
 from tost_lm.ops.autograd import CausalTssa
 from tost_lm.ops.composed import Composed
 from tost_lm.ops.layout import document_layout, read_offsets
-from tost_lm.ops.naive import Membership, TssaState, statistics_dtype
+from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, statistics_dtype
 
 Backend = Literal["naive", "chunked", "triton"]
 
@@ -34,9 +34,10 @@ def causal_tssa(
     S1 = Σ w²; z = temp·Σ_d(w²/S1 + bias); Π = softmax over heads of z; y = −Π·w / (1 + ΣΠw² / (ΣΠ + 1e-8)).
 
     Backends, which agree in outputs, states and gradients:
-        `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16. Picked there when Triton is
-            installed.
-        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. Picked everywhere else.
+        `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
+            channels. Picked for them when Triton is installed.
+        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. Picked for everything else. A document
+            is a walk of its own: hundreds of documents of a few tokens take longer than with `naive`.
         `naive`: the formulas as written, through autograd; keeps about ten tensors of w's size. Never picked.
     All of them keep statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
 
@@ -50,7 +51,8 @@ def causal_tssa(
         initial_state: statistics of the tokens before these, differentiable; None: nothing came before.
         output_final_state: return the state after the last token, differentiable; else None.
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T; each starts afresh
-            (or from its row of `initial_state`). A padded batch, left or right, is served by packing it.
+            (or from its row of `initial_state`). A padded batch, left or right, is served by packing it. Best on the
+            host: each call reads them, and would wait for a device.
         backend: None picks one as above.
 
     Returns:
@@ -62,9 +64,9 @@ def causal_tssa(
     """
     _check_shapes(w, temp, bias, membership)
     B, T, H, D = w.shape
-    offsets = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else _packed_offsets(cu_seqlens, B, T)
+    offsets = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else read_offsets(cu_seqlens, B, T)
     state = initial_state or TssaState.empty(len(offsets) - 1, H, D, like=w)
-    _check_state(state, len(offsets) - 1, H, D)
+    check_state(state, len(offsets) - 1, H, D)
     chosen = _choose(backend, w)
     with torch.autocast(w.device.type, enabled=False):
         dtype = statistics_dtype(w)
@@ -114,7 +116,14 @@ def _fast(
     layout = document_layout(offsets, chunk_tokens(H, D, w.device), w.device)
     statistics = (x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state[:3])
     y_MHD, energy, weighted, mass = CausalTssa.apply(
-        passes, layout, membership, state.count, w.reshape(B * T, H, D), temp_H, bias_BHT, *statistics
+        passes,
+        layout,
+        membership,
+        state.count.contiguous(),
+        w.reshape(B * T, H, D).contiguous(),
+        temp_H,
+        bias_BHT,
+        *statistics,
     )
     return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, state.count + layout.tokens_N)
 
@@ -142,27 +151,12 @@ def _triton_obstacle(w: Tensor) -> str | None:
     return None
 
 
-def _packed_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
-    offsets = read_offsets(cu_seqlens)
-    if B != 1 or offsets[0] != 0 or offsets[-1] != T or sorted(set(offsets)) != list(offsets):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} with B == 1 and no empty document")
-    return offsets
-
-
 def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str) -> None:
-    if w.dim() != 4 or w.shape[1] == 0 or not w.is_floating_point():
-        raise ValueError(f"w must be floating point [B, T, H, D] with T ≥ 1, got {w.dtype} {list(w.shape)}")
+    if w.dim() != 4 or 0 in w.shape or not w.is_floating_point():
+        raise ValueError(f"w must be floating point [B, T, H, D], T ≥ 1 and none 0, got {w.dtype} {list(w.shape)}")
     B, T, H, _ = w.shape
     if temp.shape != (H,):
         raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
     if bias is not None and bias.shape not in ((H, T), (B, H, T)):
         raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
-    if membership not in get_args(Membership):
-        raise ValueError(f"membership {membership!r} is none of {', '.join(get_args(Membership))}")
-
-
-def _check_state(state: TssaState, documents: int, H: int, D: int) -> None:
-    if len(state.mass) != documents:
-        raise ValueError(f"initial_state holds {len(state.mass)} documents, the input {documents}")
-    if state.energy.shape != (documents, H, D) or state.weighted_energy.shape != state.energy.shape:
-        raise ValueError(f"initial_state must hold [N, H, D] = {[documents, H, D]}, got {list(state.energy.shape)}")
+    check_membership(membership)

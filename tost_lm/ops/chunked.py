@@ -33,7 +33,8 @@ DEVICE_CHUNK_ELEMENTS = 1 << 22
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
-    """Tokens of a chunk: at least 32, so that what is kept for each chunk stays below 1/16 of w in float32."""
+    """Tokens of a chunk: at least 32, so that what is kept for each is about 1/16 of a float32 w at most, where
+    documents are no shorter."""
     elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
     return max(32, elements // (heads * channels) // ROWS_IN_STEP * ROWS_IN_STEP)
 

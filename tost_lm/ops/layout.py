@@ -5,10 +5,10 @@ A chunk never crosses a document. Shapes: M = B·T tokens, N documents (N = B un
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,21 @@ def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.d
     return Layout(chunk_tokens, offsets, *tensors)
 
 
-_read = WeakTensorKeyDictionary()
+def read_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
+    """The offsets of documents packed into one row, as Python integers. Waits for the device that holds them.
 
-
-def read_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The offsets as Python integers. A device is waited for once per tensor, not once per layer."""
-    if cu_seqlens not in _read or _read[cu_seqlens][0] != cu_seqlens._version:
-        _read[cu_seqlens] = (cu_seqlens._version, tuple(cu_seqlens.tolist()))
-    return _read[cu_seqlens][1]
+    Raises:
+        ValueError: they do not cut [1, T] into documents.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens must be whole numbers [N + 1], N ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    offsets = tuple(cu_seqlens.tolist())
+    rising = all(start < end for start, end in pairwise(offsets))
+    if B != 1 or offsets[0] != 0 or offsets[-1] != T or not rising:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {T} with B == 1 and no empty document, got "
+            f"{offsets[0]} … {offsets[-1]} for B = {B}"
+        )
+    return offsets

@@ -4,7 +4,7 @@ Source: Token Statistics Transformer (arXiv 2412.17810) and its released languag
 Shapes: B sequences, T tokens, H heads, D channels per head, N documents (N = B unless packed).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,24 @@ class TssaState(NamedTuple):
         zeros = torch.zeros(documents, heads, channels, device=like.device, dtype=statistics_dtype(like))
         count = torch.zeros(documents, device=like.device, dtype=torch.int64)
         return TssaState(zeros, zeros.clone(), zeros[..., 0].clone(), count)
+
+
+def check_state(state: TssaState, documents: int, heads: int, channels: int) -> None:
+    """Raises ValueError unless `state` holds that many documents, heads and channels."""
+    if len(state.mass) != documents:
+        raise ValueError(f"the state holds {len(state.mass)} documents, the input {documents}")
+    full = (documents, heads, channels)
+    for name, shape in zip(TssaState._fields, (full, full, full[:2], full[:1]), strict=True):
+        if getattr(state, name).shape != shape:
+            raise ValueError(f"{name} of the state must be {list(shape)}, got {list(getattr(state, name).shape)}")
+    if state.count.is_floating_point():
+        raise ValueError(f"count of the state must be whole numbers, got {state.count.dtype}")
+
+
+def check_membership(membership: str) -> None:
+    """Raises ValueError unless it is one of the choices."""
+    if membership not in get_args(Membership):
+        raise ValueError(f"membership {membership!r} is none of {', '.join(get_args(Membership))}")
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -105,8 +123,8 @@ def tssa(w_BTHD: Tensor, temp_H: Tensor, mask_BT: Tensor | None = None) -> Tenso
         y [B, T, H, D] in the dtype of `w_BTHD`.
     """
     dtype = statistics_dtype(w_BTHD)
-    real_BT11 = 1 if mask_BT is None else mask_BT.to(dtype)[..., None, None]
-    w = w_BTHD.to(dtype) * real_BT11
+    real_BT11 = w_BTHD.new_ones((), dtype=torch.bool) if mask_BT is None else mask_BT.bool()[..., None, None]
+    w = w_BTHD.to(dtype).where(real_BT11, 0)
     energy_B1HD = w.square().sum(1, keepdim=True).clamp_min(ENERGY_FLOOR)
     pi_BTH1 = (temp_H.to(dtype) * (w.square() / energy_B1HD).sum(-1)).softmax(-1)[..., None] * real_BT11
     second_moment_B1HD = (pi_BTH1 * w.square()).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)

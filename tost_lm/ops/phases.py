@@ -10,6 +10,7 @@ Shapes: M = B·T tokens of a flat sequence, H heads, D channels a head, N docume
 scores and memberships are float32, or float64 for float64 inputs.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,7 +68,11 @@ class HeadSoftmax(Protocol):
         ...
 
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        """Memberships and their gradient → gradient of the scores."""
+        """Memberships and their gradient → gradient of the scores, Π·(dΠ − Σ_h Π·dΠ).
+
+        dΠ counts only up to what is subtracted from all heads. Subtract that of the largest Π first: where it is nearly
+        1, as at a document's first token, the two terms are the same number otherwise, and float32 loses the rest.
+        """
         ...
 
 
@@ -78,15 +83,19 @@ class LocalSoftmax:
         return z_MH.softmax(-1)
 
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        weighted_MH = pi_MH * d_pi_MH
-        return weighted_MH - pi_MH * weighted_MH.sum(-1, keepdim=True)
+        d_pi_MH = d_pi_MH - d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
+        return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
 
 
+@dataclass(frozen=True)
 class UniformMemberships:
     """The ablation Π = 1/H, whatever the scores."""
 
+    heads: int
+    """All there are, those elsewhere included."""
+
     def forward(self, z_MH: Tensor) -> Tensor:
-        return torch.full_like(z_MH, 1 / z_MH.shape[-1])
+        return torch.full_like(z_MH, 1 / self.heads)
 
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
         return torch.zeros_like(d_pi_MH)

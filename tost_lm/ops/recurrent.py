@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from tost_lm.ops.naive import MASS_FLOOR, Membership, TssaState, memberships, statistics_dtype, token_scores
+from tost_lm.ops.naive import (
+    MASS_FLOOR,
+    Membership,
+    TssaState,
+    check_membership,
+    check_state,
+    memberships,
+    statistics_dtype,
+    token_scores,
+)
 
 
 def tssa_step(
@@ -28,7 +37,15 @@ def tssa_step(
 
     Returns:
         y_t [B, H, D] in w_t's dtype, and the state that includes the token.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown membership.
     """
+    B, H, D = w_t.shape
+    check_state(state, B, H, D)
+    check_membership(membership)
+    if temp.shape != (H,) or (bias_t is not None and bias_t.shape not in ((H,), (B, H))):
+        raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_t}")
     dtype = statistics_dtype(w_t)
     running = torch.float32 if w_t.device.type == "mps" else torch.float64
     with torch.autocast(w_t.device.type, enabled=False):

@@ -206,11 +206,15 @@ def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
 def test_what_does_not_fit_is_named():
     model = drawn_model("hybrid")
     tokens = torch.zeros(1, 6, dtype=torch.int64)
-    for wrong in ([0, 5], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6], [0]):
+    for wrong in ([0, 5], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6]):
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T"):
             model(tokens, cu_seqlens=torch.tensor(wrong, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens must"):
         model(tokens.view(2, 3), cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))
+    with pytest.raises(ValueError, match="B, T ≥ 1"):
+        model(tokens[:0])
+    with pytest.raises(ValueError, match="the state is of another model"):
+        model(tokens, state=drawn_model("tssa")(tokens).state)
     with pytest.raises(ValueError, match="state holds 1 rows, the input 2"):
         model(tokens.view(2, 3), state=model(tokens).state)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 
-from tost_lm.ops import TssaState, causal_tssa, tssa
+from tost_lm.ops import TssaState, causal_tssa, tssa, tssa_step
 
 MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
 
@@ -72,6 +72,23 @@ def test_bidirectional_form_ignores_padding():
     assert padded[1, 4:].abs().max() == 0
 
 
+def test_bidirectional_form_reads_nothing_of_padding():
+    w, temp, _ = inputs(7, 1, 6, 3, 4)
+    w[:, 4:] = float("nan")
+    padded = tssa(w, temp, torch.tensor([[True] * 4 + [False] * 2]))
+    assert torch.equal(padded[:, :4], tssa(w[:, :4], temp))
+
+
+def test_single_tokens_that_do_not_fit_are_refused():
+    state = TssaState.empty(2, 3, 4, torch.ones(1))
+    for w_t, temp, message in (
+        (torch.ones(1, 3, 4), torch.ones(3), "the state holds 2 documents, the input 1"),
+        (torch.ones(2, 3, 4), torch.ones(1), r"temp must be \[H\] = \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tssa_step(w_t, temp, None, state)
+
+
 def test_bidirectional_form_is_the_papers():
     w, temp, _ = inputs(8, 1, 5, 2, 3)
     normed = w / w.norm(dim=1, keepdim=True)
@@ -89,8 +106,11 @@ def test_bidirectional_form_is_the_papers():
         ({"membership": "softmax"}, "membership 'softmax'"),
         ({"backend": "cuda"}, "backend 'cuda' is none of naive, chunked, triton"),
         ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
-        ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "initial_state holds 1 documents, the input 2"),
-        ({"initial_state": TssaState.empty(2, 4, 3, torch.ones(1))}, r"must hold \[N, H, D\]"),
+        ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),
+        ({"w": torch.ones(0, 5, 3, 4)}, "none 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be whole numbers"),
+        ({"cu_seqlens": torch.tensor(5)}, "cu_seqlens must be whole numbers"),
+        ({"initial_state": TssaState.empty(2, 4, 3, torch.ones(1))}, r"energy of the state must be \[2, 3, 4\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
     ],
 )

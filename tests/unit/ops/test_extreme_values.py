@@ -33,8 +33,8 @@ def test_extreme_temperatures(temp: float):
     call = draw_call(1, (50, 20), 3, 4, fresh=True)
     call.temp[1] = temp
     found = errors(call.to(torch.float32).run("chunked"), call.run("naive"))
-    # A score of 50·D in float32 is known to 1e-5: so are the memberships that come of it.
-    assert max(found[name] for name in (*FORWARD, "dw", "d_temp", "d_bias")) < 2e-4, found
+    # A score of 50·D has few digits left behind the point in float32, and memberships are exponentials of them.
+    assert max(found[name] for name in (*FORWARD, "dw", "d_temp", "d_bias")) < 2e-5, found
     assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-12
 
 

@@ -4,14 +4,16 @@ thread of its own that sees the others' sums only, give what one call gives."""
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from agreement import Call, draw_call
+from agreement import Call, calls, draw_call, errors
+from hypothesis import given, settings
 from torch import Tensor
 
 from tost_lm.ops import Membership, chunked, chunked_phases
+from tost_lm.ops.composed import Composed
 from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
 
@@ -92,6 +94,17 @@ def run_rank(phases: ModuleType, call: Call, shard: int, group: int, shards: Exc
         d_energy_carry + d_energy.document, d_weighted_carry + d_weighted.document, d_mass_carry + d_mass.document
     )  # fmt: skip
     return y, dw, d_temp, d_bias, *d_state
+
+
+@given(calls())
+@settings(max_examples=25, deadline=None)
+def test_composed_here_they_are_the_operator(call: Call):
+    composed = Composed(chunked_phases)
+    passes = SimpleNamespace(forward=composed.forward, backward=composed.backward, chunk_tokens=lambda *_: 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tost_lm.ops.causal.chunked", passes)
+        ours = call.run("chunked")
+    assert max(errors(ours, call.run("naive")).values()) < 1e-12
 
 
 def let_one_thread_interpret(monkeypatch: pytest.MonkeyPatch) -> None:

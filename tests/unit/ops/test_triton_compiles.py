@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("arguments", ["bfloat16 12 64 energy-share 0", "float32 5 80 energy-mean 1024"])
-def test_kernels_compile_without_spills(arguments: str):
+def test_kernels_compile_and_stay_in_registers(arguments: str):
     """In a process of its own, since this one may interpret kernels. `-s` shows registers and shared memory."""
     program = str(Path(__file__).with_name("compile_for_hopper.py"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -130,6 +130,9 @@ def memberships_backward_kernel(
         pi_TH = tl.load(pi_MH + places_TH, mask=real_TH, other=0.0)
         d_pi_TH = tl.load(d_z_MH + places_TH, mask=real_TH, other=0.0)
         tl.debug_barrier()
+        # Up to what the head of the largest Π gets: see HeadSoftmax.backward.
+        largest_TH = pi_TH == tl.max(pi_TH, axis=1)[:, None]
+        d_pi_TH -= tl.max(tl.where(largest_TH, d_pi_TH, float("-inf")), axis=1)[:, None]
         d_pi_TH -= tl.sum(pi_TH * d_pi_TH, axis=1)[:, None]
         tl.store(d_z_MH + places_TH, pi_TH * d_pi_TH, mask=real_TH)
         tl.debug_barrier()

@@ -10,7 +10,7 @@ from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import Sums
 
 CHUNKS = 128
-"""Chunks that a step of the scan takes; a document of 1M tokens is 128 steps at 64 tokens a chunk."""
+"""Chunks that a step of the scan takes; a document of 1M tokens is 256 steps."""
 COLUMNS = 16
 
 

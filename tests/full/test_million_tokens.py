@@ -1,7 +1,8 @@
-"""2^20 tokens one at a time, as a decoder that never stops would take them: minutes of small steps."""
+"""2^20 tokens: one at a time, as a decoder that never stops would take them, and in one call."""
 
 import pytest
 import torch
+from agreement import assert_long_sequence_is_right
 
 from tost_lm.ops import TssaState, causal_tssa, tssa_step
 
@@ -26,3 +27,7 @@ def test_a_million_single_tokens_do_not_drift():
     for ours, theirs in zip(state[:3], exact[:3], strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=0)
     assert state.count.item() == T
+
+
+def test_a_million_tokens_in_one_call():
+    assert_long_sequence_is_right(T)
