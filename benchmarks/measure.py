@@ -65,7 +65,7 @@ def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) ->
 class BenchConfig(Section):
     """What is measured, for how long."""
 
-    lengths: list[PositiveInt] = Field(default=[1024, 4096, 16384, 65536, 131072, 262144, 1048576], min_length=1)
+    lengths: list[PositiveInt] = Field(default=[1024, 4096, 16384, 131072, 1048576], min_length=1)
     """Tokens of the sequence, or of the context before the decoded token."""
     cell_seconds: float = Field(default=60.0, gt=0)
     """No single process takes longer; a rival that does at one length is not tried at a longer one."""

@@ -7,7 +7,7 @@ Measures this project's operator, the formulas as written under autograd ("naive
 causal softmax attention (torch's scaled_dot_product_attention; flash attention where the device has it), forward and
 forward + backward, from 1k to 1M tokens as far as memory and bench.cell_seconds allow. The share of bandwidth compares
 with a copy on the same device, counting only what has to move: w once and y once forward, w, dy and dw once more
-backward (q, k, v and their like for attention). With the defaults it takes about 20 minutes on 2 CPU cores. Prints one
+backward (q, k, v and their like for attention). With the defaults it takes about 12 minutes on 2 CPU cores. Prints one
 table and writes it with all figures to benchmarks/results/.
 """
 

@@ -76,7 +76,9 @@ def _prepared(
     if rival == SOFTMAX:
         inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
     else:
-        inputs = [make(batch, tokens, heads, channels), make(heads), make(heads, tokens)]
+        # temp and bias as a model begins with them.
+        w = make(batch, tokens, heads, channels)
+        inputs = [w, w.new_ones(heads), w.new_zeros(heads, tokens)]
     if work == FORWARD:
 
         def call() -> None:

@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="B, T ≥ 1"):
         model(tokens[:0])
     with pytest.raises(ValueError, match="the state is of another model"):
-        model(tokens, state=drawn_model("tssa")(tokens).state)
+        model(tokens, state=drawn_model("gpt2")(tokens).state)
     with pytest.raises(ValueError, match="state holds 1 rows, the input 2"):
         model(tokens.view(2, 3), state=model(tokens).state)
 

@@ -109,7 +109,7 @@ def documents(call: Call) -> list[slice]:
 
 
 def assert_long_sequence_is_right(tokens: int) -> None:
-    """Forward and backward take less than a quarter of w beside w, y, dy and dw, and the last 1,000 tokens are right."""
+    """Forward and backward take under a quarter of w beside w, y, dy and dw, and the last 1,000 tokens are right."""
     command = [sys.executable, "-m", "tests.unit.ops.long_sequence", str(tokens)]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
