@@ -82,4 +82,6 @@ def _start(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that Ctrl-C reaches this group alone
+        # A shell that runs the tests in the background has them, and what they start, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
