@@ -56,8 +56,8 @@ def causal_tssa(
         backend: None picks one as above.
 
     Returns:
-        y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None. The final state has
-        the dtype of the initial one, float32 or float64.
+        y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None. The final state is
+        float64 where w or the initial state is, else float32.
 
     Raises:
         ValueError: shapes that do not fit, an unknown membership or backend, or a backend that cannot run here.

@@ -102,7 +102,7 @@ def running_sum_(x: Tensor, carry: Tensor, newest_first: bool = False) -> Tensor
         x.copy_(sums.add_(carry))
         return total
     # torch.cumsum over the first dimension works scalar by scalar here. Whole rows, all groups of 16 tokens in step
-    # and then group after group, take a third of its time.
+    # and then group after group, took 0.6 of its time on two cores and 0.4 on one.
     groups = len(x) // ROWS_IN_STEP
     rest = x[groups * ROWS_IN_STEP :].unbind(0)
     blocks = [(row, row) for row in rest]

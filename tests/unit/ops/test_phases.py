@@ -60,7 +60,7 @@ def run_rank(phases: ModuleType, call: Call, shard: int, group: int, shards: Exc
     dy = call.d_outputs[0][0, tokens, heads].contiguous()
     layout = document_layout((0, len(w)), phases.chunk_tokens(half, w.shape[-1], w.device), w.device)
     count_N = call.state.count + (CUT if shard else 0)
-    scoring = Scoring(call.membership, call.temp[heads], call.bias[None, heads, tokens], count_N)  # type: ignore[arg-type]
+    scoring = Scoring(call.membership, call.temp[heads], call.bias[None, heads, tokens], count_N)
     softmax = SoftmaxOverGroups(groups, group)
     initial = [x[:, heads] for x in call.state[:3]]
     d_final = [x[:, heads] for x in call.d_outputs[1:]]
