@@ -162,5 +162,5 @@ def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert said == [
-        "error: train.batch_sequences 4 is not divisible by 3 ranks × train.micro_batch_sequences 1 = 3"
+        "error: train.batch_sequences 4 is not divisible by 3 data ranks × train.micro_batch_sequences 1 = 3"
     ]  # fmt: skip

@@ -62,15 +62,15 @@ def to_toml(config: Section) -> str:
 
 def differences(old: Section, new: Section) -> list[str]:
     """One line `path: old → new` for every setting in which two configurations of one class differ."""
-    old_values, new_values = dict(_leaves(old.model_dump())), dict(_leaves(new.model_dump()))
+    old_values, new_values = dict(leaves(old.model_dump())), dict(leaves(new.model_dump()))
     return [f"{path}: {old_values[path]!r} → {new_values[path]!r}" for path in old_values
             if old_values[path] != new_values[path]]  # fmt: skip
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -50,6 +50,7 @@ def generate(
 def continuations(model: TostLM, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
     """Up to `tokens` times the next id of each sequence [B], from the model's output on what came before."""
     for done in range(1, tokens + 1):
+        assert output.logits is not None
         next_B = choose(output.logits[:, -1])
         yield next_B
         if done < tokens:

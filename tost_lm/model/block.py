@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
         self.mlp_scale = _layer_scale(config)
 
-    def forward(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState]:
+    def forward(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState | None]:
         mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, places)
         x_BTC = x_BTC + self.mixer_scale(mixed_BTC)
         return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC))), new_state

@@ -1,8 +1,9 @@
 """The language model: embedding, positions, blocks, norm, head tied to the embedding."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from tost_lm.model.positions import Places, rotation, sinusoidal
 from tost_lm.model.softmax import KeyValueState
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
+from tost_lm.ops.phases import SequenceShard
 
 IGNORED_LABEL = -100
 INITIAL_STD = 0.02
@@ -33,8 +35,20 @@ class LMOutput(NamedTuple):
     """`loss`: mean nats per labelled token (None without labels); `logits` [B, T, V]; `state` after the last token."""
 
     loss: Tensor | None
-    logits: Tensor
-    state: LMState
+    logits: Tensor | None
+    """None where the vocabulary lies on several ranks and there are labels: then no rank has them."""
+    state: LMState | None
+    """None unless wanted."""
+
+
+class TiedHead(nn.Module):
+    """Logits by the token embedding, and the loss."""
+
+    def forward(
+        self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor | None, label_count: Tensor | float | None
+    ) -> tuple[Tensor | None, Tensor]:
+        logits_BTV = linear(x_BTC, weight_VC)
+        return None if labels_BT is None else next_token_loss(logits_BTV, labels_BT, label_count), logits_BTV
 
 
 class TostLM(nn.Module):
@@ -50,6 +64,9 @@ class TostLM(nn.Module):
         letters = config.pattern * (config.layers // len(config.pattern))
         self.blocks = nn.ModuleList(Block(config, letter) for letter in letters)
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.head: nn.Module = TiedHead()
+        self.share_of_residual: Callable[[Tensor], Tensor] = lambda position: position
+        """Positions of the tokens that stand in the residual stream here."""
         self.apply(_init_linear_and_embedding)
         for name, module in self.named_modules():
             if name.endswith(".out_proj") and isinstance(module, nn.Linear):
@@ -61,6 +78,10 @@ class TostLM(nn.Module):
         labels: Tensor | None = None,
         state: LMState | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
+        label_count: Tensor | float | None = None,
+        output_state: bool = True,
+        shard: SequenceShard | None = None,
     ) -> LMOutput:
         """Read tokens, going on from `state` if given.
 
@@ -77,32 +98,36 @@ class TostLM(nn.Module):
             state: of an earlier call on the tokens before these, a row for each document.
             cu_seqlens: int32 [N + 1], offsets of N documents packed into one row (B == 1). They know nothing of each
                 other, and `state` has N rows. None: every row is a document, N = B.
+            label_count: what the sum of losses is divided by; None: the labels counted here.
+            output_state: whether the state is wanted.
+            shard: tokens and labels are a shard of sequences that lie on several ranks; cu_seqlens, `state` and the
+                state that comes out are of the whole sequences, as in `causal_tssa`.
 
         Raises:
             ConfigError: a document passes the positions that the model has learned something for.
             ValueError: cu_seqlens does not fit the tokens, or the state is of other rows or of another model.
         """
-        places = Places.of(tokens_BT, state and state.positions, cu_seqlens)
+        places = Places.of(tokens_BT, state and state.positions, cu_seqlens, shard, output_state)
         self._check_length(max(places.ends))
         if state is not None:
             self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
+        position = self.share_of_residual(places.position)
         if self.positions is not None:
-            x_BTC = x_BTC + self.positions(places.position)
+            x_BTC = x_BTC + self.positions(position)
         elif self.config.positions == "sinusoidal":
             # As large as learned positions are drawn, so that they do not drown the tokens.
-            x_BTC = x_BTC + INITIAL_STD * sinusoidal(places.position, x_BTC.shape[-1], x_BTC.dtype)
+            x_BTC = x_BTC + INITIAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
         if "A" in self.config.pattern and self.config.rope_theta:
             channels = self.config.width // self.config.heads
             turn = rotation(places.position, channels, self.config.rope_theta, x_BTC.dtype)
             places = replace(places, turn=turn)
-        states: list[MixerState] = []
+        states: list[Any] = []
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, places)
             states.append(mixer_state)
-        logits_BTV = linear(self.norm(x_BTC), self.embedding.weight)
-        loss = None if labels is None else next_token_loss(logits_BTV, labels)
-        return LMOutput(loss, logits_BTV, LMState(tuple(states), places.ends))
+        loss, logits_BTV = self.head(self.norm(x_BTC), self.embedding.weight, labels, label_count)
+        return LMOutput(loss, logits_BTV, LMState(tuple(states), places.ends) if output_state else None)
 
     def parameter_count(self) -> int:
         """Parameters without the learned positions, the way the published figures are counted."""
@@ -126,10 +151,12 @@ class TostLM(nn.Module):
             )
 
 
-def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over labels other than −100, in float32 at least."""
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, label_count: Tensor | float | None = None) -> Tensor:
+    """Cross-entropy in nats over labels other than −100, in float32 at least: the mean, or the sum / label_count."""
     logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    return cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL)
+    how = "mean" if label_count is None else "sum"
+    loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction=how)
+    return loss if label_count is None else loss / label_count
 
 
 def _init_linear_and_embedding(module: nn.Module) -> None:

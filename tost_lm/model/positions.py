@@ -2,61 +2,81 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tost_lm.ops.layout import read_offsets
+from tost_lm.ops.phases import SequenceShard
+from tost_lm.ops.split import Pieces
 
 SINUSOIDAL_BASE = 10000.0
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of one call stand; made once and read by every layer."""
+    """Where the tokens of one call stand; made once and read by every layer.
+
+    n documents have tokens on this rank, of N in the whole sequences; all of them unless sequences are split.
+    """
 
     starts: tuple[int, ...]
     """Tokens of each document before this call, [N]."""
-    lengths: tuple[int, ...]
-    """Tokens of each document in this call, [N]; all T unless packed."""
+    pieces: Pieces
+    """The parts of documents that are here."""
     cu_seqlens: Tensor | None
-    """Offsets of the packed documents, [N + 1], on the host; None: each row is a document, N = B."""
+    """Offsets of the packed documents in the whole sequence, [N + 1], on the host; None: each row is a document."""
     position: Tensor
-    """Of each token in its document, int64: [T] if all rows are alike, else [B, T]."""
+    """Of each token here in its document, int64: [T] if all rows are alike, else [B, T]."""
+    shard: SequenceShard | None = None
+    """The tokens here among those of whole sequences; None: they are all here."""
+    output_state: bool = True
+    """Whether the state after the last token is wanted."""
     turn: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: there is no
     such embedding."""
 
     @classmethod
-    def of(cls, tokens_BT: Tensor, starts: Sequence[int] | None, cu_seqlens: Tensor | None) -> "Places":
+    def of(
+        cls,
+        tokens_BT: Tensor,
+        starts: Sequence[int] | None,
+        cu_seqlens: Tensor | None,
+        shard: SequenceShard | None = None,
+        output_state: bool = True,
+    ) -> "Places":
         """Places of tokens that go on from `starts` (None: documents begin), without a rotary embedding.
 
         Raises:
-            ValueError: cu_seqlens does not fit the tokens, or `starts` not the documents.
+            ValueError: cu_seqlens or the shard does not fit the tokens, or `starts` not the documents.
         """
         B, T = tokens_BT.shape
         if not B * T:
             raise ValueError(f"tokens must be [B, T] with B, T ≥ 1, got {[B, T]}")
-        offsets = range(0, B * T + 1, T) if cu_seqlens is None else read_offsets(cu_seqlens, B, T)
-        lengths = tuple(end - start for start, end in pairwise(offsets))
         if cu_seqlens is not None:
-            cu_seqlens = torch.tensor(offsets)  # on the host, where every layer reads them without waiting
-        starts = tuple(starts or (0,) * len(lengths))
-        if len(starts) != len(lengths):
-            raise ValueError(f"state holds {len(starts)} rows, the input {len(lengths)}: give a row for each document")
+            cu_seqlens = torch.tensor(cu_seqlens.tolist())  # on the host, where every layer reads them without waiting
+        pieces = Pieces.of(cu_seqlens, B, T, shard.split if shard else None)
+        documents = len(pieces.whole_lengths)
+        starts = tuple(starts or (0,) * documents)
+        if len(starts) != documents:
+            raise ValueError(f"state holds {len(starts)} rows, the input {documents}: give a row for each document")
+        first_n = [start + before for start, before in zip(starts[pieces.documents], pieces.before, strict=True)]
         if cu_seqlens is not None:
-            position = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-        elif len(set(starts)) == 1:
-            position = torch.arange(starts[0], starts[0] + T, device=tokens_BT.device)
+            position = torch.cat([torch.arange(s, s + n) for s, n in zip(first_n, pieces.lengths, strict=True)])
+        elif len(set(first_n)) == 1:
+            position = torch.arange(first_n[0], first_n[0] + T, device=tokens_BT.device)
         else:
-            position = torch.tensor(starts)[:, None] + torch.arange(T)
-        return cls(starts, lengths, cu_seqlens, position.to(tokens_BT.device))
+            position = torch.tensor(first_n)[:, None] + torch.arange(T)
+        return cls(starts, pieces, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document here, [n]; all T unless packed."""
+        return self.pieces.lengths
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens of each document after this call, [N]."""
-        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        return tuple(start + length for start, length in zip(self.starts, self.pieces.whole_lengths, strict=True))
 
 
 def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -27,36 +27,51 @@ class SoftmaxMixer(nn.Module):
         self.in_proj = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x_BTC: Tensor, state: KeyValueState | None, places: Places) -> tuple[Tensor, KeyValueState]:
+    def forward(
+        self, x_BTC: Tensor, state: KeyValueState | None, places: Places
+    ) -> tuple[Tensor, KeyValueState | None]:
         """Attend to the tokens of the document so far, those of `state` and these."""
         q, k, v = self.in_proj(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if places.turn is not None:
             q, k = rotate(q, places.turn), rotate(k, places.turn)
+        if places.shard is not None:
+            # Queries stay; the keys and values of all ranks come here, both in one exchange.
+            k, v = places.shard.gather(torch.cat([k, v], -1)).chunk(2, -1)
         attend = self._attend_rows if places.cu_seqlens is None else self._attend_packed
         y_BHTD, state = attend(q, k, v, state, places)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), state
 
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, places: Places
-    ) -> tuple[Tensor, KeyValueState]:
+    ) -> tuple[Tensor, KeyValueState | None]:
+        pieces = places.pieces
+        later = pieces.whole_lengths[0] - pieces.before[0] - q.shape[2]
         if state is not None:
             k, v = _after(state, max(places.starts), k, v)
         before_B = places.position[:, 0] if places.position.dim() == 2 else None
-        return causal_attention(q, k, v, self.window, before_B), KeyValueState(self._kept(k), self._kept(v))
+        y = causal_attention(q, _without_last(k, later), _without_last(v, later), self.window, before_B)
+        return y, KeyValueState(self._kept(k), self._kept(v)) if places.output_state else None
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, places: Places
-    ) -> tuple[Tensor, KeyValueState]:
-        ys, keys, values = [], [], []
-        documents = zip(*(x.split(places.lengths, 2) for x in (q, k, v)), strict=True)
-        for n, (q_n, k_n, v_n) in enumerate(documents):
-            if state is not None:
+    ) -> tuple[Tensor, KeyValueState | None]:
+        pieces = places.pieces
+        keys, values = list(k.split(pieces.whole_lengths, 2)), list(v.split(pieces.whole_lengths, 2))
+        if state is not None:
+            for n, start in enumerate(places.starts):
                 row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
-                k_n, v_n = _after(row, places.starts[n], k_n, v_n)
-            ys.append(causal_attention(q_n, k_n, v_n, self.window))
-            keys.append(self._kept(k_n))
-            values.append(self._kept(v_n))
-        return torch.cat(ys, 2), KeyValueState(_on_the_right(keys), _on_the_right(values))
+                keys[n], values[n] = _after(row, start, keys[n], values[n])
+        here = slice(*pieces.documents.indices(len(keys)))
+        ys = []
+        for q_n, k_n, v_n, whole, before in zip(
+            q.split(pieces.lengths, 2), keys[here], values[here], pieces.whole_lengths[here], pieces.before, strict=True
+        ):
+            later = whole - before - q_n.shape[2]
+            ys.append(causal_attention(q_n, _without_last(k_n, later), _without_last(v_n, later), self.window))
+        if not places.output_state:
+            return torch.cat(ys, 2), None
+        kept = (_on_the_right([self._kept(x) for x in rows]) for rows in (keys, values))
+        return torch.cat(ys, 2), KeyValueState(*kept)
 
     def _kept(self, x_BHSD: Tensor) -> Tensor:
         """What later tokens can see, without holding what it is a part of: tokens that none sees, or the queries."""
@@ -64,6 +79,11 @@ class SoftmaxMixer(nn.Module):
         if self.window and dropped > 0:
             return x_BHSD[:, :, dropped:].clone()
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
+
+
+def _without_last(x_BHSD: Tensor, tokens: int) -> Tensor:
+    """Without those of later ranks."""
+    return x_BHSD[:, :, : x_BHSD.shape[2] - tokens] if tokens else x_BHSD
 
 
 def _after(state: KeyValueState, tokens: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
+from tost_lm.ops.phases import HeadSoftmax
 
 
 class TssaMixer(nn.Module):
@@ -19,22 +20,26 @@ class TssaMixer(nn.Module):
         shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
         shape = shapes.get(config.denom_bias)
         self.denom_bias = nn.Parameter(torch.zeros(shape)) if shape else None
+        self.softmax: HeadSoftmax | None = None
+        """Over the heads of all ranks, where those here are not all."""
 
-    def forward(self, x_BTC: Tensor, state: TssaState | None, places: Places) -> tuple[Tensor, TssaState]:
+    def forward(self, x_BTC: Tensor, state: TssaState | None, places: Places) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of those before them; recurrently if one each."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         bias = self._bias_of(places)
-        if state is not None and max(places.lengths) == 1:
+        if state is not None and max(places.lengths) == 1 and places.shard is None:
             if bias is not None:
                 bias = bias[..., 0] if places.cu_seqlens is None else bias.T
-            y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), self.temp, bias, state, membership=self.membership)
+            y_NHD, state = tssa_step(
+                w_BTHD.flatten(0, 1), self.temp, bias, state, membership=self.membership, heads=self.softmax
+            )
             y_BTHD = y_NHD.view_as(w_BTHD)
         else:
             y_BTHD, state = causal_tssa(
-                w_BTHD, self.temp, bias, membership=self.membership, initial_state=state, output_final_state=True,
-                cu_seqlens=places.cu_seqlens,
+                w_BTHD, self.temp, bias, membership=self.membership, initial_state=state,
+                output_final_state=places.output_state, cu_seqlens=places.cu_seqlens, shard=places.shard,
+                heads=self.softmax,
             )  # fmt: skip
-        assert state is not None
         return self.out_proj(y_BTHD.flatten(-2)), state
 
     def _bias_of(self, places: Places) -> Tensor | None:

@@ -10,11 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.phases import HeadSoftmax, Scoring, Statistics, UniformMemberships
+from tost_lm.ops.phases import HeadSoftmax, Scoring, Statistics
 
 
 class Passes(Protocol):
     """The whole forward and the whole backward of one backend: `chunked`, or phases composed (`composed`)."""
+
+    def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
+        """How long the layout's chunks must be."""
+        ...
 
     def forward(
         self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
@@ -38,23 +42,24 @@ class Passes(Protocol):
 
 
 class CausalTssa(torch.autograd.Function):
-    """apply(passes, layout, membership, count_N, w_MHD, temp_H, bias_BHT, energy, weighted, mass) → y, energy, …"""
+    """apply(passes, layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
+
+    The statistics have a row for each of the N documents of whole sequences, the count for the n with tokens here.
+    """
 
     @staticmethod
-    def forward(ctx, passes: Passes, layout: Layout, membership, count_N, w_MHD, temp_H, bias_BHT, *initial):
-        scoring = Scoring(membership, temp_H, bias_BHT, count_N)
-        y_MHD, pi_MH, before, final = passes.forward(
-            w_MHD, layout, scoring, Statistics(*initial), _softmax(scoring, w_MHD)
-        )
-        ctx.save_for_backward(count_N, w_MHD, temp_H, bias_BHT, pi_MH, *before)
-        ctx.passes, ctx.layout, ctx.membership = passes, layout, membership
+    def forward(ctx, passes: Passes, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial):
+        scoring = Scoring(membership, temp_H, bias_BHT, count_n)
+        y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), softmax)
+        ctx.save_for_backward(count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before)
+        ctx.passes, ctx.layout, ctx.softmax, ctx.membership = passes, layout, softmax, membership
         return y_MHD, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
-        count_N, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
-        scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_N)
+        count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
+        scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_n)
         with torch.autocast(w_MHD.device.type, enabled=False):
             dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
                 dy_MHD.contiguous(),
@@ -64,15 +69,28 @@ class CausalTssa(torch.autograd.Function):
                 pi_MH,
                 Statistics(*before),
                 Statistics(*d_final),
-                _softmax(scoring, w_MHD),
+                ctx.softmax,
             )
             d_bias_BHT = None
             if bias_BHT is not None:
                 B, _, T = bias_BHT.shape
                 d_bias_MH = scoring.bias_scale(w_MHD.shape[-1]) * temp_H * d_z_MH
                 d_bias_BHT = d_bias_MH.unflatten(0, (B, T)).transpose(1, 2)
-        return None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
+        return None, None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
 
 
-def _softmax(scoring: Scoring, w_MHD: Tensor) -> HeadSoftmax | None:
-    return UniformMemberships(w_MHD.shape[1]) if scoring.membership == "uniform" else None
+class SoftmaxOverHeads(torch.autograd.Function):
+    """apply(softmax, z_MH) → Π: a `HeadSoftmax` by itself."""
+
+    @staticmethod
+    def forward(ctx, softmax: HeadSoftmax, z_MH):
+        pi_MH = softmax.forward(z_MH)
+        ctx.softmax = softmax
+        ctx.save_for_backward(pi_MH)
+        return pi_MH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_pi_MH):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (pi_MH,) = ctx.saved_tensors
+        return None, ctx.softmax.backward(pi_MH, d_pi_MH)

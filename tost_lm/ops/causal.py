@@ -8,11 +8,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tost_lm.ops import chunked, naive
-from tost_lm.ops.autograd import CausalTssa
+from tost_lm.ops import chunked, chunked_phases, naive
+from tost_lm.ops.autograd import CausalTssa, Passes
 from tost_lm.ops.composed import Composed
-from tost_lm.ops.layout import document_layout, read_offsets
+from tost_lm.ops.layout import document_layout, whole_numbers
 from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, statistics_dtype
+from tost_lm.ops.phases import HeadSoftmax, SequenceShard, UniformMemberships
+from tost_lm.ops.split import Pieces
 
 Backend = Literal["naive", "chunked", "triton"]
 
@@ -27,6 +29,8 @@ def causal_tssa(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend | None = None,
+    shard: SequenceShard | None = None,
+    heads: HeadSoftmax | None = None,
 ) -> tuple[Tensor, TssaState | None]:
     """Causal TSSA (arXiv 2412.17810, in the released causal form).
 
@@ -54,6 +58,10 @@ def causal_tssa(
             (or from its row of `initial_state`). A padded batch, left or right, is served by packing it. Best on the
             host: each call reads them, and would wait for a device.
         backend: None picks one as above.
+        shard: the tokens are a shard of sequences that lie on several ranks (`tost_lm.parallel.sequence`). Then T is
+            of the shard, cu_seqlens of the whole sequence, and a state of all documents in it: the same on every rank,
+            and so are the gradients that come in for the final and go out for the initial one.
+        heads: the heads are some of those that lie on several ranks (`tost_lm.parallel.tensor`); H counts them here.
 
     Returns:
         y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None. The final state is
@@ -64,15 +72,24 @@ def causal_tssa(
     """
     _check_shapes(w, temp, bias, membership)
     B, T, H, D = w.shape
-    offsets = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else read_offsets(cu_seqlens, B, T)
-    state = initial_state or TssaState.empty(len(offsets) - 1, H, D, like=w)
-    check_state(state, len(offsets) - 1, H, D)
+    pieces = Pieces.of(cu_seqlens, B, T, shard.split if shard else None)
+    state = initial_state or TssaState.empty(len(pieces.whole_lengths), H, D, like=w)
+    check_state(state, len(pieces.whole_lengths), H, D)
     chosen = _choose(backend, w)
     with torch.autocast(w.device.type, enabled=False):
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
-        inputs = (w, temp.to(dtype), bias_BHT, membership, state, offsets)
-        y, final_state = _naive(*inputs) if chosen == "naive" else _fast(chosen, *inputs)
+        inputs = (w, temp.to(dtype), bias_BHT, membership, state, pieces)
+        if chosen == "naive":
+            if shard or heads:
+                raise ValueError("backend 'naive' has no tokens or heads on other ranks; None picks one that can")
+            y, final_state = _naive(*inputs)
+        else:
+            rows = not pieces.packed or initial_state is not None or output_final_state
+            passes = _passes(chosen, pieces, shard, rows, apart=bool(shard or heads))
+            if heads is None and membership == "uniform":
+                heads = UniformMemberships(H)
+            y, final_state = _fast(passes, heads, *inputs)
     return y, final_state if output_final_state else None
 
 
@@ -82,13 +99,13 @@ def _naive(
     bias_BHT: Tensor | None,
     membership: Membership,
     state: TssaState,
-    offsets: tuple[int, ...],
+    pieces: Pieces,
 ) -> tuple[Tensor, TssaState]:
     bias_BTH = None if bias_BHT is None else bias_BHT.transpose(1, 2)
     if len(w) == len(state.mass):
         return naive.causal_tssa(w, temp_H, bias_BTH, membership, state)
     ys, states = [], []
-    for n, (start, end) in enumerate(pairwise(offsets)):
+    for n, (start, end) in enumerate(pairwise(pieces.offsets)):
         bias = None if bias_BTH is None else bias_BTH[:, start:end]
         row = TssaState(*(part[n : n + 1] for part in state))
         y, after = naive.causal_tssa(w[:, start:end], temp_H, bias, membership, row)
@@ -97,35 +114,42 @@ def _naive(
     return torch.cat(ys, 1), TssaState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
+def _passes(backend: str, pieces: Pieces, shard: SequenceShard | None, rows: bool, apart: bool) -> Passes:
+    if backend == "chunked" and not apart:
+        return chunked
+    if backend == "chunked":
+        phases = chunked_phases
+    else:
+        from tost_lm.ops import triton as phases  # an optional package, and slow to import
+    return Composed(phases, pieces, shard, rows)
+
+
 def _fast(
-    backend: str,
+    passes: Passes,
+    softmax: HeadSoftmax | None,
     w: Tensor,
     temp_H: Tensor,
     bias_BHT: Tensor | None,
     membership: Membership,
     state: TssaState,
-    offsets: tuple[int, ...],
+    pieces: Pieces,
 ) -> tuple[Tensor, TssaState]:
     B, T, H, D = w.shape
-    if backend == "chunked":
-        passes, chunk_tokens = chunked, chunked.chunk_tokens
-    else:
-        from tost_lm.ops import triton  # an optional package, and slow to import
-
-        passes, chunk_tokens = Composed(triton), triton.chunk_tokens
-    layout = document_layout(offsets, chunk_tokens(H, D, w.device), w.device)
+    layout = document_layout(pieces.offsets, passes.chunk_tokens(H, D, w.device), w.device)
     statistics = (x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state[:3])
     y_MHD, energy, weighted, mass = CausalTssa.apply(
         passes,
         layout,
+        softmax,
         membership,
-        state.count.contiguous(),
+        state.count[pieces.documents] + whole_numbers(pieces.before, w.device),
         w.reshape(B * T, H, D).contiguous(),
         temp_H,
         bias_BHT,
         *statistics,
     )
-    return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, state.count + layout.tokens_N)
+    count_N = state.count + whole_numbers(pieces.whole_lengths, w.device)
+    return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, count_N)
 
 
 def _choose(backend: Backend | None, w: Tensor) -> Backend:

@@ -48,6 +48,12 @@ def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.d
     return Layout(chunk_tokens, offsets, *tensors)
 
 
+@lru_cache(maxsize=128)
+def whole_numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """`values` on the device, int64, made once: a copy from the host would wait for what the device has to do."""
+    return torch.tensor(values, device=device)
+
+
 def read_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
     """The offsets of documents packed into one row, as Python integers. Waits for the device that holds them.
 

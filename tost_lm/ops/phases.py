@@ -10,6 +10,7 @@ Shapes: M = B·T tokens of a flat sequence, H heads, D channels a head, N docume
 scores and memberships are float32, or float64 for float64 inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.naive import Membership
+from tost_lm.ops.split import Pieces, SequenceSplit
 
 
 class Sums(NamedTuple):
@@ -85,6 +87,36 @@ class LocalSoftmax:
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
         d_pi_MH = d_pi_MH - d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
         return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
+
+
+class SequenceShard(Protocol):
+    """The tokens of this call among those of whole sequences that lie on other ranks too."""
+
+    @property
+    def split(self) -> SequenceSplit: ...
+
+    def join(
+        self, pieces: Pieces, outside_N: Sequence[Tensor], here_n: Sequence[Tensor], *, later: bool, rows: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Sums over other ranks' tokens, in one exchange.
+
+        Args:
+            pieces: the documents here.
+            outside_N: what comes before the sequence (with `later`: after it), a row for each of its N documents.
+            here_n: sums over the tokens here, a row for each of the n documents here.
+            later: the sums run from the end.
+            rows: every document's sum is wanted everywhere; else only what documents across ranks need is sent, and
+                `outside_N` is 0.
+
+        Returns:
+            For each of the n documents what comes before (after) its tokens here, and for each of the N `outside_N`
+            with the sum over all its tokens (without `rows`: `outside_N` as it is).
+        """
+        ...
+
+    def gather(self, x_BHTD: Tensor) -> Tensor:
+        """All tokens of the sequence, [B, H, T, D] of every rank in their order, differentiable."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tost_lm.ops.autograd import SoftmaxOverHeads
 from tost_lm.ops.naive import (
     MASS_FLOOR,
     Membership,
@@ -13,6 +14,7 @@ from tost_lm.ops.naive import (
     statistics_dtype,
     token_scores,
 )
+from tost_lm.ops.phases import HeadSoftmax
 
 
 def tssa_step(
@@ -22,6 +24,7 @@ def tssa_step(
     state: TssaState,
     *,
     membership: Membership = "energy-share",
+    heads: HeadSoftmax | None = None,
 ) -> tuple[Tensor, TssaState]:
     """One token after those of `state`: what `causal_tssa` gives for T = 1, differentiable.
 
@@ -33,7 +36,7 @@ def tssa_step(
         temp: [H].
         bias_t: [H], [B, H] or None.
         state: statistics of the tokens before this one.
-        membership: as in `causal_tssa`.
+        membership, heads: as in `causal_tssa`.
 
     Returns:
         y_t [B, H, D] in w_t's dtype, and the state that includes the token.
@@ -55,7 +58,7 @@ def tssa_step(
         count_B = state.count + 1
         bias_BH = None if bias_t is None else bias_t.to(dtype)
         z_BH = token_scores(w_sq_BHD, energy_BHD.to(dtype), count_B, temp.to(dtype), bias_BH, membership)
-        pi_BH = memberships(z_BH, membership)
+        pi_BH = memberships(z_BH, membership) if heads is None else SoftmaxOverHeads.apply(heads, z_BH)
         weighted_BHD = state.weighted_energy.to(running) + pi_BH[..., None] * w_sq_BHD
         mass_BH = state.mass.to(running) + pi_BH
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]

@@ -1,6 +1,7 @@
 """The process group of this run: NCCL on GPUs, gloo elsewhere, one rank without a launcher."""
 
 import os
+import warnings
 from typing import Literal, NamedTuple
 
 import torch
@@ -8,6 +9,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tost_lm.errors import ConfigError
+
+# Names that torch is about to change, in what megatron-core and DeepSpeed call.
+warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)
 
 
 class World(NamedTuple):

@@ -1,15 +1,18 @@
-"""DeepSpeed ZeRO: our settings to its own, and optimizer state by parameter name, whatever the world size."""
+"""DeepSpeed ZeRO: our settings to its own, and whole weights and optimizer state by name, whatever the mix of ranks."""
 
 import contextlib
 import io
 import logging
+import math
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import FlatMpu, Mesh
 
 Moments = Iterator[tuple[str, str, Tensor]]
 
@@ -17,32 +20,40 @@ Moments = Iterator[tuple[str, str, Tensor]]
 def build_engine(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    parallel: ParallelConfig,
     *,
-    zero_stage: int,
     micro_batch_sequences: int,
     accumulation: int,
     grad_clip: float,
     bfloat16: bool,
 ) -> Any:
-    """A DeepSpeed engine around a model that is on its device already; the process group must exist.
+    """A DeepSpeed engine around this rank's part of a model that is on its device already.
 
-    `engine.backward` averages over micro-batches and ranks, so each micro-batch's loss is a mean over equally many
-    labelled tokens. In bfloat16 the gradients are summed and sent as float32.
+    `engine.backward` averages over micro-batches and over data × sequence ranks, so a rank's loss is the sum over its
+    labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16 the gradients are summed
+    and sent as float32. `engine.get_global_grad_norm()` is of the last step, before clipping.
     """
-    deepspeed = _import_deepspeed(next(model.parameters()).device.type)
+    deepspeed = _import_deepspeed(mesh.device.type)
+    stage = parallel.zero_stage
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_sequences,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": grad_clip,  # DeepSpeed's own default is 1.0, not off
-        "zero_optimization": {"stage": zero_stage},
+        # DeepSpeed's own default is 1.0, not off. Stage 0 tells no norm unless it clips.
+        "gradient_clipping": grad_clip or (math.inf if stage == 0 else 0.0),
+        "zero_optimization": {"stage": stage, **_offload(parallel)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,
     }
+    mpu = FlatMpu(mesh) if mesh.tensor.group is not None else None
     with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    engine.mesh = mesh
+    engine.clip_fp32_gradients = lambda: _clip_and_tell_norm(engine)
     return engine
 
 
@@ -51,7 +62,8 @@ def full_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
-        yield name, _on_cpu(safe_get_full_fp32_param(parameter))
+        ours = parameter if _is_plain(engine) else safe_get_full_fp32_param(parameter)
+        yield name, _whole(ours, parameter, engine.mesh)
 
 
 def full_moments(engine: Any) -> Moments:
@@ -61,15 +73,22 @@ def full_moments(engine: Any) -> Moments:
     _link_state(engine)
     for name, parameter in engine.module.named_parameters():
         for key in _statistics(engine):
-            yield name, key, _on_cpu(safe_get_full_optimizer_state(parameter, key))
+            if _is_plain(engine):
+                ours = _inner(engine).state[parameter][key]
+            else:
+                ours = safe_get_full_optimizer_state(parameter, key)
+            yield name, key, _whole(ours, parameter, engine.mesh)
 
 
 def restore(engine: Any, weights: dict[str, Tensor], moments: Moments, step: int) -> None:
-    """Put float32 weights and the optimizer's state after `step` steps into a fresh engine, on any world size."""
+    """Put whole float32 weights and the optimizer's state after `step` steps into a fresh engine of any mix.
+
+    The engine's model must hold these weights already.
+    """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-    inner = engine.optimizer.optimizer
-    for partition in [p for group in inner.param_groups for p in group["params"]]:
+    inner = _inner(engine)
+    for partition in _partitions(engine):
         # torch creates its state only in the first step.
         state = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
         count = torch.tensor(float(step), device=partition.device if inner.defaults.get("fused") else "cpu")
@@ -77,32 +96,78 @@ def restore(engine: Any, weights: dict[str, Tensor], moments: Moments, step: int
     _link_state(engine)
     parameters = dict(engine.module.named_parameters())
     for name, parameter in parameters.items():
-        parameter.data.copy_(weights[name])  # what the model computes with; the master copy is set apart
-        safe_set_full_fp32_param(parameter, weights[name].to(parameter.device))
+        if not _is_plain(engine):  # the master copy, where the model's own is in bfloat16
+            safe_set_full_fp32_param(parameter, _part(weights[name], parameter, engine.mesh))
     for name, key, tensor in moments:
-        safe_set_full_optimizer_state(parameters[name], tensor.to(parameters[name].device), key)
+        part = _part(tensor, parameters[name], engine.mesh)
+        if _is_plain(engine):
+            inner.state[parameters[name]][key].copy_(part)
+        else:
+            safe_set_full_optimizer_state(parameters[name], part, key)
+
+
+def _offload(parallel: ParallelConfig) -> dict[str, Any]:
+    host = {"device": "cpu"}
+    return {
+        "none": {},
+        "optimizer": {"offload_optimizer": host},
+        "all": {"offload_optimizer": host, "offload_param": host},
+    }[parallel.offload]
+
+
+def _clip_and_tell_norm(engine: Any) -> None:
+    """Stage 0 in float32, where DeepSpeed clips and keeps the norm to itself."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    norm = clip_grad_norm_(list(engine.module.parameters()), engine.gradient_clipping(), mpu=engine.mpu)
+    engine.optimizer._global_grad_norm = float(norm)
+
+
+def _inner(engine: Any) -> torch.optim.Optimizer:
+    """torch's optimizer, whose parameters are DeepSpeed's partitions."""
+    return engine.optimizer if _is_plain(engine) else engine.optimizer.optimizer
+
+
+def _partitions(engine: Any) -> list[Tensor]:
+    """The tensors that torch's optimizer works on."""
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which lends them to it one by one
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return [p for group in _inner(engine).param_groups for p in group["params"]]
+
+
+def _is_plain(engine: Any) -> bool:
+    """Whether torch's optimizer works on the parameters themselves: stage 0 in float32."""
+    return isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
 def _link_state(engine: Any) -> None:
-    # DeepSpeed maps parameters to the optimizer's state once, after the first step of the FIRST parameter group, when
-    # the others have none yet; so map again.
-    engine.optimizer._hp_optimizer_states_linked = False
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    # In stages 1 and 2 DeepSpeed maps parameters to the optimizer's state once, after the first step of the FIRST
+    # parameter group, when the others have none yet; so map again.
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _statistics(engine: Any) -> list[str]:
-    state = next(iter(engine.optimizer.optimizer.state.values()), {})
+    state = _inner(engine).state[_partitions(engine)[0]]
     return [key for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
 
 
-def _on_cpu(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.detach().to("cpu", copy=True)
+def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
+    """On the CPU, from the parts of all tensor ranks."""
+    assert ours is not None
+    part = getattr(parameter, "tensor_part", None)
+    whole = ours.detach() if part is None else part.whole(ours.detach().to(mesh.device), mesh.tensor)
+    return whole.to("cpu", copy=True)
+
+
+def _part(whole: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
+    part = getattr(parameter, "tensor_part", None)
+    return (whole if part is None else part.of(whole, mesh.tensor)).to(mesh.device)
 
 
 def _import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
     import deepspeed
     import deepspeed.ops
 

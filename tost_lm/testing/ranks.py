@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, forked from one server that has torch and DeepSpeed loaded."""
+"""Run a function on several gloo ranks, forked from one server that has torch, DeepSpeed and megatron-core loaded."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "deepspeed"]
+PRELOADED = ["torch", "deepspeed", "megatron.core.parallel_state", "megatron.core.tensor_parallel"]
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -1,6 +1,6 @@
 """Training checkpoints: a model folder with the optimizer's state beside the weights, by parameter name.
 
-Every tensor is whole and float32, so a checkpoint resumes on any number of ranks and ZeRO stage.
+Every tensor is whole and float32, so a checkpoint resumes on any mix of tensor, sequence and data ranks and ZeRO stage.
 """
 
 import shutil
@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tost_lm.data.shards import Shards
 from tost_lm.model.checkpoint import step_folders, write_checkpoint
@@ -33,10 +34,15 @@ def save(engine: Any, folder: Path, config: ModelConfig, steps: int, shards: Sha
     write_checkpoint(folder, config, weights, shards.tokenizer().model_bytes, write_optimizer)
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Whole float32 weights by parameter name."""
+    return load_file(folder / "model.safetensors")
+
+
 def restore(engine: Any, folder: Path) -> int:
-    """Put a checkpoint's weights and optimizer state into a fresh engine; the number of steps it has behind it."""
+    """Put a checkpoint's optimizer state into a fresh engine that has its weights; the number of steps behind it."""
     step = steps_behind(folder)
-    weights = load_file(folder / "model.safetensors")
+    weights = read_weights(folder)
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
         labels = [label.split("/") for label in sorted(file.keys())]
         moments = ((name, statistic, file.get_tensor(f"{statistic}/{name}")) for statistic, name in labels)

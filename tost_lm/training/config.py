@@ -9,7 +9,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.config import ParallelConfig, obstacle_to_tensor_ranks
 
 
 class TrainingDataConfig(Section):
@@ -75,6 +75,21 @@ class PretrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _model_fits_ranks(self) -> "PretrainConfig":
+        if obstacle := obstacle_to_tensor_ranks(self.model, self.parallel.tensor):
+            raise ValueError(obstacle)
+        if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
+            raise ValueError(
+                "parallel.zero_stage 0 keeps no float32 weights beside train.dtype bfloat16: choose stage 1 to 3"
+            )
+        if self.train.sequence_tokens < self.parallel.sequence:
+            raise ValueError(
+                f"train.sequence_tokens {self.train.sequence_tokens} is less than a token for each of "
+                f"parallel.sequence {self.parallel.sequence} ranks: lower the latter"
+            )
+        return self
+
     @property
     def run_folder(self) -> Path:
         return Path("runs") / self.run.name
@@ -94,12 +109,12 @@ class PretrainConfig(Section):
         return self.model_copy(update={"train": train, "parallel": ParallelConfig(), "run": RunConfig(name="any")})
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError when the batch cannot be shared out evenly."""
-        train = self.train
-        portion = world_size * train.micro_batch_sequences
+        """Micro-batches per rank and step. Raises ConfigError when ranks or batch cannot be shared out evenly."""
+        train, data_ranks = self.train, self.parallel.data_ranks(world_size)
+        portion = data_ranks * train.micro_batch_sequences
         if train.batch_sequences % portion:
             raise ConfigError(
-                f"train.batch_sequences {train.batch_sequences} is not divisible by {world_size} ranks × "
+                f"train.batch_sequences {train.batch_sequences} is not divisible by {data_ranks} data ranks × "
                 f"train.micro_batch_sequences {train.micro_batch_sequences} = {portion}"
             )
         return train.batch_sequences // portion

@@ -4,7 +4,7 @@ thread of its own that sees the others' sums only, give what one call gives."""
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tost_lm.ops import Membership, chunked, chunked_phases
 from tost_lm.ops.composed import Composed
 from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
+from tost_lm.ops.split import Pieces
 
 CUT = 37
 GROUPS = 2
@@ -99,10 +100,12 @@ def run_rank(phases: ModuleType, call: Call, shard: int, group: int, shards: Exc
 @given(calls())
 @settings(max_examples=25, deadline=None)
 def test_composed_here_they_are_the_operator(call: Call):
-    composed = Composed(chunked_phases)
-    passes = SimpleNamespace(forward=composed.forward, backward=composed.backward, chunk_tokens=lambda *_: 16)
+    def composed(backend: str, pieces: Pieces, shard: None, rows: bool, apart: bool) -> Composed:
+        return Composed(chunked_phases, pieces, shard, rows)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tost_lm.ops.causal.chunked", passes)
+        patch.setattr("tost_lm.ops.causal._passes", composed)
+        patch.setattr(chunked_phases, "chunk_tokens", lambda *_: 16)
         ours = call.run("chunked")
     assert max(errors(ours, call.run("naive")).values()) < 1e-12
 

@@ -1,0 +1,81 @@
+"""Ranks that do not agree all end with the same lines, and those name the odd ones."""
+
+import socket
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.optim.config import OptimConfig
+from tost_lm.parallel.agreement import gather, name_ranks, require_agreement, settings_as_facts
+from tost_lm.testing import run_on_ranks
+
+HOST = socket.gethostname()
+LONG = "Ωж𝄞\u0000" * 5000
+
+
+def refusal(facts_of_ranks: list[dict[str, str]]) -> list[str]:
+    try:
+        require_agreement(facts_of_ranks[dist.get_rank()], "start all alike")
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def refusal_of_settings(settings_of_ranks: list[OptimConfig]) -> list[str]:
+    return refusal([settings_as_facts(settings) for settings in settings_of_ranks])
+
+
+def gather_own(values: list[Any]) -> list[Any]:
+    return gather(values[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("facts_of_ranks", "lines"),
+    [
+        ([{"shards": "9f8e", "torch": "2.13"}] * 3, []),
+        (
+            [{"shards": "9f8e", "torch": "2.13"}] * 2 + [{"shards": "1a2b", "torch": "2.13"}, {"shards": "9f8e"}],
+            [
+                f"rank 2 ({HOST}): shards is 1a2b where the other 3 ranks have 9f8e: start all alike",
+                f"rank 3 ({HOST}): torch is missing where the other 3 ranks have 2.13: start all alike",
+            ],
+        ),
+        (
+            [{"a": "x"}, {"a": "y"}, {"a": "y"}, {"a": "z", "b": "ü"}],
+            [
+                f"rank 0 ({HOST}): a is x; rank 3 ({HOST}): a is z where the other 2 ranks have y: start all alike",
+                f"rank 3 ({HOST}): b is ü where the other 3 ranks have none: start all alike",
+            ],
+        ),
+        (
+            [{"a": "x"}, {"a": "y"}, {"a": "y"}, {"a": "x"}],
+            [f"ranks 1-2 ({HOST}): a is y where the other 2 ranks have x: start all alike"],
+        ),
+        (
+            [{"a": ""}, {"a": LONG}],
+            [f"rank 1 ({HOST}): a is {LONG} where rank 0 has : start all alike"],
+        ),
+    ],
+)
+def test_every_rank_names_the_odd_ones(facts_of_ranks: list[dict[str, str]], lines: list[str]):
+    assert run_on_ranks(refusal, len(facts_of_ranks), facts_of_ranks) == [lines] * len(facts_of_ranks)
+
+
+def test_of_settings_the_key_is_named():
+    one, other = (validate(OptimConfig, {"lr": lr}, "test") for lr in (0.02, 0.01))
+    line = f"rank 1 ({HOST}): lr is 0.01 where the other 2 ranks have 0.02: start all alike"
+    assert run_on_ranks(refusal_of_settings, 3, [one, other, one]) == [[line]] * 3
+
+
+def test_what_ranks_say_arrives_whole_whatever_its_length():
+    values = [None, "\ud800 é" * 999, {"list": [1, 2.5, True]}]
+    assert run_on_ranks(gather_own, 3, values) == [values] * 3
+
+
+def test_many_ranks_are_named_in_few_words():
+    hosts = ["a"] * 4 + ["b"] * 4
+    assert name_ranks([1, 2, 3, 5, 7], hosts) == "ranks 1-3 (a), ranks 5, 7 (b)"
+    assert name_ranks([0], hosts) == "rank 0 (a)"

@@ -1,0 +1,44 @@
+"""Mixes of tensor, sequence and data ranks and ZeRO stages train as one process does, in float32 through DeepSpeed."""
+
+from typing import Any
+
+import pytest
+from training_on_mixes import Record, T, plain_training, training_on_mix
+
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import run_on_ranks
+
+GRAD_CLIP = 0.5
+
+
+def train_in_stages(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, options: Any) -> list[Record]:
+    mixes = [ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=stage, **options) for stage in stages]
+    return [training_on_mix(mix, optimizer, GRAD_CLIP) for mix in mixes]
+
+
+# Any two of the three axes meet in every combination; tests/full has all mixes.
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "stages", "optimizer"),
+    [(1, 1, (0, 1), "adamw"), (2, 1, (0, 2, 3), "sgd"), (1, 2, (0, 2), "sgd"), (2, 2, (1, 3), "adamw"),
+     (1, 4, (0, 1, 2, 3), "adamw")],
+)  # fmt: skip
+def test_four_ranks_train_as_one_process(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str):
+    for records in run_on_ranks(train_in_stages, 4, tensor, sequence, stages, optimizer, {}):
+        for record in records:
+            record.assert_equals(plain_training(optimizer, GRAD_CLIP), relative=1e-5)
+
+
+@pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
+def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
+    for record in run_on_ranks(train_in_stages, 2, 1, 2, stages, "adamw", {"offload": offload})[0]:
+        record.assert_equals(plain_training("adamw", GRAD_CLIP), relative=1e-5)
+
+
+def train_on_uneven_shards(lengths: tuple[int, ...]) -> Record:
+    return training_on_mix(ParallelConfig(sequence=4, zero_stage=2), "sgd", 0.0, lengths=lengths)
+
+
+def test_shards_of_unequal_length_without_clipping():
+    lengths = (5, 1, 13, 7)
+    assert sum(lengths) == T
+    run_on_ranks(train_on_uneven_shards, 4, lengths)[0].assert_equals(plain_training("sgd", 0.0), relative=1e-5)

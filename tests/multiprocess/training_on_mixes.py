@@ -1,0 +1,158 @@
+"""A small hybrid model trained on any mix of ranks, and its rival: one process, whole batches, torch alone."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.ops.split import SequenceSplit
+from tost_lm.optim.adamw import parameter_groups
+from tost_lm.parallel import zero
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.world import mean_over_ranks, start_world
+from tost_lm.testing import assert_close
+from tost_lm.training.loop import train_step
+
+STEPS, BATCH, T, VOCAB = 5, 4, 26, 64
+LR = {"adamw": 1e-3, "sgd": 0.05}
+
+
+class Record(NamedTuple):
+    """What training tells: loss and gradient norm of each step, its whole gradients, and the weights in the end."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+    def assert_equals(self, expected: "Record", relative: float) -> None:
+        for mine, other in ((self.losses, expected.losses), (self.norms, expected.norms)):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=relative, atol=0)
+        for step, gradients in enumerate(expected.gradients):
+            for name, gradient in gradients.items():
+                assert_close(self.gradients[step][name], gradient, relative, f"gradient of {name} in step {step}")
+        for name, weight in expected.weights.items():
+            assert_close(self.weights[name], weight, relative, name)
+
+
+def build_model(**settings: Any) -> TostLM:
+    torch.manual_seed(0)
+    shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
+    model = TostLM(validate(ModelConfig, {"pattern": "TTA", "bias": True, **shape, **settings}, "test"))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("denom_bias"):
+            torch.nn.init.normal_(parameter, 0.5, 0.1)
+        if name.endswith("mixer.in_proj.bias"):
+            # Away from 0: a first token that vanishes in a channel makes float32 gradients ill-conditioned.
+            torch.nn.init.constant_(parameter, 0.5)
+    return model
+
+
+def build_optimizer(model: TostLM, name: str) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, weight_decay=0.1)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=LR[name])
+    # eps above the rounding noise of gradients, which AdamW would else turn into whole steps.
+    return torch.optim.AdamW(groups, lr=LR[name], eps=1e-4)
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels; those that do not count stand unevenly, whole sequences and shards of them among them."""
+    windows = torch.randint(VOCAB, (BATCH, T + 1), generator=torch.Generator().manual_seed(step))
+    tokens, labels = windows[:, :-1], windows[:, 1:].clone()
+    labels[0, : T // 2] = IGNORED_LABEL
+    labels[1] = IGNORED_LABEL
+    labels[2, 3::5] = IGNORED_LABEL
+    return tokens, labels
+
+
+@cache
+def plain_training(optimizer_name: str, grad_clip: float, steps: int = STEPS) -> Record:
+    model = build_model()
+    optimizer = build_optimizer(model, optimizer_name)
+    losses, norms, gradients = [], [], []
+    for step in range(steps):
+        tokens, labels = global_batch(step)
+        loss = model(tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf")).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return Record(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def build_engine(
+    parallel: ParallelConfig,
+    optimizer: str,
+    *,
+    grad_clip: float = 1.0,
+    bfloat16: bool = False,
+    weights: dict[str, Tensor] | None = None,
+) -> Any:
+    """DeepSpeed around this rank's part of the model, one sequence a micro-batch."""
+    mesh = build_mesh(start_world("cpu"), parallel)
+    model = build_model()
+    if weights:
+        model.load_state_dict(weights)
+    parallelize(model, mesh)
+    return zero.build_engine(
+        model,
+        build_optimizer(model, optimizer),
+        mesh,
+        parallel,
+        micro_batch_sequences=1,
+        accumulation=BATCH // mesh.data.size,
+        grad_clip=grad_clip,
+        bfloat16=bfloat16,
+    )
+
+
+def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ...] = ()) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step on this rank's shards of its sequences; `lengths` of uneven ones."""
+    mesh, records = engine.mesh, []
+    split = SequenceSplit.even(T, mesh.sequence.size, mesh.sequence.rank)
+    if lengths:
+        split = SequenceSplit(lengths, mesh.sequence.rank)
+    for step in steps:
+        tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
+        loss = train_step(engine, tokens, labels, split, LR[optimizer], micro_batch_sequences=1)
+        records.append((mean_over_ranks(loss), float(engine.get_global_grad_norm())))
+    return records
+
+
+def training_on_mix(
+    parallel: ParallelConfig, optimizer: str, grad_clip: float, steps: int = STEPS, lengths: tuple[int, ...] = ()
+) -> Record:
+    engine = build_engine(parallel, optimizer, grad_clip=grad_clip)
+    gradients = record_gradients(engine)
+    losses, norms = zip(*take_steps(engine, optimizer, range(steps), lengths), strict=True)
+    return Record([*losses], [*norms], gradients, dict(zero.full_weights(engine)))
+
+
+def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
+    """Filled with every whole gradient, before clipping, of each optimizer step that the engine takes from now on."""
+    from deepspeed.utils import safe_get_full_grad
+
+    recorded: list[dict[str, Tensor]] = []
+    take_step = engine.step
+
+    def whole(parameter: torch.nn.Parameter) -> Tensor:
+        gradient = safe_get_full_grad(parameter).clone()  # pyright: ignore[reportOptionalMemberAccess]
+        part = getattr(parameter, "tensor_part", None)
+        return gradient if part is None else part.whole(gradient, engine.mesh.tensor)
+
+    def step() -> None:
+        if engine.is_gradient_accumulation_boundary():
+            recorded.append({name: whole(p) for name, p in engine.module.named_parameters()})
+        take_step()
+
+    engine.step = step
+    return recorded
