@@ -9,6 +9,7 @@ from programs import CHECKOUT, ENVIRONMENT
 PROGRAMS = [
     "data_prep.train_tokenizer",
     "data_prep.build_shards",
+    "pretrain.preflight",
     "pretrain.train",
     "eval.zero_shot",
     "eval.retrieval",
