@@ -1,0 +1,148 @@
+"""configs/cluster: the launcher on two hosts, what it refuses, the hostfile, and what the Slurm script holds."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from programs import CHECKOUT, ENVIRONMENT
+from two_hosts import INTERFACE, two_hosts
+
+import tost_lm
+
+CLUSTER = CHECKOUT / "configs/cluster"
+LAUNCH = str(CLUSTER / "launch.sh")
+JOB = {"NODES", "NODE_RANK", "SLURM_NODEID", "RANKS_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "INTERFACE", "PROGRAM"}
+ACTIVATED = {
+    **{name: value for name, value in ENVIRONMENT.items() if name not in JOB},
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+NODE = {"NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "2", "MASTER_ADDR": "node-0"}
+
+
+def curve(workplace: Path) -> list[tuple]:
+    rows = [json.loads(line) for line in (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Of all of them when they are done; None for those that still run when another has failed, or after a while."""
+    deadline = time.monotonic() + 120
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.05)
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks on one host, started as the README says to with DeepSpeed's launcher."""
+    folder = tmp_path_factory.mktemp("one_host")
+    (folder / "out").symlink_to(prepared / "out")
+    nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
+    master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    program = ["--no_local_rank", "--module", "pretrain.train", str(prepared / "run.toml")]
+    launched = subprocess.run(
+        ["deepspeed", *nodes, *master, *program], cwd=folder, env=ACTIVATED, capture_output=True, text=True
+    )
+    assert launched.returncode == 0, launched.stderr
+    return folder
+
+
+def test_deepspeeds_launcher_starts_the_hostfiles_ranks(one_host: Path):
+    assert json.loads((one_host / "runs/tiny/env.json").read_text())["world_size"] == 2
+    assert [step for step, *_ in curve(one_host)] == list(range(1, 13))
+
+
+def test_two_hosts_train_as_one_and_talk_over_the_network_between_them(workplace: Path, one_host: Path):
+    logs = [workplace / "host0.txt", workplace / "host1.txt"]
+    with two_hosts() as hosts:
+        job = {"NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": hosts[0].address, "INTERFACE": INTERFACE}
+        ranks = [{"NODE_RANK": "0"}, {"SLURM_NODEID": "1"}]
+        launched = [
+            host.start([LAUNCH, "run.toml"], log, cwd=workplace, environment={**ACTIVATED, **job, **rank})
+            for host, log, rank in zip(hosts, logs, ranks, strict=True)
+        ]
+        codes = exit_codes(launched)
+        received = [host.bytes_received() for host in hosts]
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert json.loads((workplace / "runs/tiny/env.json").read_text())["world_size"] == 2
+    assert curve(workplace) == curve(one_host)
+    # In each step a host gets half of the gradients from the other, and the half of the weights that the other updated.
+    assert min(received) > 12 * 4 * tost_lm.load(workplace / "runs/tiny").parameter_count()
+
+
+def test_sigterm_to_the_launcher_leaves_no_rank_behind(workplace: Path):
+    node = {**ACTIVATED, **NODE, "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    launched = subprocess.Popen([LAUNCH, "run.toml"], cwd=workplace, env=node, stderr=subprocess.DEVNULL)
+    ranks = []
+    deadline = time.monotonic() + 60
+    while len(ranks) < 2 and launched.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ranks = [child for child in psutil.Process(launched.pid).children() if "pretrain.train" in child.cmdline()]
+    launched.terminate()
+    assert launched.wait(timeout=60) != 0
+    assert len(ranks) == 2
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("changed", "refusal"),
+    [
+        ({"NODES": ""}, "NODES is not set: give how many nodes the job has, a whole number from 1 to 99999"),
+        ({"NODE_RANK": ""}, "NODE_RANK is not set: give which of the 2 nodes this one is, a whole number from 0 to 1"),
+        ({"RANKS_PER_NODE": ""}, "RANKS_PER_NODE is not set: give how many processes each node runs"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: give the name or address of node 0"),
+        ({"NODES": "two"}, "NODES=two: give how many nodes the job has"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2: give which of the 2 nodes this one is, a whole number from 0 to 1"),
+        ({"RANKS_PER_NODE": "08"}, "RANKS_PER_NODE=08: give how many processes each node runs"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: give a port of node 0 that is free, a whole number from 1"),
+        ({"INTERFACE": "none0"}, "INTERFACE=none0: this node has no such network interface; it has "),
+    ],
+)
+def test_a_node_that_is_not_described_is_refused_in_one_line(changed: dict[str, str], refusal: str):
+    launched = subprocess.run([LAUNCH, "x.toml"], env={**ACTIVATED, **NODE, **changed}, capture_output=True, text=True)
+    assert launched.returncode == 2
+    assert launched.stderr.startswith(f"error: {refusal}")
+    assert launched.stderr.count("\n") == 1
+
+
+def test_without_the_environment_the_launcher_says_to_activate_it(tmp_path: Path):
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    environment = {**ACTIVATED, **NODE, "PATH": str(tmp_path)}
+    launched = subprocess.run([LAUNCH, "x.toml"], env=environment, capture_output=True, text=True)
+    assert launched.returncode == 2
+    assert launched.stderr == "error: torchrun: not found; activate the environment: . .venv/bin/activate\n"
+
+
+def test_the_slurm_script_describes_the_job_and_leaves_the_work_to_the_launcher():
+    script = CLUSTER / "train.sbatch"
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    first, *lines = script.read_text().splitlines()
+    assert first == "#!/usr/bin/env bash"
+    commands = [shlex.split(line, comments=True) for line in lines]
+    begin = next(number for number, command in enumerate(commands) if command)
+    assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm reads none behind the first command
+    change_folder, *exports, start = filter(None, commands)
+    assert change_folder == ["cd", "$SLURM_SUBMIT_DIR"]
+    assert all(len(words) == 2 and words[0] == "export" and re.match("[A-Z_]+=", words[1]) for words in exports)
+    assert {"NODES", "RANKS_PER_NODE", "MASTER_ADDR"} <= {words[1].split("=")[0] for words in exports}
+    assert (start[0], *start[-2:]) == ("srun", "configs/cluster/launch.sh", "$@")
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+    assert [option for option in options if re.fullmatch(r"--signal=TERM@\d+", option)]
