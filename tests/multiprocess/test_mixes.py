@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 from training_on_mixes import Record, T, plain_training, training_on_mix
 
+from tost_lm.config import validate
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 GRAD_CLIP = 0.5
 
 
-def train_in_stages(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, options: Any) -> list[Record]:
-    mixes = [ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=stage, **options) for stage in stages]
+def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str) -> list[Record]:
+    mixes = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
     return [training_on_mix(mix, optimizer, GRAD_CLIP) for mix in mixes]
 
 
@@ -23,14 +24,14 @@ def train_in_stages(tensor: int, sequence: int, stages: tuple[int, ...], optimiz
      (1, 4, (0, 1, 2, 3), "adamw")],
 )  # fmt: skip
 def test_four_ranks_train_as_one_process(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str):
-    for records in run_on_ranks(train_in_stages, 4, tensor, sequence, stages, optimizer, {}):
+    for records in run_on_ranks(train_in_stages, 4, {"tensor": tensor, "sequence": sequence}, stages, optimizer):
         for record in records:
             record.assert_equals(plain_training(optimizer, GRAD_CLIP), relative=1e-5)
 
 
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
 def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
-    for record in run_on_ranks(train_in_stages, 2, 1, 2, stages, "adamw", {"offload": offload})[0]:
+    for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
         record.assert_equals(plain_training("adamw", GRAD_CLIP), relative=1e-5)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from training_on_mixes import build_engine, take_steps
 
+from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.world import is_rank_0
@@ -30,7 +31,7 @@ def stop_and_resume(mix: ParallelConfig, bfloat16: bool) -> tuple[Curve, Curve, 
 def stop_and_resume_in_all_stages(tensor: int, sequence: int) -> list[tuple[Curve, Curve, bool]]:
     outcomes = []
     for stage in (0, 1, 2, 3):
-        mix = ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=stage)
+        mix = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence, "zero_stage": stage}, "test")
         outcomes += [stop_and_resume(mix, bfloat16) for bfloat16 in ((False, True) if stage else (False,))]
     return outcomes
 

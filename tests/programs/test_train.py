@@ -10,6 +10,7 @@ import pytest
 from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
 
 import tost_lm
+from tost_lm.testing import assert_close
 
 
 def metrics(workplace: Path, name: str) -> list[dict]:
@@ -91,6 +92,19 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     assert snapshot(workplace / "runs") == before
 
 
+def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
+    run("pretrain.train", "run.toml", "run.stop_step=6", cwd=workplace, ranks=2)
+    words = ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]
+    said = run("pretrain.train", "run.toml", *words, cwd=workplace, ranks=4)
+    assert "4 ranks (tensor 2 × sequence 2 × data 1) on cpu" in said
+    assert "resuming from runs/tiny/checkpoints/step_00000006" in said
+    for found, expected in zip(curve(workplace, "tiny"), curve(never_stopped, "tiny"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    whole, other = (tost_lm.load(folder / "runs/tiny").state_dict() for folder in (never_stopped, workplace))
+    for name, weight in whole.items():
+        assert_close(other[name], weight, relative=1e-4, what=name)
+
+
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
     run("pretrain.train", "run.toml", "run.stop_step=8", cwd=workplace)
@@ -126,6 +140,12 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
         ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
         ("data.folder=nowhere", "nowhere: not a shard folder"),
         ("run.device=cuda", "run.device = cuda: this machine has none"),
+        ("parallel.tensor=3", "model.heads 2 cannot be shared by parallel.tensor 3 ranks"),
+        (
+            "parallel.sequence=2",
+            "parallel.tensor 1 × parallel.sequence 2 = 2 does not divide the 1 ranks of this launch",
+        ),
+        ("parallel.offload=optimizer", "parallel.offload 'optimizer' needs parallel.zero_stage 2 or more, not 1"),
         ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
         ("model.preset=[1]", "model.preset"),
     ],

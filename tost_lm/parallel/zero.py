@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import FlatMpu, Mesh
@@ -85,8 +86,6 @@ def restore(engine: Any, weights: dict[str, Tensor], moments: Moments, step: int
 
     The engine's model must hold these weights already.
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
     inner = _inner(engine)
     for partition in _partitions(engine):
         # torch creates its state only in the first step.
@@ -97,13 +96,34 @@ def restore(engine: Any, weights: dict[str, Tensor], moments: Moments, step: int
     parameters = dict(engine.module.named_parameters())
     for name, parameter in parameters.items():
         if not _is_plain(engine):  # the master copy, where the model's own is in bfloat16
-            safe_set_full_fp32_param(parameter, _part(weights[name], parameter, engine.mesh))
+            _set(parameter, _part(weights[name], parameter, engine.mesh), None)
     for name, key, tensor in moments:
         part = _part(tensor, parameters[name], engine.mesh)
         if _is_plain(engine):
             inner.state[parameters[name]][key].copy_(part)
         else:
-            safe_set_full_optimizer_state(parameters[name], part, key)
+            _set(parameters[name], part, key)
+
+
+def _set(parameter: nn.Parameter, value: Tensor, statistic: str | None) -> None:
+    """Put this rank's share of `value` into DeepSpeed's partition of the master weight or of a statistic of it."""
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):
+        if statistic is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, statistic)
+        return
+    # Stage 3 fills partitions up to equal size, and takes only a value that needs no filling as a whole.
+    size: int = parameter.ds_tensor.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+    rank = parameter.ds_process_group.rank()  # pyright: ignore[reportAttributeAccessIssue]
+    here = value.flatten()[rank * size : (rank + 1) * size]
+    here = pad(here, (0, size - len(here)))
+    if statistic is None:
+        utils.safe_set_local_fp32_param(parameter, here)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, here, statistic)
 
 
 def _offload(parallel: ParallelConfig) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""Tensor × sequence ranks compute in float64 what one process computes, without DeepSpeed, to 1e-10."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from training_on_mixes import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
+
+from tost_lm.config import validate
+from tost_lm.model.lm import IGNORED_LABEL, TostLM
+from tost_lm.ops.split import SequenceSplit
+from tost_lm.parallel.apply import even_split, parallelize, shard_of
+from tost_lm.parallel.collectives import all_reduce, keep_received
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.testing import assert_close, run_on_ranks
+
+MIXES = [(2, 1), (1, 2), (1, 4), (2, 2), (4, 1)]
+MODELS: dict[str, dict[str, Any]] = {
+    "hybrid as published": {},
+    "energy-mean, nothing by position": {"pattern": "T", "membership": "energy-mean", "denom_bias": "head",
+                                         "positions": "sinusoidal", "bias": False},
+    "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
+                                 "positions": "none", "layer_scale": 0.0},
+}  # fmt: skip
+
+
+def drawn_model(name: str) -> TostLM:
+    return build_model(**MODELS[name]).double()
+
+
+def mesh_of(tensor: int, sequence: int) -> Mesh:
+    mix = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence}, "test")
+    return build_mesh(start_world("cpu"), mix)
+
+
+def over_sequence(value: Tensor, mesh: Mesh) -> Tensor:
+    return all_reduce(value, mesh.sequence) if mesh.sequence.size > 1 else value
+
+
+def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Tensor]:
+    parts = {name: getattr(p, "tensor_part", None) for name, p in model.named_parameters()}
+    return {name: part.whole(x, mesh.tensor) if (part := parts[name]) else x for name, x in values.items()}
+
+
+def loss_and_gradients(model: TostLM, *batch: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(*batch, **options).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_alone(name: str, optimizer: str) -> list[Any]:
+    model = drawn_model(name)
+    steps = build_optimizer(model, optimizer)
+    record = []
+    for step in range(STEPS):
+        tokens, labels = global_batch(step)
+        record.append(loss_and_gradients(model, tokens, labels))
+        steps.step()
+    return [*record, {name: p.detach().clone() for name, p in model.named_parameters()}]
+
+
+def train_on_ranks(tensor: int, sequence: int, cases: list[tuple[str, str]]) -> list[list[Any]]:
+    mesh = mesh_of(tensor, sequence)
+    return [train_on_mesh(mesh, *case) for case in cases]
+
+
+def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
+    model = parallelize(drawn_model(name), mesh)
+    steps = build_optimizer(model, optimizer)
+    split = even_split(mesh, T)
+    record = []
+    for step in range(STEPS):
+        tokens, labels = global_batch(step)
+        count = (labels != IGNORED_LABEL).sum()
+        loss, _ = loss_and_gradients(
+            model, split.shard(tokens), split.shard(labels), label_count=count, output_state=False,
+            shard=shard_of(mesh, split),
+        )  # fmt: skip
+        for p in model.parameters():
+            p.grad = None if p.grad is None else over_sequence(p.grad, mesh)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        record.append((over_sequence(loss, mesh), whole(gradients, model, mesh)))
+        steps.step()
+    return [*record, whole({name: p.detach() for name, p in model.named_parameters()}, model, mesh)]
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), MIXES)
+def test_training_equals_one_process(tensor: int, sequence: int):
+    cases = [(name, optimizer) for name in MODELS for optimizer in ("sgd", "adamw")]
+    expected = [train_alone(*case) for case in cases]
+    for found in run_on_ranks(train_on_ranks, tensor * sequence, tensor, sequence, cases):
+        for name, (*steps, weights), (*expected_steps, expected_weights) in zip(cases, found, expected, strict=True):
+            for step, ((loss, gradients), (true_loss, true)) in enumerate(zip(steps, expected_steps, strict=True)):
+                assert_close(loss, true_loss, 1e-10, f"{name}: loss of step {step}")
+                assert gradients.keys() == true.keys()
+                for key, gradient in true.items():
+                    assert_close(gradients[key], gradient, 1e-10, f"{name}: gradient of {key} in step {step}")
+            for key, weight in expected_weights.items():
+                assert_close(weights[key], weight, 1e-10, f"{name}: {key}")
+
+
+OFFSETS = [(0, 3, 20, 26), (0, 26), (0, 1, 2, 13, 14, 26)]  # across two cuts, across all, at a cut
+
+
+def packed_batch() -> tuple[Tensor, Tensor]:
+    tokens, labels = global_batch(0)
+    return tokens[2:3], labels[2:3]
+
+
+def train_packed_on_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]) -> list[Any]:
+    mesh = mesh_of(tensor, sequence)
+    return [train_packed_on_mesh(mesh, lengths, recomputed) for recomputed in (False, True)]
+
+
+def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool) -> list[Any]:
+    model = parallelize(drawn_model("hybrid as published"), mesh)
+    if recomputed:
+        recompute_blocks(model)
+    tokens, labels = packed_batch()
+    count = (labels != IGNORED_LABEL).sum()
+    split = SequenceSplit(lengths, mesh.sequence.rank) if lengths else even_split(mesh, T)
+    record = []
+    for offsets in OFFSETS:
+        loss, gradients = loss_and_gradients(
+            model, split.shard(tokens), split.shard(labels), cu_seqlens=torch.tensor(offsets), label_count=count,
+            output_state=False, shard=shard_of(mesh, split),
+        )  # fmt: skip
+        gradients = {name: over_sequence(x, mesh) for name, x in gradients.items()}
+        record.append((over_sequence(loss, mesh), whole(gradients, model, mesh)))
+    return record
+
+
+def recompute_blocks(model: TostLM) -> None:
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *x, forward=forward: checkpoint(
+            forward, *x, use_reentrant=False, context_fn=keep_received
+        )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "lengths"), [(1, 4, ()), (1, 4, (2, 1, 16, 7)), (2, 2, ()), (1, 2, (25, 1))]
+)
+def test_packed_documents_cross_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]):
+    model = drawn_model("hybrid as published")
+    tokens, labels = packed_batch()
+    expected = [loss_and_gradients(model, tokens, labels, cu_seqlens=torch.tensor(x)) for x in OFFSETS]
+    for plain, recomputed in run_on_ranks(train_packed_on_ranks, tensor * sequence, tensor, sequence, lengths):
+        for offsets, (loss, gradients), (true_loss, true) in zip(
+            OFFSETS * 2, plain + recomputed, expected * 2, strict=True
+        ):
+            assert_close(loss, true_loss, 1e-10, f"loss of {offsets}")
+            for key, gradient in true.items():
+                assert_close(gradients[key], gradient, 1e-10, f"gradient of {key}, {offsets}")
+
+
+def give_wrong_length() -> None:
+    mesh = mesh_of(1, 2)
+    model = parallelize(drawn_model("hybrid as published"), mesh)
+    split = even_split(mesh, T)
+    tokens = torch.zeros(BATCH, 12 if mesh.sequence.rank else 13, dtype=torch.int64)
+    model(tokens, shard=shard_of(mesh, split))
+
+
+def test_a_shard_of_another_length_than_agreed_is_named():
+    with pytest.raises(RuntimeError, match="number 1 of the sequence, was given 12 tokens where its shard is 13"):
+        run_on_ranks(give_wrong_length, 2)
+
+
+def refuse_heads_and_words() -> list[str]:
+    mesh, refusals = mesh_of(4, 1), []
+    for settings in ({"heads": 2}, {"vocab_size": VOCAB + 1}):
+        with pytest.raises(Exception, match=r"cannot be shared by parallel\.tensor 4 ranks") as refused:
+            parallelize(build_model(**settings), mesh)
+        refusals.append(str(refused.value))
+    return refusals
+
+
+def test_heads_and_words_that_ranks_cannot_share_are_refused():
+    heads, words = run_on_ranks(refuse_heads_and_words, 4)[0]
+    assert "model.heads 2" in heads
+    assert words.endswith(f"pad it to {VOCAB + 4}")
