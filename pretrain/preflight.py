@@ -21,6 +21,7 @@ BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments,
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
         raise ConfigError("the preflight needs psutil: pip install 'tost-lm[train]'")
+    from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import look_at_nodes
 
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
@@ -35,7 +36,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     for line in findings.warnings:
         say(f"warning: {line}")
     if findings.problems:
-        raise ConfigError("\n".join(findings.problems))
+        raise error_of_all_ranks(findings.problems)
     say("ok")
 
 

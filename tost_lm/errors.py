@@ -4,6 +4,9 @@
 class TostError(Exception):
     """Base of all errors shown to a user as plain lines. The message names the thing and the fix."""
 
+    printed_here: bool | None = None
+    """Whether this rank is one that prints it, where all ranks raise it and know so; None: each may be the only one."""
+
 
 class ConfigError(TostError, ValueError):
     """A configuration file, an override or a combination of settings cannot be used."""

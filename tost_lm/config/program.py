@@ -83,11 +83,13 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | None, list[s
 
 def _exit_with_lines(error: TostError) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
-    if rank > 0:
+    alone = rank > 0 and error.printed_here is None
+    if alone:
         # Mostly every rank finds the same mistake, and the launcher ends them all as soon as rank 0 has said it.
         time.sleep(5)
-    for line in str(error).splitlines():
-        print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
+    if error.printed_here is not False:
+        for line in str(error).splitlines():
+            print(f"error: {f'rank {rank}: ' if alone else ''}{line}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -4,6 +4,7 @@ What travels is JSON in uint8 tensors, so no rank runs what another has sent.
 """
 
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,14 @@ def require_agreement(facts: Facts, what_to_do: str) -> None:
     """
     lines = disagreements(facts, what_to_do)
     if lines:
-        raise ConfigError("\n".join(lines))
+        raise error_of_all_ranks(lines)
+
+
+def error_of_all_ranks(lines: Sequence[str]) -> ConfigError:
+    """To be raised by all ranks; the first of each node prints it."""
+    error = ConfigError("\n".join(lines))
+    error.printed_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    return error
 
 
 def disagreements(facts: Facts, what_to_do: str) -> list[str]:

@@ -193,13 +193,8 @@ class _Watch:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def _is_dead(self, rank: int) -> bool:
-        if rank not in self.members or self.members[rank][2] != self.machine:
-            return False
-        try:
-            status = Path(f"/proc/{self.members[rank][1]}/stat").read_text()
-        except OSError:
-            return True
-        return status.rpartition(")")[2].split()[0] in ("Z", "X")  # its parent has not looked yet
+        _, pid, machine = self.members.get(rank, ("", "", ""))
+        return machine == self.machine and not Path("/proc", pid).exists()
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}" + (" ({}, pid {})".format(*self.members[rank]) if rank in self.members else "")

@@ -1,0 +1,212 @@
+"""What is said by the ranks that are left when one is killed, fails, falls silent or is merely slow."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tost_lm.parallel import failures
+from tost_lm.parallel.failures import LostRankError, naming_lost_ranks
+from tost_lm.testing import run_on_ranks
+
+
+class SumOverRanksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        dist.all_reduce(dy)
+        return dy
+
+
+def all_meet() -> None:
+    dist.all_reduce(torch.ones(1000))
+
+
+def die_while_the_others_wait() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_0_dies() -> None:
+    if dist.get_rank() == 0:
+        die_while_the_others_wait()
+    all_meet()
+
+
+def rank_1_dies_in_the_backward() -> None:
+    y = SumOverRanksInBackward.apply(torch.ones(3, requires_grad=True))
+    if dist.get_rank() == 1:
+        die_while_the_others_wait()
+    y.sum().backward()
+
+
+def rank_2_dies_and_the_error_is_wrapped() -> None:
+    if dist.get_rank() == 2:
+        die_while_the_others_wait()
+    try:
+        all_meet()
+    except RuntimeError as error:
+        raise ValueError("the step did not work") from error
+
+
+def rank_1_dies_in_a_second_use() -> None:
+    with naming_lost_ranks():
+        all_meet()
+    with naming_lost_ranks():
+        if dist.get_rank() == 1:
+            die_while_the_others_wait()
+        all_meet()
+
+
+def rank_2_has_another_length() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("17 tokens where 16 were agreed\nand this much more about it")
+    all_meet()
+
+
+def rank_1_is_interrupted() -> None:
+    if dist.get_rank() == 1:
+        raise KeyboardInterrupt
+    all_meet()
+
+
+def rank_1_is_terminated() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    all_meet()
+
+
+def rank_1_stops() -> None:
+    failures.ROLL_CALL_S = 0.8
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def rank_1_is_slow() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def watched(what: Callable[[], None], notes: Path) -> None:
+    """`what` inside naming_lost_ranks; the LostRankError that it raises is noted down."""
+    try:
+        with naming_lost_ranks():
+            all_meet()
+            what()
+    except LostRankError as error:
+        (notes / str(dist.get_rank())).write_text(json.dumps([str(error), error.printed_here]))
+        raise
+
+
+def line_of(what: Callable[[], None], notes: Path, raised_on: list[int]) -> tuple[str, str]:
+    """The line that just these of three ranks raise, one of them to print it; and what run_on_ranks reports."""
+    with pytest.raises(RuntimeError) as report:
+        run_on_ranks(watched, 3, what, notes, timeout_s=20)
+    told = {int(note.name): json.loads(note.read_text()) for note in notes.iterdir()}
+    assert sorted(told) == raised_on, report.value
+    (line,) = {line for line, _ in told.values()}
+    assert "\n" not in line
+    assert sum(printed_here for _, printed_here in told.values()) == 1
+    assert str(report.value).count(f"LostRankError: {line}\n") == len(raised_on)
+    return line, str(report.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "lost"),
+    [
+        (rank_0_dies, 0),
+        (rank_1_dies_in_the_backward, 1),
+        (rank_2_dies_and_the_error_is_wrapped, 2),
+        (rank_1_dies_in_a_second_use, 1),
+    ],
+)
+def test_a_killed_rank_is_named(what: Callable[[], None], lost: int, tmp_path: Path):
+    line, report = line_of(what, tmp_path, [rank for rank in range(3) if rank != lost])
+    assert re.fullmatch(rf"rank {lost} \({os.uname().nodename}, pid \d+\) was lost: its process is gone", line)
+    assert report.startswith(f"rank {lost} died with exit code -9")
+    assert "gloo" not in report
+
+
+def test_a_rank_that_fails_is_named_with_its_error_which_goes_on_unchanged(tmp_path: Path):
+    line, report = line_of(rank_2_has_another_length, tmp_path, [0, 1])
+    assert line == "rank 2 failed: ValueError: 17 tokens where 16 were agreed"
+    assert "ValueError: 17 tokens where 16 were agreed\nand this much more about it\n" in report
+
+
+@pytest.mark.parametrize(
+    ("what", "left_with"), [(rank_1_is_interrupted, "KeyboardInterrupt"), (rank_1_is_terminated, "SystemExit: 143")]
+)
+def test_a_rank_that_is_told_to_leave_is_named(what: Callable[[], None], left_with: str, tmp_path: Path):
+    line, report = line_of(what, tmp_path, [0, 2])
+    assert line == f"rank 1 left: {left_with}"
+    assert f"\n{left_with}\n" in report
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):
+    line, _ = line_of(rank_1_stops, tmp_path, [0, 2])
+    assert re.fullmatch(r"rank 1 \(.+, pid \d+\) was lost: it does not answer", line)
+
+
+def test_a_slow_rank_is_not_taken_for_a_lost_one(tmp_path: Path):
+    line, _ = line_of(rank_1_is_slow, tmp_path, [0, 1, 2])
+    assert line.startswith("communication broke, though every rank answers: RuntimeError: ")
+    assert "imed out" in line or "imeout" in line
+
+
+def hang_when_rank_1_dies(stderr: Path) -> None:
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    failures.STUCK_S = 0.5
+    with naming_lost_ranks():
+        all_meet()
+        if dist.get_rank() == 1:
+            die_while_the_others_wait()
+        # As a kernel that waits for a peer: neither its end nor a signal brings this back to Python.
+        _get_default_store().get("never set")
+
+
+def test_ranks_that_hang_without_an_error_are_ended_with_the_line(tmp_path: Path):
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as report:
+        run_on_ranks(hang_when_rank_1_dies, 3, tmp_path / "stderr", timeout_s=20)
+    assert time.monotonic() - started < 10
+    assert [f"rank {rank} died with exit code {code}" for rank, code in ((0, 2), (1, -9), (2, 2))] == str(
+        report.value
+    ).splitlines()
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
+    assert re.fullmatch(r"error: rank 1 \(.+, pid \d+\) was lost: its process is gone", line)
+
+
+def what_a_good_run_leaves() -> list[object]:
+    before = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with naming_lost_ranks():
+        all_meet()
+        time.sleep(0.8)  # several looks at the others
+        inside = signal.getsignal(signal.SIGTERM), threading.active_count()
+    dist.barrier()
+    store = _get_default_store()
+    said = [store.get(f"tost_lm/failures/0/0/said/{rank}").decode() for rank in range(3)]
+    trouble = [store.check([f"tost_lm/failures/0/0/{key}"]) for key in ("callers", "verdict", "printers")]
+    after = signal.getsignal(signal.SIGTERM), threading.active_count()
+    return [before == after, inside == before, inside[1] - before[1], *said, *trouble]
+
+
+def test_a_good_run_leaves_no_trouble_no_thread_and_no_handler():
+    expected = [True, False, 1, *["had finished"] * 3, False, False, False]
+    assert run_on_ranks(what_a_good_run_leaves, 3) == [expected] * 3
