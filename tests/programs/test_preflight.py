@@ -22,12 +22,14 @@ IPV4 = [
 ]
 
 
-def start_node(number: int, port: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
+def start_node(
+    number: int, port: int, *words: str, cwd: Path, program: str = "pretrain.preflight"
+) -> subprocess.Popen[str]:
     """One of two nodes, with one rank, as torchrun starts it."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
     launch += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     return subprocess.Popen(
-        [*launch, "-m", "pretrain.preflight", "run.toml", *words],
+        [*launch, "-m", program, "run.toml", *words],
         cwd=cwd,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -52,6 +54,20 @@ def test_ranks_in_order_are_a_row_and_ok_and_nothing_is_left(workplace: Path):
     assert rest[-1] == "ok"
     assert all(line.startswith("warning: ") for line in rest[:-1])  # on a machine that is busy
     assert snapshot(workplace) == before
+
+
+def test_training_with_other_settings_on_a_node_ends_on_both_before_it_begins(workplace: Path):
+    port = free_port()
+    words = [[], ["optim.lr=2e-2", "run.log_every=3"]]
+    nodes = [start_node(n, port, *words[n], cwd=workplace, program="pretrain.train") for n in (0, 1)]
+    for node in nodes:
+        _, errors = node.communicate(timeout=100)
+        said = [line.partition(":")[2] for line in errors.splitlines() if line.startswith("error: ")]
+        assert node.returncode
+        assert len(said) == 2
+        assert said[0].startswith(f" rank 1 ({HOST}): optim.lr is 0.02 where rank 0 has 0.01: ")
+        assert said[1].startswith(f" rank 1 ({HOST}): run.log_every is 3 where rank 0 has 1: ")
+    assert not (workplace / "runs").exists()
 
 
 def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace: Path, tmp_path_factory):
