@@ -15,6 +15,7 @@ from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.collectives import all_reduce, keep_received
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.part import part_of
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -42,7 +43,7 @@ def over_sequence(value: Tensor, mesh: Mesh) -> Tensor:
 
 
 def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Tensor]:
-    parts = {name: getattr(p, "tensor_part", None) for name, p in model.named_parameters()}
+    parts = {name: part_of(p) for name, p in model.named_parameters()}
     return {name: part.whole(x, mesh.tensor) if (part := parts[name]) else x for name, x in values.items()}
 
 

@@ -15,6 +15,7 @@ from tost_lm.parallel import zero
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.part import part_of
 from tost_lm.parallel.world import mean_over_ranks, start_world
 from tost_lm.testing import assert_close
 from tost_lm.training.loop import train_step
@@ -146,7 +147,7 @@ def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
 
     def whole(parameter: torch.nn.Parameter) -> Tensor:
         gradient = safe_get_full_grad(parameter).clone()  # pyright: ignore[reportOptionalMemberAccess]
-        part = getattr(parameter, "tensor_part", None)
+        part = part_of(parameter)
         return gradient if part is None else part.whole(gradient, engine.mesh.tensor)
 
     def step() -> None:

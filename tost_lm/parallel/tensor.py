@@ -7,7 +7,6 @@ no mixer and no loss.
 """
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,33 +33,12 @@ from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.parallel.mesh import Axis
+from tost_lm.parallel.part import Part, mark, part_of
 
 if not torch.cuda.is_available():
     # megatron-core asks for it wherever it makes a buffer.
     torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which part of a whole parameter a rank holds: dimension `dim` is `groups` blocks, each split over ranks."""
-
-    dim: int
-    groups: int = 1
-
-    def of(self, whole: Tensor, axis: Axis) -> Tensor:
-        blocks = whole.unflatten(self.dim, (self.groups, -1)).chunk(axis.size, self.dim + 1)
-        return blocks[axis.rank].flatten(self.dim, self.dim + 1).contiguous()
-
-    def whole(self, part: Tensor, axis: Axis) -> Tensor:
-        """The whole parameter on every rank; all of them call it."""
-        parts = all_gather(part, axis)().unflatten(self.dim + 1, (self.groups, -1))
-        return torch.cat(list(parts), self.dim + 1).flatten(self.dim, self.dim + 1)
-
-
-def part_of(parameter: nn.Parameter) -> Part | None:
-    """How a parameter is split over tensor ranks; None: every rank has all of it."""
-    return getattr(parameter, "tensor_part", None)
 
 
 def split_over_heads(model: TostLM, axis: Axis) -> None:
@@ -229,7 +207,7 @@ def _take_parts(module: nn.Module, whole: nn.Module, axis: Axis, **parts: Part |
         kept = nn.Parameter(parameter.detach().clone() if part is None else part.of(parameter.detach(), axis))
         if part is not None:
             set_tensor_model_parallel_attributes(kept, True, part.dim, part.groups)
-            kept.tensor_part = part  # pyright: ignore[reportAttributeAccessIssue]
+            mark(kept, part)
         setattr(module, name, kept)
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import FlatMpu, Mesh
+from tost_lm.parallel.part import part_of
 
 Moments = Iterator[tuple[str, str, Tensor]]
 
@@ -176,13 +177,13 @@ def _statistics(engine: Any) -> list[str]:
 def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
     """On the CPU, from the parts of all tensor ranks."""
     assert ours is not None
-    part = getattr(parameter, "tensor_part", None)
+    part = part_of(parameter)
     whole = ours.detach() if part is None else part.whole(ours.detach().to(mesh.device), mesh.tensor)
     return whole.to("cpu", copy=True)
 
 
 def _part(whole: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
-    part = getattr(parameter, "tensor_part", None)
+    part = part_of(parameter)
     return (whole if part is None else part.of(whole, mesh.tensor)).to(mesh.device)
 
 
