@@ -1,6 +1,7 @@
 """Needle-in-a-haystack grid of a checkpoint, length by depth, with its control (protocol needle@words).
 
     python -m eval.retrieval runs/demo
+    torchrun --standalone --nproc-per-node 4 -m eval.retrieval runs/demo parallel.tensor=2 parallel.sequence=2
 
 Writes eval/needle@words/results.json (scores of each cell) and examples.jsonl (a row an example).
 """
@@ -14,23 +15,27 @@ from tost_lm.files import write_rows
 
 
 def main(path: Path, config: RetrievalConfig) -> None:
-    from tost_lm.evaluation.subject import NEEDLE, Subject, pick_device
+    from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.evaluation.subject import NEEDLE, Subject
 
     started = time.monotonic()
-    subject = Subject.find(path)
-    shards = subject.open_shards(config.heldout.shards)
-    identity = subject.identity(config, shards)
-    if subject.reusable(NEEDLE, identity):
+    with joined_ranks(config.parallel) as ranks:
+        subject = Subject.find(path)
+        shards = subject.open_shards(config.heldout.shards)
+        identity = subject.identity(config, shards)
+        if ranks.reusable(subject, NEEDLE, identity):
+            return
+
+        from tost_lm.evaluation.needle import CHANCE, NeedleTask, model_scorer, run_grid
+
+        tokenizer = shards.tokenizer()
+        model = ranks.load(subject.checkpoint)
+        max_positions, limit = model.config.max_positions, model.config.position_limit
+        task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), max_positions, limit)
+        cells, rows = run_grid(task, model_scorer(model, tokenizer.vocab_size))
+    if ranks.rank > 0:
         return
 
-    import tost_lm
-    from tost_lm.evaluation.needle import CHANCE, NeedleTask, model_scorer, run_grid
-
-    tokenizer = shards.tokenizer()
-    model = tost_lm.load(subject.checkpoint, pick_device())
-    max_positions, limit = model.config.max_positions, model.config.position_limit
-    task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), max_positions, limit)
-    cells, rows = run_grid(task, model_scorer(model, tokenizer.vocab_size))
     print("choice accuracy (exact match), and the same without the needle:")
     for cell in cells:
         print(

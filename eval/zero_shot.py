@@ -1,6 +1,7 @@
 """Held-out score of a checkpoint, beside byte n-gram baselines of the same training text (protocol heldout@bpb).
 
     python -m eval.zero_shot runs/demo
+    torchrun --standalone --nproc-per-node 4 -m eval.zero_shot runs/demo parallel.tensor=2 parallel.sequence=2
 
 Writes eval/heldout@bpb/results.json (nats a token, perplexity, bits a byte) and documents.jsonl (a row a document).
 """
@@ -15,28 +16,33 @@ from tost_lm.files import write_rows
 
 
 def main(path: Path, config: ZeroShotConfig) -> None:
-    from tost_lm.evaluation.subject import HELDOUT, Subject, pick_device
+    from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.evaluation.subject import HELDOUT, Subject
 
     started = time.monotonic()
-    subject = Subject.find(path)
-    shards = subject.open_shards(config.heldout.shards)
-    identity = subject.identity(config, shards)
-    if subject.reusable(HELDOUT, identity):
-        return
+    with joined_ranks(config.parallel) as ranks:
+        subject = Subject.find(path)
+        shards = subject.open_shards(config.heldout.shards)
+        identity = subject.identity(config, shards)
+        if ranks.reusable(subject, HELDOUT, identity):
+            return
 
-    import tost_lm
+        from tost_lm.evaluation.scoring import score_documents
+
+        tokenizer = shards.tokenizer()
+        documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
+        texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
+        print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
+
+        model = ranks.load(subject.checkpoint)
+        scores = score_documents(
+            model, documents, [len(text) for text in texts], tokenizer.eot, config.heldout.batch_sequences
+        )
+    if ranks.rank > 0:
+        return  # what is left is for one
+
     from tost_lm.evaluation.ngram import NAMES, ByteNgrams, limited
-    from tost_lm.evaluation.scoring import score_documents
 
-    tokenizer = shards.tokenizer()
-    documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
-    texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
-    print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
-
-    model = tost_lm.load(subject.checkpoint, pick_device())
-    scores = score_documents(
-        model, documents, [len(text) for text in texts], tokenizer.eot, config.heldout.batch_sequences
-    )
     totals = scores.totals()
     print("counting byte n-grams of the training text", flush=True)
     training = (tokenizer.decode(tokens.tolist()).encode() for tokens in shards.documents("train"))

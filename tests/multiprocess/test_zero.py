@@ -32,11 +32,11 @@ def stop_and_resume_in_all_stages(tensor: int, sequence: int) -> list[tuple[Curv
     outcomes = []
     for stage in (0, 1, 2, 3):
         mix = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence, "zero_stage": stage}, "test")
-        outcomes += [stop_and_resume(mix, bfloat16) for bfloat16 in ((False, True) if stage else (False,))]
+        outcomes += [stop_and_resume(mix, bfloat16) for bfloat16 in ((False, True) if stage in (1, 3) else (False,))]
     return outcomes
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (2, 1)])
 def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, sequence: int):
     for outcomes in run_on_ranks(stop_and_resume_in_all_stages, 2, tensor, sequence):
         for went_on, resumed, same_weights in outcomes:

@@ -14,7 +14,7 @@ from tost_lm.optim.adamw import parameter_groups
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.part import part_of
 from tost_lm.parallel.world import mean_over_ranks, start_world
 from tost_lm.testing import assert_close
@@ -98,7 +98,7 @@ def build_engine(
     bfloat16: bool = False,
     weights: dict[str, Tensor] | None = None,
 ) -> Any:
-    """DeepSpeed around this rank's part of the model, one sequence a micro-batch."""
+    """DeepSpeed around this rank's part of the model."""
     mesh = build_mesh(start_world("cpu"), parallel)
     model = build_model()
     if weights:
@@ -109,11 +109,15 @@ def build_engine(
         build_optimizer(model, optimizer),
         mesh,
         parallel,
-        micro_batch_sequences=1,
-        accumulation=BATCH // mesh.data.size,
+        micro_batch_sequences=micro_batch_sequences(mesh),
+        accumulation=BATCH // (mesh.data.size * micro_batch_sequences(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
     )
+
+
+def micro_batch_sequences(mesh: Mesh) -> int:
+    return 2 if BATCH // mesh.data.size > 1 else 1
 
 
 def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ...] = ()) -> list[tuple[float, float]]:
@@ -124,7 +128,7 @@ def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ..
         split = SequenceSplit(lengths, mesh.sequence.rank)
     for step in steps:
         tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
-        loss = train_step(engine, tokens, labels, split, LR[optimizer], micro_batch_sequences=1)
+        loss = train_step(engine, tokens, labels, split, LR[optimizer], micro_batch_sequences(mesh))
         records.append((mean_over_ranks(loss), float(engine.get_global_grad_norm())))
     return records
 

@@ -74,6 +74,35 @@ def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     assert results(copy / "runs/tiny", SAMPLE)["text"]
 
 
+def test_two_ranks_find_what_one_process_finds_and_reuse_it(copy: Path):
+    home = copy / "runs/tiny"
+    alone = results(home, HELDOUT)
+    rows = (home / HELDOUT / "documents.jsonl").read_text().splitlines()
+    shutil.rmtree(home / HELDOUT)
+    said = run("eval.zero_shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
+    assert said.count("wrote runs/tiny/eval/heldout@bpb/results.json") == said.count("scoring") == 1
+    together = results(home, HELDOUT)
+    assert together["identity"] == alone["identity"]
+    assert together["model"] == pytest.approx(alone["model"], rel=1e-6)
+    for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
+        assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=1e-6)
+    assert "reusing runs/tiny/eval/" in run("eval.zero_shot", "runs/tiny", cwd=copy)
+
+
+def test_ranks_and_their_mix_must_fit(evaluated: Path):
+    for program, words in list(PROGRAMS.items())[:3]:
+        launched = refusal(program, "runs/tiny", *words, cwd=evaluated, WORLD_SIZE="4")
+        assert launched == (
+            "parallel.tensor 1 × parallel.sequence 1 = 1, and this launch has 4 ranks: give two numbers whose product "
+            "is 4, or start it without a launcher"
+        )
+    said = refusal("eval.zero_shot", "runs/tiny", "parallel.tensor=2", "parallel.sequence=3", cwd=evaluated)
+    assert said.endswith(
+        "has 1 rank: give two numbers whose product is 1, or launch it with torchrun --nproc-per-node 6"
+    )
+    assert "\n" not in said
+
+
 def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
     home = copy / "runs/tiny"
     before = snapshot(home / "eval")

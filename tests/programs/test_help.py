@@ -17,6 +17,7 @@ PROGRAMS = [
     "tost_lm.generate",
     "benchmarks.model",
     "benchmarks.operator",
+    "benchmarks.parallel",
 ]
 PATHS = {"data_prep": ["configs/data/embedded.toml"], "pretrain": ["configs/pretrain/demo.toml"], "benchmarks": []}
 HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]

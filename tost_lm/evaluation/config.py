@@ -5,6 +5,15 @@ from pydantic import Field, field_validator
 from tost_lm.config import Section
 
 
+class RanksConfig(Section):
+    """How one model is spread over the ranks of a launch, of which there are tensor × sequence; no result depends on it."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Ranks that share the heads, the MLP and the vocabulary."""
+    sequence: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each sequence."""
+
+
 class TextConfig(Section):
     """The held-out text."""
 
@@ -27,6 +36,7 @@ class ZeroShotConfig(Section):
     """What `eval.zero_shot` reads."""
 
     heldout: HeldoutConfig = Field(default_factory=HeldoutConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class NeedleConfig(Section):
@@ -55,6 +65,7 @@ class RetrievalConfig(Section):
 
     heldout: TextConfig = Field(default_factory=TextConfig)
     needle: NeedleConfig = Field(default_factory=NeedleConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class SampleConfig(Section):
@@ -74,6 +85,7 @@ class GenerateConfig(Section):
     """What `tost_lm.generate` reads."""
 
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class ReportConfig(Section):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tost_lm.errors import ConfigError
-from tost_lm.model import LMOutput, LMState, TostLM
+from tost_lm.model import LMOutput, LMState
+from tost_lm.parallel.whole import LanguageModel
 
 Choose = Callable[[Tensor], Tensor]
 """Logits [B, V] in, the next token of each sequence [B] out."""
@@ -14,7 +15,13 @@ Choose = Callable[[Tensor], Tensor]
 
 @torch.inference_mode()
 def generate(
-    model: TostLM, prompt_ids: list[int], tokens: int, temperature: float, seed: int, stop_id: int, vocab_size: int
+    model: LanguageModel,
+    prompt_ids: list[int],
+    tokens: int,
+    temperature: float,
+    seed: int,
+    stop_id: int,
+    vocab_size: int,
 ) -> list[int]:
     """Go on from a prompt; the new ids, without the prompt and without `stop_id`, which ends them early.
 
@@ -36,7 +43,7 @@ def generate(
             f"{len(prompt_ids)} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
             "shorten sample.prompt or lower sample.tokens"
         )
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     choose = greedy if temperature == 0 else sampler(temperature, torch.Generator(device).manual_seed(seed))
     output = model(torch.tensor([prompt_ids], device=device))
     ids: list[int] = []
@@ -47,7 +54,7 @@ def generate(
     return ids
 
 
-def continuations(model: TostLM, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
+def continuations(model: LanguageModel, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
     """Up to `tokens` times the next id of each sequence [B], from the model's output on what came before."""
     for done in range(1, tokens + 1):
         assert output.logits is not None
@@ -74,6 +81,11 @@ def sampler(temperature: float, generator: torch.Generator) -> Choose:
     return choose
 
 
-def state_bytes(state: LMState) -> int:
-    """Memory of what the model keeps of the past: bytes of all tensors of its state."""
-    return sum(tensor.numel() * tensor.element_size() for layer in state.layers for tensor in layer)
+def state_bytes(state: LMState, tensor_ranks: int = 1) -> int:
+    """Memory of what the model keeps of the past: bytes of all tensors of its state.
+
+    `tensor_ranks`: over how many ranks the heads are spread, each of which has such a state of its own heads.
+    """
+    tensors = [tensor for layer in state.layers for tensor in layer]
+    # Of a row alone, not of its heads, is the count of tokens.
+    return sum(x.numel() * x.element_size() * (tensor_ranks if x.dim() > 1 else 1) for x in tensors)

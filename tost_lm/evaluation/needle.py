@@ -21,7 +21,8 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import NeedleConfig
 from tost_lm.evaluation.generation import continuations, greedy
-from tost_lm.model import LMState, TostLM
+from tost_lm.model import LMState
+from tost_lm.parallel.whole import LanguageModel
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack")
 WORDS = ("apple", "river", "table", "green", "music", "stone", "horse", "paper", "night", "glass")
@@ -129,12 +130,12 @@ def run_grid(task: NeedleTask, scorer: Scorer) -> tuple[list[dict[str, Any]], li
     return cells, rows
 
 
-def model_scorer(model: TostLM, vocab_size: int) -> Scorer:
+def model_scorer(model: LanguageModel, vocab_size: int) -> Scorer:
     """The scorer of a model in evaluation mode: it reads each prompt once and goes on from its state."""
 
     @torch.inference_mode()
     def score(prompts: list[list[int]], candidates: list[list[int]]) -> tuple[np.ndarray, list[list[int]]]:
-        device = model.embedding.weight.device
+        device = next(model.parameters()).device
         output = model(torch.tensor(prompts, device=device))
         log_probs = [_log_probs(model, output.logits[:, -1], output.state, ids) for ids in candidates]
         longest = max(map(len, candidates))
@@ -144,7 +145,7 @@ def model_scorer(model: TostLM, vocab_size: int) -> Scorer:
     return score
 
 
-def _log_probs(model: TostLM, logits_BV: Tensor, state: LMState, ids: list[int]) -> Tensor:
+def _log_probs(model: LanguageModel, logits_BV: Tensor, state: LMState, ids: list[int]) -> Tensor:
     """Total log-probability of `ids` after each sequence of a batch [B], float64."""
     steps = logits_BV[:, None]
     if len(ids) > 1:

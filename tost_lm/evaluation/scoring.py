@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tost_lm.model import TostLM
 from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.parallel.whole import LanguageModel
 
 BOOTSTRAP_RESAMPLES = 1000
 
@@ -59,7 +59,7 @@ class DocumentScores:
 
 @torch.inference_mode()
 def score_documents(
-    model: TostLM, documents: Sequence[np.ndarray], sizes: Sequence[int], eot: int, batch_sequences: int
+    model: LanguageModel, documents: Sequence[np.ndarray], sizes: Sequence[int], eot: int, batch_sequences: int
 ) -> DocumentScores:
     """Score documents (token ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""
     windows = [
@@ -108,9 +108,9 @@ def _padded(rows: list[np.ndarray], filler: int) -> Tensor:
     return torch.from_numpy(filled)
 
 
-def _window_nats(model: TostLM, inputs_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def _window_nats(model: LanguageModel, inputs_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Summed nats of each row [B], float64."""
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     logits_BTV = model(inputs_BT.to(device)).logits
     logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     nats = cross_entropy(

@@ -9,7 +9,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tost_lm.config import Section, read_toml
 from tost_lm.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ class Subject:
         return shards
 
     def identity(self, settings: Section, shards: "Shards | None") -> dict[str, Any]:
-        """What a result is a result of, as written into it."""
+        """What a result is a result of, as written into it: how many ranks made it, [parallel], is no part of that."""
         step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
         return {
             "tost_lm": VERSION,
@@ -74,7 +74,7 @@ class Subject:
             "tokenizer_sha256": sha256_file(self.checkpoint / "tokenizer.model"),
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
-            "settings": settings.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json", exclude={"parallel"}),
         }
 
     def results_path(self, protocol: str) -> Path:
@@ -101,7 +101,7 @@ class Subject:
         print(f"wrote {path}")
 
 
-def pick_device() -> str:
+def pick_device() -> Literal["cuda", "cpu"]:
     """`cuda` where there is one."""
     import torch
 

@@ -154,9 +154,10 @@ class VocabularyHead(ColumnParallelLinear):
         logits_TBV, _ = super().forward(x_BTC.transpose(0, 1), weight=weight_VC)
         logits_TBV = logits_TBV[: self.residual.tokens]
         if labels_BT is not None and logits_TBV.dtype != torch.float64:
-            counted_TB = labels_BT.T != IGNORED_LABEL
+            labels_TB = labels_BT.T.contiguous()
+            counted_TB = labels_TB != IGNORED_LABEL
             # Megatron's overwrites its input where that is float32 already, so nobody may see the logits afterwards.
-            nats_TB = vocab_parallel_cross_entropy(logits_TBV.float(), labels_BT.T)
+            nats_TB = vocab_parallel_cross_entropy(logits_TBV.float(), labels_TB)
             return nats_TB.where(counted_TB, 0).sum() / (counted_TB.sum() if label_count is None else label_count), None
         # float64 has no such loss in megatron-core: it computes in float32.
         logits_BTV = gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "deepspeed", "megatron.core.parallel_state", "megatron.core.tensor_parallel"]
+# tost_lm.parallel.mesh silences what megatron-core says on its import.
+PRELOADED = [
+    "torch",
+    "deepspeed",
+    "tost_lm.parallel.mesh",
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+]
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

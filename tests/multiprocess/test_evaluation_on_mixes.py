@@ -1,0 +1,135 @@
+"""A model on tensor × sequence ranks reads, scores and generates what it does in one process, in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from training_on_mixes import VOCAB, T, build_model
+
+from tost_lm.evaluation.generation import generate
+from tost_lm.evaluation.needle import model_scorer
+from tost_lm.evaluation.scoring import score_documents
+from tost_lm.model import LMOutput, TostLM
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.whole import LanguageModel, WholeModel
+from tost_lm.parallel.world import start_world
+from tost_lm.testing import assert_close, run_on_ranks
+
+MODELS: list[dict[str, Any]] = [
+    {"pattern": "T"},
+    {"pattern": "A", "window": 5, "positions": "none"},
+    {"pattern": "TTA", "membership": "energy-mean", "denom_bias": "head", "positions": "sinusoidal"},
+]
+EOT = 1
+
+
+def build(settings: dict[str, Any]) -> TostLM:
+    """Wide weights and small biases, so that the likeliest token changes from place to place."""
+    model = build_model(**settings).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.mul_(0.1)
+            elif parameter.dim() == 2 and not name.endswith("denom_bias"):
+                parameter.mul_(40 if "blocks" in name else 2)
+    return model
+
+
+def on_mesh(model: TostLM, mesh: Mesh) -> WholeModel:
+    return WholeModel(parallelize(model, mesh), mesh).eval()
+
+
+@torch.inference_mode()
+def read(model: LanguageModel) -> list[LMOutput]:
+    """Prompt, chunk and single tokens of two rows; packed documents, then chunk and token of each of them."""
+    tokens_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(0))
+    outputs = [model(tokens_BT[:, :13])]
+    for start, end in ((13, 20), (20, 21), (21, 22)):
+        outputs.append(model(tokens_BT[:, start:end], state=outputs[-1].state))
+    # On four ranks the third document lies on three of them.
+    outputs.append(model(tokens_BT[:1, :21], cu_seqlens=torch.tensor([0, 1, 5, 19, 21], dtype=torch.int32)))
+    more_NT = tokens_BT[:, :14].reshape(4, 7)
+    outputs.append(model(more_NT[:, :5], state=outputs[-1].state))
+    outputs.append(model(more_NT[:, 5:6], state=outputs[-1].state))
+    return outputs
+
+
+def score(model: LanguageModel) -> np.ndarray:
+    draws = np.random.default_rng(0)
+    documents = [draws.integers(2, VOCAB, length) for length in (1, 3, T, 2 * T + 5)]
+    return score_documents(model, documents, [1] * len(documents), EOT, batch_sequences=2).nats
+
+
+def find_needles(model: LanguageModel) -> tuple[np.ndarray, list[list[int]]]:
+    """Candidates of one to three tokens after two prompts."""
+    draws = np.random.default_rng(1)
+    return model_scorer(model, 60)(draws.integers(VOCAB, size=(2, 9)).tolist(), [[3], [8, 4], [5, 30, 6]])
+
+
+def go_on(model: LanguageModel) -> list[list[int]]:
+    """Greedy; drawn, after a single token; and the same until a token that ends it."""
+    greedy = generate(model, [EOT, 7, 23, 5, 9], 10, 0, 3, VOCAB, 60)
+    drawn = generate(model, [EOT], 10, 0.05, 3, VOCAB, 60)
+    return [greedy, drawn, generate(model, [EOT], 10, 0.05, 3, drawn[7], 60)]
+
+
+def assert_same_reading(ours: LMOutput, whole: LMOutput, mesh: Mesh) -> None:
+    assert ours.logits is not None
+    assert whole.logits is not None
+    assert ours.state
+    assert whole.state
+    assert_close(ours.logits, whole.logits, 1e-10, "logits")
+    assert ours.state.positions == whole.state.positions
+    for layer, whole_layer in zip(ours.state.layers, whole.state.layers, strict=True):
+        assert type(layer) is type(whole_layer)
+        for name, x, whole_x in zip(layer._fields, layer, whole_layer, strict=True):
+            has_heads = whole_x.dim() > 1
+            part = whole_x.chunk(mesh.tensor.size, 1)[mesh.tensor.rank] if has_heads else whole_x
+            assert_close(x, part, 1e-10, f"{name} of the state")
+
+
+def evaluate_on(mixes: list[tuple[int, int]]) -> list[Tensor]:
+    """Compare each model on each mix with one process; the logits, which are to be the same on every rank."""
+    logits = []
+    for settings in MODELS:
+        plain = build(settings)
+        readings, scores, texts = read(plain), score(plain), go_on(plain)
+        log_probs, words = find_needles(plain)
+        assert all(len(set(text)) > 3 for text in texts), "a text that repeats a token says little"
+        for tensor, sequence in mixes:
+            mesh = build_mesh(start_world("cpu"), ParallelConfig(tensor=tensor, sequence=sequence))
+            model = on_mesh(build(settings), mesh)
+            for ours, whole in zip(read(model), readings, strict=True):
+                assert_same_reading(ours, whole, mesh)
+                logits.append(ours.logits)
+            np.testing.assert_allclose(score(model), scores, rtol=1e-10)
+            assert go_on(model) == texts
+            found = find_needles(model)
+            np.testing.assert_allclose(found[0], log_probs, rtol=1e-10)
+            assert found[1] == words
+    return logits
+
+
+@pytest.mark.parametrize(("ranks", "mixes"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2), (1, 4)])])
+def test_every_mix_evaluates_as_one_process(ranks: int, mixes: list[tuple[int, int]]):
+    first, *others = run_on_ranks(evaluate_on, ranks, mixes)
+    for other in others:
+        assert all(torch.equal(mine, rank_0s) for mine, rank_0s in zip(other, first, strict=True))
+
+
+def read_on_unlike_ranks() -> list[Tensor | None]:
+    mesh = build_mesh(start_world("cpu"), ParallelConfig(sequence=2))
+    model = build(MODELS[0])
+    with torch.no_grad():
+        model.norm.weight.mul_(1 + 1e-9 * mesh.sequence.rank)  # as if they rounded differently
+    tokens_BT = torch.tensor([[5, 9, 3]])
+    return [on_mesh(model, mesh)(tokens_BT[:, :length]).logits.detach() for length in (1, 3)]
+
+
+def test_ranks_that_round_differently_choose_alike():
+    first, second = run_on_ranks(read_on_unlike_ranks, 2)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))

@@ -1,0 +1,157 @@
+"""What each kind of parallelism sends, counted in the dispatcher: how many collectives, and how many bytes."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.parallel.apply import even_split, parallelize, shard_of
+from tost_lm.parallel.collectives import keep_received
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.testing import Traffic, run_on_ranks
+from tost_lm.testing.traffic import Sent
+
+H, C = 2, 8
+STATISTICS_BYTES = 8 * (2 * C + H)  # float32, of one sequence, forward and backward
+PACKED = (0, 1, 500, 511, 513, 1024)  # boundaries at the ends, inside a shard and beside those between two and four
+RECOMPUTED = {
+    "never": None,
+    "all of it": partial(checkpoint, use_reentrant=False),
+    "but what was received": partial(checkpoint, use_reentrant=False, context_fn=keep_received),
+}
+
+
+Sendings = list[tuple[str, int]]
+"""Kind and bytes of each collective."""
+
+
+class Case(NamedTuple):
+    tokens: int
+    sequences: int = 1
+    layers: int = 1
+    pattern: str = "T"
+    tensor: bool = False
+    offsets: tuple[int, ...] = ()
+    recomputed: str = "never"
+
+
+def sent_in_steps(cases: list[Case]) -> list[tuple[Sendings, Sendings]]:
+    """What this rank sends in the forward and in the backward of each."""
+    return [sent_in_step(case) for case in cases]
+
+
+def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
+    ranks = dist.get_world_size()
+    parallel = ParallelConfig(tensor=ranks) if case.tensor else ParallelConfig(sequence=ranks)
+    mesh = build_mesh(start_world("cpu"), parallel)
+    shape = {"layers": case.layers, "heads": H, "width": C, "vocab_size": 8, "pattern": case.pattern}
+    settings = {"positions": "sinusoidal", "denom_bias": "head", **shape}
+    model = parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh)
+    if recompute := RECOMPUTED[case.recomputed]:
+        for block in model.blocks:
+            block.forward = partial(recompute, block.forward)
+    split = even_split(mesh, case.tokens)
+    tokens = split.shard(torch.randint(8, (case.sequences, case.tokens), generator=torch.Generator().manual_seed(0)))
+    options: dict[str, Any] = {"shard": shard_of(mesh, split), "output_state": False, "label_count": 1.0}
+    if case.offsets:
+        options["cu_seqlens"] = torch.tensor(case.offsets, dtype=torch.int32)
+    with Traffic() as forward:
+        loss = model(tokens, labels=tokens, **options).loss
+    with Traffic() as backward:
+        loss.backward()
+    axis = mesh.tensor if case.tensor else mesh.sequence
+    assert {sent.group for sent in forward.sent + backward.sent} == {axis.group.group_name}
+    return [(sent.kind, sent.bytes) for sent in forward.sent], [(sent.kind, sent.bytes) for sent in backward.sent]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_tssa_layer_sends_its_statistics_four_times_whatever_the_length_and_the_ranks(ranks: int):
+    cases = [
+        Case(tokens=1024),
+        Case(tokens=65536),
+        Case(tokens=1024, layers=3),
+        Case(tokens=1024, sequences=3),
+        Case(tokens=1024, offsets=PACKED),
+        Case(tokens=65536, offsets=(0, *range(7, 65536, 8191), 65536)),
+    ]
+    for on_rank in run_on_ranks(sent_in_steps, ranks, cases):
+        for case, (forward, backward) in zip(cases, on_rank, strict=True):
+            assert [kind for kind, _ in forward] == ["all_gather_into_tensor"] * 2 * case.layers
+            assert [kind for kind, _ in backward] == ["all_gather_into_tensor"] * 2 * case.layers
+            total = sum(size for _, size in forward + backward)
+            assert total == STATISTICS_BYTES * case.layers * case.sequences, case
+
+
+def test_recomputation_sends_nothing_where_what_was_received_is_kept():
+    cases = [Case(tokens=64, layers=2, pattern="TA", recomputed=recomputed) for recomputed in RECOMPUTED]
+    never, wholly, kept = run_on_ranks(sent_in_steps, 2, cases)[0]
+    assert kept == never
+    forward, backward = wholly
+    assert forward == never[0]
+    assert len(forward) == 3
+    # Both gatherings of the TSSA layer and the one of keys and values once more.
+    assert sorted(backward) == sorted(never[1] + forward)
+
+
+def test_a_softmax_layer_gathers_keys_and_values_and_scatters_their_gradients():
+    tokens, ranks = 1024, 4
+    [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
+    shard_bytes = 4 * 2 * 2 * (tokens // ranks) * C
+    assert forward == [("all_gather_into_tensor", shard_bytes)]
+    assert backward == [("reduce_scatter_tensor", ranks * shard_bytes)]
+
+
+def test_the_softmax_over_heads_sends_one_number_a_token_forward_and_three_backward():
+    tokens = 64
+    [(forward, backward)] = run_on_ranks(sent_in_steps, 2, [Case(tokens, sequences=2, tensor=True)])[0]
+    # megatron-core's layers and loss gather with torch.distributed's calls.
+    ours = [[size for kind, size in way if kind == "all_gather_into_tensor"] for way in (forward, backward)]
+    assert ours == [[2 * 4 * tokens], [2 * 3 * 4 * tokens]]
+    # Embedding; in and out of mixer and MLP; head; and three sums of the loss.
+    assert [kind for kind, _ in forward if kind.startswith("c10d.")] == [
+        "c10d._reduce_scatter_base_", *["c10d._allgather_base_", "c10d._reduce_scatter_base_"] * 2,
+        "c10d._allgather_base_", *["c10d.allreduce_"] * 3,
+    ]  # fmt: skip
+
+
+def known_calls() -> tuple[list[Sent], list[Sent], str]:
+    pair = dist.new_group([0, 1])
+    x, like = torch.ones(6), partial(torch.empty, 6)
+    with Traffic() as traffic:
+        dist.all_reduce(x)
+        dist.broadcast(x, 1)
+        dist.all_gather([like(), like()], x)
+        dist.all_gather_into_tensor(torch.empty(12), x)
+        dist.reduce_scatter(torch.empty(3), [torch.ones(3), torch.ones(3)])
+        dist.reduce_scatter_tensor(torch.empty(3), x)
+        dist.all_to_all_single(like(), x)
+        dist.all_reduce(x.double(), group=pair)
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+    with Traffic() as nothing:
+        x.add_(1)
+    dist.all_reduce(x)
+    assert traffic.bytes == sum(sent.bytes for sent in traffic.sent)
+    return traffic.sent, nothing.sent, pair.group_name  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+def test_calls_of_torch_distributed_are_counted_with_their_group():
+    (first, nothing, pair), (second, _, _) = run_on_ranks(known_calls, 2)
+    kinds = ["allreduce_", "broadcast_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"]
+    *world, in_pair, message = first
+    whole = world[0].group
+    assert whole != pair
+    assert world == [Sent(f"c10d.{kind}", whole, 24) for kind in [*kinds, "alltoall_base_"]]
+    assert in_pair == Sent("c10d.allreduce_", pair, 48)
+    assert message == Sent("c10d.send", whole, 24)
+    assert second == first[:-1]  # who receives sends nothing
+    assert nothing == []

@@ -1,0 +1,72 @@
+"""A record of what a rank sends, taken where every collective passes: in torch's dispatcher."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMESPACES = ("_c10d_functional", "c10d")
+SENDING_NOTHING = {"wait_tensor", "check_for_nan", "irecv", "recv_", "recv_any_source_"}
+"""Operators of these namespaces that are no collectives, or only receive."""
+
+
+class Sent(NamedTuple):
+    """One collective, as this rank takes part in it."""
+
+    kind: str
+    """The operator: all_gather_into_tensor, reduce_scatter_tensor, all_reduce, … of torch's functional collectives,
+    c10d.allreduce_, c10d._allgather_base_, … of torch.distributed's own calls."""
+    group: str
+    """Name of the process group, `group.group_name`."""
+    bytes: int
+    """Of the tensors that this rank hands over, however many ranks get them."""
+
+
+class Traffic(TorchDispatchMode):
+    """Inside `with Traffic() as traffic:` every collective that this thread starts is appended to `traffic.sent`.
+
+    The backward on a CPU runs in the thread that calls it, so it is seen too. What selective activation checkpointing
+    takes from its cache is not sent and not counted.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent: list[Sent] = []
+
+    @property
+    def bytes(self) -> int:
+        """All that this rank handed over."""
+        return sum(sent.bytes for sent in self.sent)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in NAMESPACES and name not in SENDING_NOTHING:
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            given |= kwargs or {}
+            kind = f"c10d.{name}" if func.namespace == "c10d" else name
+            self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given))))
+        return func(*args, **(kwargs or {}))
+
+
+def _group_name(given: dict[str, Any]) -> str:
+    if "process_group" in given:
+        return ProcessGroup.unbox(given["process_group"]).group_name
+    group = given["group_name"]
+    return group if isinstance(group, str) else group.group_name
+
+
+def _inputs(given: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """`input…`, or `tensor(s)` where the result takes their place."""
+    for name, value in given.items():
+        if name.startswith("input") or name in ("tensor", "tensors"):
+            yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
