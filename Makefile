@@ -28,7 +28,7 @@ test: env
 
 # The suite, and what takes minutes a test.
 test-full: test
-	$(BIN)/python -m pytest tests/full
+	$(BIN)/python -m pytest -vv tests/full
 
 # On a machine with a CUDA device: the kernels' tests on it, then the benchmarks.
 gpu: env

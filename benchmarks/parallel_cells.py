@@ -116,7 +116,7 @@ def _train_in_turns(axis: str, model: Mapping[str, Any], tokens: int, rounds: in
             with ExchangeClock() as clock:
                 step_seconds = call_seconds(steps[TOGETHER], "cpu")
             exchange_shares.append(clock.seconds / step_seconds)
-    exchange = [sent.bytes for sent in traffic.sent if axis == SEQUENCE and not sent.kind.startswith("c10d.")]
+    exchange = [sent.bytes for sent in traffic.sent if axis == SEQUENCE and sent.kind == "all_gather_into_tensor"]
     return Turns(seconds, traffic.bytes, sum(exchange), exchange_shares)
 
 

@@ -8,7 +8,7 @@ from tost_lm.testing import run_on_ranks
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
 def test_four_ranks_train_as_one_process(tensor: int, sequence: int, optimizer: str):
     stages, mix = (0, 1, 2, 3), {"tensor": tensor, "sequence": sequence}
     for records in run_on_ranks(train_in_stages, 4, mix, stages, optimizer, timeout_s=280):

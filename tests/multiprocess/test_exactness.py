@@ -173,6 +173,26 @@ def test_a_shard_of_another_length_than_agreed_is_named():
         run_on_ranks(give_wrong_length, 2)
 
 
+def layouts_that_megatron_gathers() -> list[bool]:
+    from megatron.core.tensor_parallel import layers
+
+    contiguous, gather = [], layers.dist_all_gather_func
+
+    def watched(output: Tensor, x: Tensor, **options: Any) -> Any:
+        contiguous.append(x.is_contiguous())
+        return gather(output, x, **options)
+
+    layers.dist_all_gather_func = watched
+    model = parallelize(drawn_model("hybrid as published"), mesh_of(2, 1))
+    loss_and_gradients(model, *global_batch(0), output_state=False)
+    return contiguous
+
+
+def test_megatron_gathers_contiguous_tensors_as_nccl_wants_them():
+    assert len(contiguous := run_on_ranks(layouts_that_megatron_gathers, 2)[0]) > 10
+    assert all(contiguous)
+
+
 def refuse_heads_and_words() -> list[str]:
     mesh, refusals = mesh_of(4, 1), []
     for settings in ({"heads": 2}, {"vocab_size": VOCAB + 1}):

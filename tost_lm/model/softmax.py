@@ -61,7 +61,7 @@ class SoftmaxMixer(nn.Module):
             for n, start in enumerate(places.starts):
                 row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
                 keys[n], values[n] = _after(row, start, keys[n], values[n])
-        here = slice(*pieces.documents.indices(len(keys)))
+        here = pieces.documents
         ys = []
         for q_n, k_n, v_n, whole, before in zip(
             q.split(pieces.lengths, 2), keys[here], values[here], pieces.whole_lengths[here], pieces.before, strict=True

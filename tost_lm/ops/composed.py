@@ -20,9 +20,9 @@ from tost_lm.ops.split import Pieces
 class Composed:
     phases: Phases
     pieces: Pieces
-    shard: SequenceShard | None = None
+    shard: SequenceShard | None
     """None: all tokens are here."""
-    rows: bool = True
+    rows: bool
     """Whether every document's sums are wanted, as `SequenceShard.join` has it."""
 
     def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:

@@ -1,7 +1,8 @@
 """The collectives of the model, each with its axis passed explicitly.
 
 They are torch's functional collectives, operators that the dispatcher sees: started without waiting, counted in tests,
-and kept by selective activation checkpointing, so that recomputation sends nothing.
+and kept by selective activation checkpointing, so that recomputation sends none of them again. (megatron-core's own
+calls, between tensor ranks, it repeats.)
 """
 
 from collections.abc import Callable
@@ -42,4 +43,4 @@ def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> Check
 
 
 keep_received = partial(create_selective_checkpoint_contexts, _keep)
-"""`torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=keep_received)` recomputes without sending."""
+"""`torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=keep_received)` keeps what was received."""

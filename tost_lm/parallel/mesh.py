@@ -66,13 +66,6 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     )
 
 
-def sum_over(axis: Axis, value: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the ranks of an axis."""
-    total = value.detach().clone()
-    dist.all_reduce(total, group=axis.group)
-    return total
-
-
 class FlatMpu:
     """The axes as DeepSpeed asks for them: tensor is its model parallelism, data × sequence its data parallelism.
 

@@ -25,6 +25,7 @@ from tost_lm.config import Section
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.parallel.agreement import disagreements, gather, name_ranks, rank_numbers, settings_as_facts, wire_device
+from tost_lm.parallel.failures import naming_lost_ranks
 from tost_lm.parallel.world import start_world, stop_world
 from tost_lm.version import VERSION
 
@@ -61,6 +62,7 @@ def look_at_nodes(
 
     Raises:
         ConfigError: there is no such device, or the ranks do not reach each other over the network in use.
+        LostRankError: a rank failed on the way.
     """
     host = socket.gethostname()
     network = network_in_use("nccl" if device in ("auto", "cuda") and torch.cuda.is_available() else "gloo")
@@ -70,37 +72,38 @@ def look_at_nodes(
     except RuntimeError as error:
         raise ConfigError(f"{host}: no process group over {network}: {str(error).splitlines()[0]}") from None
 
-    problems = _problems_of_sharing(runs_folder)
-    free_bytes = next(shutil.disk_usage(path).free for path in (runs_folder, *runs_folder.parents) if path.exists())
-    if free_bytes < disk_bytes:
-        problems.append(
-            f"{runs_folder} has {_gb(free_bytes)} free, {_gb(disk_bytes - free_bytes)} less than the {_gb(disk_bytes)} "
-            "that the run's checkpoints take: free that much, or lower run.keep_checkpoints"
-        )
-    shards = {}
-    try:
-        shards["shards"] = Shards.open(shards_folder).fingerprint[:16]
-    except DataError as error:
-        problems.append(str(error))
+    with naming_lost_ranks():
+        problems = _problems_of_sharing(runs_folder)
+        free_bytes = next(shutil.disk_usage(path).free for path in (runs_folder, *runs_folder.parents) if path.exists())
+        if free_bytes < disk_bytes:
+            problems.append(
+                f"{runs_folder} has {_gb(free_bytes)} free, {_gb(disk_bytes - free_bytes)} less than the "
+                f"{_gb(disk_bytes)} that the run's checkpoints take: free that much, or lower run.keep_checkpoints"
+            )
+        shards = {}
+        try:
+            shards["shards"] = Shards.open(shards_folder).fingerprint[:16]
+        except DataError as error:
+            problems.append(str(error))
 
-    bandwidth, latency = measure_all_reduce()
-    about_me = {
-        "host": host,
-        "node": f"{os.environ.get('GROUP_RANK', '0')} {host}",  # as torchrun counts nodes
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type,
-        "free_bytes": free_bytes,
-        "network": network,
-        "bandwidth": measure_link(),
-        "problems": problems,
-    }
-    ranks = gather(about_me)
-    lines = [
-        *_lines_of_problems(ranks),
-        *disagreements(settings_as_facts(settings), "start every node with the same file and overrides"),
-        *disagreements(shards, f"{shards_folder} must be the same on all nodes"),
-        *disagreements(_versions(), "put the same on all nodes"),
-    ]
-    stop_world()
+        bandwidth, latency = measure_all_reduce()
+        about_me = {
+            "host": host,
+            "node": f"{os.environ.get('GROUP_RANK', '0')} {host}",  # as torchrun counts nodes
+            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type,
+            "free_bytes": free_bytes,
+            "network": network,
+            "bandwidth": measure_link(),
+            "problems": problems,
+        }
+        ranks = gather(about_me)
+        lines = [
+            *_lines_of_problems(ranks),
+            *disagreements(settings_as_facts(settings), "start every node with the same file and overrides"),
+            *disagreements(shards, f"{shards_folder} must be the same on all nodes"),
+            *disagreements(_versions(), "put the same on all nodes"),
+        ]
+        stop_world()
     speed = f"all_reduce over all ranks: {_gb(bandwidth)}/s, {latency * 1e6:.0f} µs for one number"
     return Findings(f"{_table(ranks)}\n{speed}", lines, slow_links(ranks))
 
@@ -122,8 +125,10 @@ def network_in_use(backend: Literal["gloo", "nccl"]) -> str:
     wanted = os.environ.get(variable, "")
     route = _address_towards(os.environ.get("MASTER_ADDR", OUTSIDE))
     if wanted and not wanted.startswith("^"):  # NCCL's sign for all but these
-        prefixes = tuple(wanted.removeprefix("=").split(","))
-        address = next((address for address, name in interfaces.items() if name.startswith(prefixes)), None)
+        names = tuple(wanted.removeprefix("=").split(","))
+        exactly = backend == "gloo" or wanted.startswith("=")  # else NCCL takes names as prefixes
+        fits = (lambda name: name in names) if exactly else (lambda name: name.startswith(names))
+        address = next((address for address, name in interfaces.items() if fits(name)), None)
         if not address:
             there = ", ".join(dict.fromkeys(interfaces.values()))
             raise ConfigError(f"{variable}={wanted}: {host} has no such interface; it has {there}")

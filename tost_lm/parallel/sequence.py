@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.split import Pieces, SequenceSplit
 from tost_lm.parallel.collectives import all_gather, reduce_scatter
 from tost_lm.parallel.mesh import Axis
@@ -63,7 +64,7 @@ def _spread(x_n: Tensor, pieces: Pieces, documents: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Shards are filled up to the longest on their way."""
+    """Shards are filled up to the longest on their way. Gradients are summed in float32 at least."""
 
     @staticmethod
     def forward(ctx, x_BHTD: Tensor, axis: Axis, split: SequenceSplit) -> Tensor:
@@ -77,5 +78,5 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, d_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         longest = max(ctx.split.lengths)
         parts = [pad(part, (0, 0, 0, longest - part.shape[2])) for part in d_BHTD.split(ctx.split.lengths, 2)]
-        d_shard = reduce_scatter(torch.stack(parts), ctx.axis)
-        return d_shard[:, :, : ctx.split.lengths[ctx.axis.rank]], None, None
+        d_shard = reduce_scatter(torch.stack(parts).to(statistics_dtype(d_BHTD)), ctx.axis)
+        return d_shard[:, :, : ctx.split.lengths[ctx.axis.rank]].to(d_BHTD.dtype), None, None

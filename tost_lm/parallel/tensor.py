@@ -72,7 +72,7 @@ class Residual:
     def __init__(self, axis: Axis):
         self.axis = axis
         self.tokens = 0
-        """Of the current call, before filling up."""
+        """Of the current call, before filling up; so with recomputed blocks, backward before the next call."""
 
     @property
     def filling(self) -> int:
@@ -101,7 +101,8 @@ class Column(ColumnParallelLinear):
         _take_parts(self, whole, residual.axis, weight=Part(0, groups), bias=Part(0, groups))
 
     def forward(self, x_BTC: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y_TBC, _ = super().forward(x_BTC.transpose(0, 1))
+        # Contiguous: Megatron gathers it as it is, and NCCL wants it so.
+        y_TBC, _ = super().forward(x_BTC.transpose(0, 1).contiguous())
         return y_TBC.transpose(0, 1)[:, : self.residual.tokens]
 
 
@@ -151,7 +152,7 @@ class VocabularyHead(ColumnParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor | None, label_count: Tensor | float | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        logits_TBV, _ = super().forward(x_BTC.transpose(0, 1), weight=weight_VC)
+        logits_TBV, _ = super().forward(x_BTC.transpose(0, 1).contiguous(), weight=weight_VC)
         logits_TBV = logits_TBV[: self.residual.tokens]
         if labels_BT is not None and logits_TBV.dtype != torch.float64:
             labels_TB = labels_BT.T.contiguous()

@@ -14,8 +14,9 @@ from tost_lm.ops.split import SequenceSplit
 from tost_lm.optim.adamw import build_adamw, learning_rate
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
+from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.failures import naming_lost_ranks
-from tost_lm.parallel.mesh import Mesh, build_mesh, sum_over
+from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import World, mean_over_ranks, start_world, stop_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.training import checkpoint
@@ -72,7 +73,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
         mesh,
         config.parallel,
         micro_batch_sequences=config.train.micro_batch_sequences,
-        accumulation=config.train.batch_sequences // (mesh.data.size * config.train.micro_batch_sequences),
+        accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
         bfloat16=config.train.dtype == "bfloat16",
     )
@@ -93,7 +94,7 @@ def train_step(
     """
     mesh: Mesh = engine.mesh
     shard = shard_of(mesh, split)
-    labels_in_batch = sum_over(mesh.replicas, (labels_BT != IGNORED_LABEL).sum())
+    labels_in_batch = all_reduce((labels_BT != IGNORED_LABEL).sum(), mesh.replicas)
     label_count = labels_in_batch / (mesh.replicas.size * engine.gradient_accumulation_steps())
     for group in engine.optimizer.param_groups:
         group["lr"] = lr

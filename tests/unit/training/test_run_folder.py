@@ -111,7 +111,7 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):
 
 def test_the_batch_must_be_shared_out_evenly():
     assert [config().accumulation(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
-    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 ranks × train\.micro_batch_sequences 2 = 8"):
+    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 data ranks × train\.micro_batch_sequences 2 = 8"):
         config().accumulation(4)
 
 
