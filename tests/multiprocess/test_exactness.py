@@ -38,10 +38,6 @@ def mesh_of(tensor: int, sequence: int) -> Mesh:
     return build_mesh(start_world("cpu"), mix)
 
 
-def over_sequence(value: Tensor, mesh: Mesh) -> Tensor:
-    return all_reduce(value, mesh.sequence) if mesh.sequence.size > 1 else value
-
-
 def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Tensor]:
     parts = {name: part_of(p) for name, p in model.named_parameters()}
     return {name: part.whole(x, mesh.tensor) if (part := parts[name]) else x for name, x in values.items()}
@@ -83,9 +79,9 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
             shard=shard_of(mesh, split),
         )  # fmt: skip
         for p in model.parameters():
-            p.grad = None if p.grad is None else over_sequence(p.grad, mesh)
+            p.grad = None if p.grad is None else all_reduce(p.grad, mesh.sequence)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        record.append((over_sequence(loss, mesh), whole(gradients, model, mesh)))
+        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
         steps.step()
     return [*record, whole({name: p.detach() for name, p in model.named_parameters()}, model, mesh)]
 
@@ -131,8 +127,8 @@ def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool)
             model, split.shard(tokens), split.shard(labels), cu_seqlens=torch.tensor(offsets), label_count=count,
             output_state=False, shard=shard_of(mesh, split),
         )  # fmt: skip
-        gradients = {name: over_sequence(x, mesh) for name, x in gradients.items()}
-        record.append((over_sequence(loss, mesh), whole(gradients, model, mesh)))
+        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
+        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
     return record
 
 
