@@ -22,17 +22,17 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN", "FOLDER"],
     config: type[AnySection],
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
-    (run folder, step folder or export), where `config` holds only the program's own settings. With `[CONFIG]` the
-    file may be left out (`path` is None). `--dry-run` prints the resolved configuration and does nothing else. Exit
-    codes: 0 done, 2 bad input (a line each on stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output
-    left, 1 with a traceback for a defect of ours.
+    (run folder, step folder or export) or another folder, where `config` holds only the program's own settings. With
+    `[CONFIG]` the file may be left out (`path` is None). `--dry-run` prints the resolved configuration and does
+    nothing else. Exit codes: 0 done, 2 bad input (a line each on stderr), 130 interrupted by Ctrl-C, 141 when the
+    reader of the output left, 1 with a traceback for a defect of ours.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -40,7 +40,7 @@ def run_program(
             print(help_text(name, doc, takes, config))
             sys.exit(0)
         path, overrides, dry_run = _parse(name, takes, words)
-        settings = load_config(config, None if takes == "RUN" else path, overrides)
+        settings = load_config(config, path if "CONFIG" in takes else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
         else:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ def to_toml(config: Section) -> str:
         if name:
             lines += ["", f"[{name}]"]
         for key, value in table.items():
+            key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
             if isinstance(value, dict):
                 tables.append((f"{name}.{key}" if name else key, value))
             elif value is not None:
@@ -63,8 +65,8 @@ def to_toml(config: Section) -> str:
 def differences(old: Section, new: Section) -> list[str]:
     """One line `path: old → new` for every setting in which two configurations of one class differ."""
     old_values, new_values = dict(leaves(old.model_dump())), dict(leaves(new.model_dump()))
-    return [f"{path}: {old_values[path]!r} → {new_values[path]!r}" for path in old_values
-            if old_values[path] != new_values[path]]  # fmt: skip
+    pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
+    return [f"{path}: {before!r} → {after!r}" for path, (before, after) in pairs.items() if before != after]
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

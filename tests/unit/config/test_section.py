@@ -23,6 +23,7 @@ class Inner(Section):
 class Root(Section):
     inner: Inner
     other: Inner = Field(default_factory=lambda: Inner(size=1))
+    weights: dict[str, float] = Field(default_factory=dict)
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -89,6 +90,18 @@ def test_broken_toml_names_the_file(tmp_path: Path):
 def test_resolved_settings_read_back_as_the_same_tree(tmp_path: Path):
     config = load_config(Root, write(tmp_path, "[inner]\nsize = 3\nwords = ['a\"\\\\ é', '\U0001f600']\n"))
     assert load_config(Root, write(tmp_path, to_toml(config))) == config
+
+
+def test_a_table_of_any_keys_reads_back_and_tells_its_differences(tmp_path: Path):
+    weights = {"plain-1_": 1.0, "data/a.b": 0.5, 'a "quoted" é\\': 2.0, "": 3.0}
+    config = Root(inner=Inner(size=1), weights=weights)
+    assert load_config(Root, write(tmp_path, to_toml(config))).weights == weights
+    assert load_config(Root, write(tmp_path, "[inner]\nsize = 1\n"), ['weights={"x.y" = 1}']).weights == {"x.y": 1.0}
+    changed = Root(inner=Inner(size=1), weights={"data/a.b": 0.5, "plain-1_": 1.5, "new": 1.0})
+    assert differences(config, changed) == [
+        "weights.plain-1_: 1.0 → 1.5", 'weights.a "quoted" é\\: 2.0 → None', "weights.: 3.0 → None",
+        "weights.new: None → 1.0",
+    ]  # fmt: skip
 
 
 def test_differences_name_path_and_both_values():
