@@ -1,0 +1,367 @@
+"""Every format gives the same rows, cut into blocks that can be read on from any block's end."""
+
+import gzip
+import io
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tost_lm.data.config import CorpusConfig
+from tost_lm.data.sources import BadRow, Document, arrays, count_rows, lines, parse, read_blocks, tables
+from tost_lm.errors import DataError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+feather = pytest.importorskip("pyarrow.feather")
+
+TEXTS = [
+    "one",
+    "zwei\r\n\u2028\u2029\x85drei",
+    "",
+    "😀 \ufeff",
+    '"\\',
+    "x" * 700,
+    *(f"row {n} " * (n % 7) for n in range(80)),
+]
+
+
+def corpus(source: Path, **chosen) -> CorpusConfig:
+    return CorpusConfig.model_validate({"source": str(source), **chosen})
+
+
+def read(config: CorpusConfig, block_bytes: int = 1 << 20) -> list[Document | BadRow]:
+    return [row for block in read_blocks(config, block_bytes=block_bytes) for row in parse(block, config)]
+
+
+def refusal(config: CorpusConfig) -> str:
+    with pytest.raises(DataError) as caught:
+        read(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def json_lines(texts: list[str]) -> bytes:
+    """Rows with raw line separators of Unicode in them, which end no line."""
+    return "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def json_array(texts: list[str]) -> bytes:
+    return json.dumps([{"text": text, "n": [1.5, {}]} for text in texts], indent=1).encode()
+
+
+def zstandard(data: bytes) -> bytes:
+    return pyarrow.compress(data, "zstd", asbytes=True)
+
+
+def table(texts: list[str], kind=None):
+    return pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, kind)})
+
+
+def as_parquet(data) -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(data, sink, row_group_size=7)
+    return sink.getvalue()
+
+
+def as_stream(data) -> bytes:
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, data.schema) as stream:
+        stream.write_table(data, max_chunksize=9)
+    return sink.getvalue()
+
+
+def as_feather(data, compression: str = "lz4") -> bytes:
+    sink = io.BytesIO()
+    feather.write_feather(data, sink, compression=compression, chunksize=11)
+    return sink.getvalue()
+
+
+DICTIONARY = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "rows.jsonl": json_lines,
+    "rows.jsonl.gz": lambda texts: gzip.compress(json_lines(texts)),
+    "members.jsonl.gz": lambda texts: b"".join(gzip.compress(json_lines([text])) for text in texts),
+    "rows.jsonl.zst": lambda texts: zstandard(json_lines(texts)),
+    "frames.jsonl.zst": lambda texts: b"".join(zstandard(json_lines([text])) for text in texts),
+    "lines.json": json_lines,
+    "array.json": json_array,
+    "array.json.gz": lambda texts: gzip.compress(b"\n \n" + json_array(texts)),
+    "array.json.zst": lambda texts: zstandard(json_array(texts)),
+    "rows.parquet": lambda texts: as_parquet(table(texts)),
+    "large.parquet": lambda texts: as_parquet(table(texts, pyarrow.large_string())),
+    "dictionary.parquet": lambda texts: as_parquet(table(texts, DICTIONARY)),
+    "stream.arrow": lambda texts: as_stream(table(texts)),
+    "large_stream.arrow": lambda texts: as_stream(table(texts, pyarrow.large_string())),
+    "dictionary.arrow": lambda texts: as_stream(table(texts, DICTIONARY)),
+    "view.arrow": lambda texts: as_stream(table(texts, pyarrow.string_view())),
+    "feather.arrow": lambda texts: as_feather(table(texts)),
+    "plain_feather.arrow": lambda texts: as_feather(table(texts), "uncompressed"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows_and_goes_on_from_every_block(tmp_path, name):
+    (tmp_path / name).write_bytes(FORMATS[name](TEXTS))
+    (tmp_path / "z.txt").write_text("the next file")
+    config = corpus(tmp_path)
+    expected = [Document(row, text) for row, text in enumerate([*TEXTS, "the next file"]) if text]
+    assert read(config) == expected
+    assert count_rows(config) == len(TEXTS) + 1
+    for block_bytes in (1, 200, 333, 5000):
+        blocks = list(read_blocks(config, block_bytes=block_bytes))
+        assert [row for block in blocks for row in parse(block, config)] == expected
+        assert [block.first_row for block in blocks] == [0, *(block.end.row for block in blocks[:-1])]
+        for number, block in enumerate(blocks, start=1):
+            rest = list(read_blocks(config, block.end, block_bytes=block_bytes))
+            assert rest == blocks[number:]
+        shares = [block.share_read or 0 for block in blocks]
+        assert shares == sorted(shares)
+        assert shares[-1] == 1
+
+
+def test_blocks_are_about_as_large_as_asked_for(tmp_path):
+    texts = [f"{n} " * 100 for n in range(2000)]
+    for name in FORMATS:
+        file = tmp_path / name
+        file.write_bytes(FORMATS[name](texts))
+        sizes = [len(block.payload) for block in read_blocks(corpus(file), block_bytes=50_000)]
+        assert max(sizes) < 60_000, name
+        assert all(size > 20_000 for size in sizes[:-1]), name
+        file.unlink()
+
+
+LINES = st.lists(
+    st.one_of(
+        st.text(max_size=30).map(lambda text: json.dumps({"text": text}, ensure_ascii=False).encode()),
+        st.sampled_from([b"", b" \t", b"\r", b"{", b"7", b'{"text": "\xff"}', b'{"text": 1}', b'{"body": ""}']),
+    )
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    LINES.filter(lambda rows: any(map(bytes.strip, rows))),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.booleans(),
+    st.integers(1, 200),
+)
+def test_lines_are_rows_however_blocks_are_cut(tmp_path, rows, newline, ended, block_bytes):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(newline.join(rows) + newline * ended)
+    config = corpus(file)
+    expected = []
+    for number, line in enumerate(rows, start=1):
+        if line.strip():
+            row = len(expected)
+            try:
+                expected.append(Document(row, str(json.loads(line.decode())["text"] + "")))
+            except (ValueError, KeyError, TypeError):
+                expected.append((row, f"{file}, line {number}"))
+    found = [row if isinstance(row, Document) else row[:2] for row in read(config, block_bytes)]
+    assert found == [row for row in expected if not (isinstance(row, Document) and not row.text)]
+    assert count_rows(config) == len(expected)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "array.json"])
+@pytest.mark.parametrize("pack", [lambda data: (data, ""), lambda data: (gzip.compress(data), ".gz")])
+def test_byte_order_mark_before_everything_is_no_text(tmp_path, name, pack):
+    body = {"a.txt": b"one\ntwo", "array.json": json_array(["one", "two"])}.get(name, json_lines(["one", "two"]))
+    data, ending = pack(b"\xef\xbb\xbf" + body)
+    file = tmp_path / (name + ending)
+    file.write_bytes(data)
+    config = corpus(file, text_documents="line")
+    assert read(config) == [Document(0, "one"), Document(1, "two")]
+    first, second = read_blocks(config, block_bytes=22 if "json" in name else 4)
+    assert list(read_blocks(config, first.end, block_bytes=22 if "json" in name else 4)) == [second]
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_plain_text_is_one_document_or_one_a_line(tmp_path, ending):
+    data = "one\r\n\n  \ntwo\u2028zwei\n\nthree".encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard}[ending]
+    (tmp_path / f"a.txt{ending}").write_bytes(pack(data))
+    (tmp_path / f"b.txt{ending}").write_bytes(pack(b""))
+    (tmp_path / f"c.txt{ending}").write_bytes(pack(b"last\n"))
+    assert read(corpus(tmp_path)) == [Document(0, data.decode()), Document(2, "last\n")]
+    by_line = corpus(tmp_path, text_documents="line")
+    expected = [Document(row, text) for row, text in enumerate(["one", "two\u2028zwei", "three", "last"])]
+    for block_bytes in (1, 8, 1000):
+        assert read(by_line, block_bytes) == expected
+        for config in (corpus(tmp_path), by_line):
+            blocks = list(read_blocks(config, block_bytes=block_bytes))
+            for number, block in enumerate(blocks, start=1):
+                assert list(read_blocks(config, block.end, block_bytes=block_bytes)) == blocks[number:]
+
+
+def test_documents_too_long_to_hold_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "ROW_LIMIT", 1000)
+    monkeypatch.setattr(tables, "ROW_LIMIT", 1000)
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    assert len(read(corpus(tmp_path))) == 1
+    (tmp_path / "a.txt").write_text("x\n" * 501)
+    assert "a.txt: a document of more than" in refusal(corpus(tmp_path))
+    assert "corpus.text_documents=line" in refusal(corpus(tmp_path))
+    assert len(read(corpus(tmp_path, text_documents="line"))) == 501
+    (tmp_path / "a.jsonl").write_text("x" * 5000)
+    with pytest.raises(DataError, match="a line is longer than"):
+        list(read_blocks(corpus(tmp_path / "a.jsonl"), block_bytes=100))
+    (tmp_path / "a.parquet").write_bytes(as_parquet(table(["x" * 1001])))
+    assert "a text is longer than" in refusal(corpus(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_that_was_cut_short_is_named(tmp_path, name):
+    whole = FORMATS[name](["".join(random.Random(n).choices("abcdefgh", k=2000)) for n in range(100)])
+    file = tmp_path / name
+    for cut in (len(whole) // 2 + 3, len(whole) - 5, 3):
+        file.write_bytes(whole[:cut])
+        config = corpus(file)
+        if name in ("rows.jsonl", "lines.json"):
+            *_, last = read(config)  # a cut line is a bad row like any other
+            assert isinstance(last, BadRow)
+            assert "not JSON" in last.reason
+        elif "stream" in name or name in ("dictionary.arrow", "view.arrow"):
+            if cut != len(whole) - 5:  # the mark of the end may be missing from a stream
+                assert f"{file}: cannot be read" in refusal(config)
+        elif name == "array.json":
+            item = {3: 0, len(whole) - 5: 99}.get(cut, 50)
+            assert f"{file}, item {item}: not JSON: " in refusal(config)
+        else:
+            assert f"{file}: cannot be read" in refusal(config)
+
+
+def test_files_that_are_not_what_their_name_says(tmp_path):
+    for name in ("a.jsonl.gz", "a.txt.zst", "a.parquet", "a.arrow"):
+        file = tmp_path / name
+        file.write_bytes(b'{"text": "plain"}\n' * 20)
+        assert f"{file}: cannot be read: " in refusal(corpus(file))
+    damaged = bytearray(gzip.compress(json_lines(TEXTS)))
+    damaged[-8] ^= 1
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(damaged)
+    assert f"{file}: cannot be read: " in refusal(corpus(file))
+    with pytest.raises(DataError, match="cannot be read"):
+        count_rows(corpus(file))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith((".parquet", ".arrow"))])
+def test_columns_are_asked_for_by_name_and_kind(tmp_path, name):
+    file = tmp_path / name
+    file.write_bytes(FORMATS[name](["x"]))
+    assert f"{file}: no column 'body'; set corpus.text_field to one of those there: id, text" in refusal(
+        corpus(file, text_field="body")
+    )
+    assert f"{file}: column 'id' is int64, not string" in refusal(corpus(file, text_field="id"))
+
+
+@pytest.mark.parametrize("write", [as_parquet, as_stream, as_feather])
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), DICTIONARY])
+def test_null_in_a_table_is_a_bad_row(tmp_path, write, kind):
+    file = tmp_path / ("a.parquet" if write is as_parquet else "a.arrow")
+    file.write_bytes(write(table(["one", None, "three"] * 10, kind)))  # type: ignore[list-item]
+    rows = read(corpus(file), block_bytes=40)
+    assert rows[:3] == [Document(0, "one"), BadRow(1, f"{file}, row 1", "field 'text' is null"), Document(2, "three")]
+    assert len(rows) == 30
+    assert rows[-2] == BadRow(28, f"{file}, row 28", "field 'text' is null")
+
+
+@pytest.mark.parametrize(("binary", "kind"), [("binary", "string"), ("large_binary", "large_string")])
+def test_what_is_not_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
+    raw = pyarrow.array([b"one", b"caf\xe9", None, b"last"], getattr(pyarrow, binary)())
+    column = raw.view(getattr(pyarrow, kind)())
+    file = tmp_path / "a.arrow"
+    file.write_bytes(as_stream(pyarrow.table({"text": column})))
+    assert read(corpus(file)) == [
+        Document(0, "one"),
+        BadRow(1, f"{file}, row 1", "byte 3 is not UTF-8"),
+        BadRow(2, f"{file}, row 2", "field 'text' is null"),
+        Document(3, "last"),
+    ]
+
+
+def test_items_of_an_array_are_kept_as_they_are(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(
+        '[{"text": "\\ud800"}, {"text": "\\ud83d\\ude00"}, {"text": "a", "n": 123456789012345678901234567890},'
+        ' 7, {"body": "x"}]'
+    )
+    config = corpus(file)
+    surrogate, *middle, number, field = read(config)
+    assert surrogate == BadRow(0, f"{file}, item 0", "character 0 of field 'text' is half of a surrogate pair")
+    assert middle == [Document(1, "😀"), Document(2, "a")]
+    assert number == BadRow(3, f"{file}, item 3", "not a JSON object but a number")
+    assert isinstance(field, BadRow)
+    assert "fields there: body" in field.reason
+
+
+@pytest.mark.parametrize("padding", ["", " " * 100_000])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('[{"text": "a"},, PAD{"text": "b"}]', ", item 1: not JSON: Expecting value"),
+        ('[{"text": "a"} PAD{"text": "b"}]', ", item 0: not JSON: Expecting ',' delimiter"),
+        ('[{"text": "a"}, {"text": "b", 7 PAD}]', ", item 1: not JSON: Expecting property name"),
+        ('[{"text": "a"}, {"text": "b\nc"}PAD]', ", item 1: not JSON: Invalid control character"),
+        ('[{"text": "a"}PAD', ", item 0: not JSON: Expecting ',' delimiter"),
+        ('[{"text": "a"},PAD', ", item 1: not JSON: Expecting value"),
+        ('[{"text": "a"}]PAD [1]', ": text follows the end of the array"),
+        ("[" * 100_000 + "PAD", ": nested too deeply"),
+    ],
+)
+def test_an_array_that_is_no_json_is_refused_where_it_breaks(tmp_path, monkeypatch, content, problem, padding):
+    monkeypatch.setattr(arrays, "READ_BYTES", 1000)
+    file = tmp_path / "a.json"
+    file.write_text(content.replace("PAD", padding))
+    assert f"{file}{problem}" in refusal(corpus(file)).replace(", item 0: nested", ": nested")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda some: st.lists(some) | st.dictionaries(st.text(), some),
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(VALUES, min_size=1), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(1, 40))
+def test_arrays_are_read_as_the_json_module_reads_them(tmp_path, items, indent, ascii_only, read_bytes):
+    file = tmp_path / "a.json"
+    file.write_bytes(b" " + json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(arrays, "READ_BYTES", read_bytes)
+        patched.setattr(arrays, "FIRST_BYTES", read_bytes)
+        (block,) = read_blocks(corpus(file))
+    assert [json.loads(line) for line in block.payload.split(b"\n")] == items
+
+
+def peak_bytes(config: CorpusConfig) -> int:
+    """Python's and Arrow's memory at most while blocks are read and dropped."""
+    list(read_blocks(config))  # imports
+    pool, before = pyarrow.default_memory_pool(), pyarrow.total_allocated_bytes()
+    highest = 0
+    tracemalloc.start()
+    for _ in read_blocks(config):
+        highest = max(highest, pool.bytes_allocated() - before)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak + highest
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "array.json", "one_group.parquet", "one_batch.arrow"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    texts = [f"{n:09} " * 500 for n in range(8000)]  # 40 MB
+    if name == "one_group.parquet":
+        parquet.write_table(table(texts), tmp_path / name, compression="none", use_dictionary=False)
+    elif name == "one_batch.arrow":
+        with pyarrow.ipc.new_file(tmp_path / name, (data := table(texts)).schema) as stream:
+            stream.write_table(data)
+    else:
+        (tmp_path / name).write_bytes(FORMATS[name](texts))
+    assert (tmp_path / name).stat().st_size > 30_000_000 or name.endswith(".gz")
+    assert peak_bytes(corpus(tmp_path / name)) < 15_000_000

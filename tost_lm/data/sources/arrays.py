@@ -1,0 +1,78 @@
+"""JSON files that are one array of rows: its items become JSON lines, one at a time."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, lines_of_rows, too_long
+from tost_lm.data.sources.lines import ByteStream
+from tost_lm.errors import DataError
+
+FIRST_BYTES = 1 << 16
+READ_BYTES = 1 << 20
+FIRST = re.compile(r"\[[ \t\r\n]*(\])?")
+NEXT = re.compile(r"[ \t\r\n]*(?:,|(\]))[ \t\r\n]*")
+SCAN = json.JSONDecoder(parse_int=str, parse_float=str).raw_decode
+"""Finds where an item ends. Of ijson's parsers one puts "?" for halves of surrogate pairs, one holds the whole file."""
+LONGEST_TOKEN = 16
+"""Characters, or more, of what the end of the text read so far may tear apart beside strings and blanks."""
+
+
+def is_array(path: Path) -> bool:
+    """Whether a JSON file begins as an array; otherwise it is taken for JSON lines."""
+    with ByteStream(path) as stream:
+        return _first_bytes(stream).startswith(b"[")
+
+
+def array_pieces(path: Path, offset: int, block_bytes: int) -> Iterator[Piece]:
+    """Pieces of JSON lines, an item a line, from item `offset`."""
+    with ByteStream(path) as stream:
+        yield from lines_of_rows(_items(path, stream), offset, block_bytes, lambda _: stream.consumed())
+
+
+def _first_bytes(stream: ByteStream) -> bytes:
+    """Some bytes from the first that is not blank."""
+    while head := stream.read(FIRST_BYTES):
+        if head := head.lstrip():
+            return head
+    return b""
+
+
+def _items(path: Path, stream: ByteStream) -> Iterator[bytes]:
+    """Items as they stand in the file, but each on one line."""
+    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+    text, at, pattern, number, ended = decode(_first_bytes(stream)), 0, FIRST, 0, False
+    while match := pattern.match(text, at):
+        if match[1]:
+            if text[match.end() :].strip() or _first_bytes(stream):
+                raise DataError(f"{path}: text follows the end of the array; mend the file")
+            return
+        begin = match.end()
+        end = _item_end(text, begin, ended, f"{path}, item {number}")
+        if end:
+            yield text[begin:end].replace("\n", " ").encode(errors="surrogateescape")
+            at, pattern, number = end, NEXT, number + 1
+            continue
+        if len(text) - at > ROW_LIMIT:
+            raise too_long(f"{path}, item {number}")
+        more = stream.read(max(READ_BYTES, len(text) - at))  # doubled, so that a long item is scanned a few times only
+        text, at, ended = text[at:] + decode(more, not more), 0, not more
+
+
+def _item_end(text: str, begin: int, ended: bool, where: str) -> int | None:
+    """Where an item ends, if what has been read holds it and the sign after it."""
+    try:
+        _, end = SCAN(text, begin)
+        if NEXT.match(text, end):
+            return end
+        problem, place = "Expecting ',' delimiter", end + len(text[end:]) - len(text[end:].lstrip())
+    except json.JSONDecodeError as error:
+        problem, place = error.msg, error.pos
+    except RecursionError:
+        raise DataError(f"{where}: nested too deeply; mend the file") from None
+    torn = problem.startswith("Unterminated") or place > len(text) - LONGEST_TOKEN
+    if ended or not torn:
+        raise DataError(f"{where}: not JSON: {problem}; mend the file")
+    return None
