@@ -1,46 +1,37 @@
-"""python -m data_prep.train_tokenizer configs/data/embedded.toml
+"""Train the lossless SentencePiece tokenizer on a corpus' training documents, or reuse the one that is already there.
 
-Train the lossless SentencePiece tokenizer on a corpus' training documents, or reuse the one that is already there.
+    python -m data_prep.train_tokenizer configs/data/embedded.toml
+    python -m data_prep.train_tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192 \\
+        tokenizer.user_symbols='["<|fim|>"]'
+
+Writes tokenizer.path and beside it a record of what it was trained on.
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from data_prep.progress import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.sources import documents, fingerprint, is_heldout
-from tost_lm.data.tokenizer_record import why_stale, write_tokenizer
-from tost_lm.data.tokenizers import Tokenizer, train_tokenizer
+from tost_lm.data.sources import fingerprint
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.record import model_path, why_stale, write_tokenizer
+from tost_lm.data.tokenizers.sample import sample_texts
+from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.errors import ConfigError
 
-CHECKED_BYTES = 32_000_000  # decoding this much back takes seconds
-
-
-class TrainingTexts:
-    """The texts to train on; counts what was read and keeps the first ones for the check."""
-
-    def __init__(self, config: DataPrepConfig) -> None:
-        self._config = config
-        self.documents = 0
-        self.bytes = 0
-        self.kept: list[str] = []
-
-    def __iter__(self) -> Iterator[str]:
-        for document in documents(self._config.corpus):
-            if is_heldout(document.name, self._config.corpus.heldout_share):
-                continue
-            self.documents += 1
-            self.bytes += len(document.text.encode())
-            if self.bytes <= CHECKED_BYTES or not self.kept:
-                self.kept.append(document.text)
-            yield document.text
-            if self.bytes >= self._config.tokenizer.max_training_bytes:
-                return
+CHECKED_BYTES = 8_000_000  # a few seconds, forth and back
 
 
-def main(_: Path, config: DataPrepConfig) -> None:
+def main(_: Path | None, config: DataPrepConfig) -> None:
     """Train, check that the training text comes back, write."""
-    path = config.tokenizer.path
+    if config.tokenizer.kind == "gpt2":
+        print("tokenizer.kind gpt2: nothing to train; python -m data_prep.build_shards makes shards with it")
+        return
+    path, vocab_size = model_path(config), config.tokenizer.vocab_size
+    if vocab_size is None:
+        raise ConfigError("tokenizer.vocab_size: must be set to train a tokenizer")
+    symbols = symbol_pieces(config.tokenizer.user_symbols)
     corpus_fingerprint = fingerprint(config.corpus)
     reason = why_stale(config, corpus_fingerprint)
     if reason is None:
@@ -48,24 +39,34 @@ def main(_: Path, config: DataPrepConfig) -> None:
         return
     print(f"training {path}: {reason}", flush=True)
     start = time.monotonic()
-    texts = TrainingTexts(config)
-    tokenizer = Tokenizer(train_tokenizer(texts, config.tokenizer.vocab_size))
-    bytes_per_token = check_lossless(tokenizer, texts.kept)
-    write_tokenizer(config, corpus_fingerprint, tokenizer.model_bytes, texts.documents, texts.bytes)
+    with Progress("reading", "B") as progress:
+        sample = sample_texts(config, progress)
+    with Progress("training", " pieces") as progress:
+        texts = (text.decode() for text in sample.texts)
+        tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, symbols, progress))
+    bytes_per_token = check_lossless(tokenizer, sample.texts)
+    sample_bytes = sum(map(len, sample.texts))
+    write_tokenizer(config, corpus_fingerprint, tokenizer.model_bytes, len(sample.texts), sample_bytes)
     print(
-        f"{path}: {tokenizer.vocab_size} pieces from {texts.documents} documents, {texts.bytes} bytes; "
-        f"{bytes_per_token:.3f} bytes per token of training text; {time.monotonic() - start:.1f} s"
+        f"{path}: {tokenizer.vocab_size} pieces from {len(sample.texts):,} of {sample.documents:,} training documents, "
+        f"{sample_bytes:,} bytes; {bytes_per_token:.3f} bytes per token of them; {time.monotonic() - start:.1f} s"
     )
+    if sample.bad_rows:
+        print(f"{sample.bad_rows:,} unreadable rows left out")
 
 
-def check_lossless(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """Bytes per token over `texts`. Raises AssertionError if a text does not come back exactly."""
-    tokens = 0
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        assert tokenizer.decode(ids) == text, f"a text of {len(text)} characters does not come back from its tokens"
+def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> float:
+    """Bytes per token over the first of `texts`. Raises AssertionError if one does not come back exactly."""
+    checked = tokens = 0
+    for text in texts:
+        ids = tokenizer.encode(text.decode())
+        assert tokenizer.decode(ids).encode() == text, f"a text of {len(text)} bytes does not come back from its tokens"
         tokens += len(ids)
-    return sum(len(text.encode()) for text in texts) / tokens
+        checked += len(text)
+        if checked >= CHECKED_BYTES:
+            break
+    return checked / tokens
 
 
 if __name__ == "__main__":
-    run_program(main, name="data_prep.train_tokenizer", doc=__doc__ or "", takes="CONFIG", config=DataPrepConfig)
+    run_program(main, name="data_prep.train_tokenizer", doc=__doc__ or "", takes="[CONFIG]", config=DataPrepConfig)

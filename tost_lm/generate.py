@@ -29,10 +29,10 @@ def main(path: Path, config: GenerateConfig) -> None:
 
         import torch
 
-        from tost_lm.data.tokenizers import Tokenizer
+        from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
         from tost_lm.evaluation.generation import generate, state_bytes
 
-        tokenizer = Tokenizer.from_file(subject.checkpoint / "tokenizer.model")
+        tokenizer = read_tokenizer(find_tokenizer(subject.checkpoint))
         model = ranks.load(subject.checkpoint)
         prompt_ids = [tokenizer.eot, *tokenizer.encode(sample.prompt)]
         began = time.monotonic()

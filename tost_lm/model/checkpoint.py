@@ -1,13 +1,13 @@
 """Model folders: weights, settings and tokenizer with a hash of every file; reading any checkpoint of ours.
 
-A model folder (an export) holds model.safetensors, model.json, tokenizer.model and manifest.json. A training
+A model folder (an export) holds model.safetensors, model.json, the tokenizer's file and manifest.json. A training
 checkpoint is a model folder with the optimizer beside it, so everything that reads one reads the other.
 """
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from tost_lm.model.lm import TostLM
 
 FORMAT = "tost_lm.checkpoint.v1"
+
+
+class TokenizerFile(Protocol):
+    """What a checkpoint keeps of a tokenizer."""
+
+    @property
+    def file_name(self) -> str: ...
+    @property
+    def model_bytes(self) -> bytes: ...
 
 
 def load(path: str | Path, device: str = "cpu") -> "TostLM":
@@ -47,7 +56,7 @@ def write_checkpoint(
     folder: Path,
     config: ModelConfig,
     weights: dict[str, "Tensor"],
-    tokenizer_model: bytes,
+    tokenizer: TokenizerFile,
     write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a model folder aside, hash it and rename it into place. `write_more(folder)` adds files to it."""
@@ -56,7 +65,7 @@ def write_checkpoint(
     aside = folder_aside(folder)
     save_file(weights, aside / "model.safetensors")
     (aside / "model.json").write_text(config.model_dump_json(indent=1))
-    (aside / "tokenizer.model").write_bytes(tokenizer_model)
+    (aside / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
     write_more(aside)
     hashes = {file.name: sha256_file(file) for file in sorted(aside.iterdir())}
     (aside / "manifest.json").write_text(json.dumps({"format": FORMAT, "sha256": hashes}, indent=1))

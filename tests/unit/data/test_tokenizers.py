@@ -1,19 +1,35 @@
-"""Every text comes back from its tokens, and training says how many pieces a corpus allows."""
+"""Every text comes back from its SentencePiece tokens; files of tokenizers are found, read and refused."""
 
+import io
+import pickle
 import random
-import re
 
+import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tost_lm.data.tokenizers import ESCAPE, SPACE_MARK, Tokenizer, train_tokenizer
+from tost_lm.config import validate
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.tokenizers import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    find_tokenizer,
+    make_tokenizer,
+    read_tokenizer,
+)
+from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK, escape
+from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import DataError
 
+SYMBOLS = ["<|fim|>", " x", "\n\n", "  ", ",", '"', "12", "🙂"]
+BEYOND_WORDS = ["a b", "def ", "\n "]
 HARD_CASES = [
     "", " ", "  leading", "trailing  ", "\0", "a\0b", "\r\n", "\n\n\t x", "<0x0A>", "<unk>", "<|endoftext|>", "</s>",
     SPACE_MARK, f"{SPACE_MARK} {SPACE_MARK}a", "\u2585", "\ufeff", "\ufeffx", "\ufffd", "e\u0301", "ﬁ", "😀", "\u3000",
     ESCAPE, ESCAPE * 2, f"{ESCAPE}0", f"{ESCAPE}1", f"{ESCAPE}{SPACE_MARK}1", "\ue000", "\U0010ffff", "a\u2028b",
+    *SYMBOLS, *BEYOND_WORDS, "<|fim|><|fim|>", "xa b", f"a{SPACE_MARK}b", "\n\n\n", "   ", "<|fim| >",
 ]  # fmt: skip
 
 
@@ -29,9 +45,10 @@ def corpus() -> list[str]:
     return texts
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(corpus(), 400))
+@pytest.fixture(scope="module", params=["plain", "symbols", "symbols beyond words"])
+def tokenizer(request) -> Tokenizer:
+    symbols = {"plain": [], "symbols": SYMBOLS, "symbols beyond words": [*SYMBOLS, *BEYOND_WORDS]}[request.param]
+    return SentencePieceTokenizer(train_sentencepiece(corpus(), 400, symbol_pieces(symbols)))
 
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -62,11 +79,15 @@ def test_any_ids_decode_to_a_text_that_comes_back(tokenizer, ids):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_whole_documents_come_back_in_batches(tokenizer):
-    texts = corpus()
-    batch = tokenizer.encode_batch(texts)
-    assert batch == [tokenizer.encode(text) for text in texts]
-    assert [tokenizer.decode(ids) for ids in batch] == texts
+def test_long_texts_come_back_and_have_the_ids_that_sentencepiece_gives_the_whole(tokenizer):
+    whole = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes)
+    generator = random.Random(0)
+    awkward = ["  ".join(generator.choices(HARD_CASES, k=1000)), " " * 5000, "x" * 5000, "x " * 3000]
+    for text in [*corpus(), *awkward]:
+        array = tokenizer.encode_array(text)
+        assert array.dtype == np.uint32
+        assert array.tolist() == tokenizer.encode(text) == whole.encode(escape(text))
+        assert tokenizer.decode(array) == text
 
 
 def test_end_of_text_decodes_to_nothing(tokenizer):
@@ -78,53 +99,62 @@ def test_newlines_take_part_in_merges(tokenizer):
     assert len(tokenizer.encode("\n    ")) < 5
 
 
-def test_training_is_repeatable():
-    texts = corpus()
-    assert train_tokenizer(texts, 400) == train_tokenizer(iter(texts), 400)
-    assert train_tokenizer(texts, 400) != train_tokenizer(texts, 401)
+def test_a_pickled_tokenizer_is_the_same(tokenizer):
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.sha256 == tokenizer.sha256
+    assert [*map(again.encode, HARD_CASES)] == [*map(tokenizer.encode, HARD_CASES)]
 
 
-def test_vocabulary_as_large_as_the_message_says_can_be_trained():
-    with pytest.raises(DataError, match=r"vocab_size 50000: too large, .* at most \d+;") as caught:
-        train_tokenizer(corpus(), 50_000)
-    most = re.search(r"at most (\d+)", str(caught.value))
-    assert most is not None
-    assert Tokenizer(train_tokenizer(corpus(), int(most[1]))).vocab_size == int(most[1])
-    with pytest.raises(DataError, match="too large"):
-        train_tokenizer(corpus(), int(most[1]) + 1)
+def test_models_made_elsewhere_are_taken_if_they_lose_nothing():
+    def train(**settings) -> SentencePieceTokenizer:
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(corpus()), model_writer=model, vocab_size=500, model_type="bpe", minloglevel=2,
+            **settings,
+        )  # fmt: skip
+        return SentencePieceTokenizer(model.getvalue())
 
-
-def test_vocabulary_too_small_for_the_characters():
-    with pytest.raises(DataError, match=r"vocab_size 300: too small, .* at least 1258"):
-        train_tokenizer(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 300)
-
-
-@pytest.mark.parametrize("texts", [[], [""], ["\0"]])
-def test_nothing_to_train_on(texts):
-    with pytest.raises(DataError, match="no training document"):
-        train_tokenizer(texts, 300)
-
-
-@pytest.mark.parametrize("error", [DataError("row 3: bad"), KeyboardInterrupt()])
-def test_what_the_corpus_raises_comes_through(error):
-    def texts():
-        yield "some text"
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        train_tokenizer(texts(), 300)
-    assert caught.value is error
+    lossless = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    for name in lossless:
+        with pytest.raises(DataError, match="loses text"):
+            train(**{key: value for key, value in lossless.items() if key != name})
+    tokenizer = train(**lossless)  # it puts a space before every text
+    whole = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes)
+    for text in corpus():
+        assert tokenizer.encode(text) == whole.encode(escape(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_files_that_are_no_tokenizer_are_refused(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.model"
     with pytest.raises(DataError, match="no such tokenizer"):
-        Tokenizer.from_file(path)
+        read_tokenizer(path)
     for data in (b"", b"junk", tokenizer.model_bytes[:-7]):
         path.write_bytes(data)
         with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model"):
-            Tokenizer.from_file(path)
+            read_tokenizer(path)
     with pytest.raises(DataError, match="cannot be read"):
-        Tokenizer.from_file(tmp_path)
+        read_tokenizer(tmp_path)
     path.write_bytes(tokenizer.model_bytes)
-    assert Tokenizer.from_file(path).sha256 == tokenizer.sha256
+    assert read_tokenizer(path).sha256 == tokenizer.sha256
+
+
+def test_a_folder_has_one_tokenizer(tmp_path):
+    with pytest.raises(DataError, match=r"one tokenizer, tokenizer\.model or tokenizer\.tiktoken, but neither"):
+        find_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.tiktoken").touch()
+    assert find_tokenizer(tmp_path) == tmp_path / "tokenizer.tiktoken"
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(DataError, match="both are there"):
+        find_tokenizer(tmp_path)
+
+
+def test_a_configuration_without_its_trained_tokenizer_says_how_to_train_it(tmp_path):
+    (tmp_path / "corpus.txt").write_text("text")
+    tree = {
+        "corpus": {"source": str(tmp_path / "corpus.txt")},
+        "tokenizer": {"path": str(tmp_path / "tokenizer.model"), "vocab_size": 300},
+        "shards": {"folder": "unused"},
+    }
+    with pytest.raises(DataError, match=r"\(there is none yet\); run python -m data_prep\.train_tokenizer"):
+        make_tokenizer(validate(DataPrepConfig, tree, "test"))

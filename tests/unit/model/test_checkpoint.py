@@ -1,6 +1,7 @@
 """Model folders: what is written is read back, and anything else is refused by name."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,10 +17,15 @@ CONFIG = validate(
 )
 
 
+class Tokenizer(NamedTuple):
+    file_name: str
+    model_bytes: bytes
+
+
 def write(folder: Path, seed: int = 0) -> TostLM:
     torch.manual_seed(seed)
     model = TostLM(CONFIG)
-    write_checkpoint(folder, CONFIG, model.state_dict(), b"a tokenizer")
+    write_checkpoint(folder, CONFIG, model.state_dict(), Tokenizer("tokenizer.tiktoken", b"a tokenizer"))
     return model
 
 
@@ -45,7 +51,7 @@ def test_a_folder_left_by_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path
     assert find_checkpoint(run).name == "step_00000015"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer.model", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer.tiktoken", "manifest.json"])
 def test_one_flipped_bit_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str):
     run = run_folder(tmp_path)
     damaged = run / "checkpoints" / "step_00000015" / name

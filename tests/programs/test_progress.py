@@ -1,0 +1,44 @@
+"""Progress of long steps: lines in a log now and then, a bar on a terminal, speed and remaining time in both."""
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+from programs import CHECKOUT, ENVIRONMENT
+
+SCRIPT = """
+import time
+from data_prep import progress
+progress.LINE_SECONDS = 0.2
+with progress.Progress("tokenizing", "B") as bar:
+    for done in range(2_000_000, 8_000_001, 1_000_000):
+        bar(done, 12_000_000, "5 tokens/s")
+        time.sleep(0.11)
+"""
+
+
+def test_a_log_gets_a_line_now_and_then():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert 1 <= len(lines) <= 4
+    for line in lines:
+        assert line.startswith("tokenizing: ")
+        assert " M of 12.00 M B, " in line
+        assert " B/s, 0:00:0" in line
+        assert line.endswith(" left, 5 tokens/s")
+
+
+def test_a_terminal_gets_a_bar():
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    os.set_blocking(ours, False)
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=CHECKOUT, env=ENVIRONMENT, stderr=theirs, check=True)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "tokenizing: " in said
+    assert "/12.0M" in said
+    assert "MB/s" in said
+    assert "5 tokens/s" in said

@@ -1,0 +1,283 @@
+"""Training a tokenizer: on a fair sample, the same each time, ended by Ctrl-C; mistakes are named in one line."""
+
+import json
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.split import Splitter
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.record import record_path, why_stale, write_tokenizer
+from tost_lm.data.tokenizers.sample import Sample, sample_texts
+from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.errors import ConfigError, DataError
+
+
+def random_texts(count: int) -> list[str]:
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefghijklmnopqrstuvwxyzé", k=6)) for _ in range(300)]
+    return [f"{number} " + " ".join(generator.choices(words, k=generator.randrange(60))) for number in range(count)]
+
+
+TEXTS = random_texts(2000)
+
+
+def write_rows(path: Path, rows: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+
+def prep_config(source: Path, corpus: dict[str, Any] | None = None, **tokenizer: Any) -> DataPrepConfig:
+    tree = {
+        "corpus": {"source": str(source), "valid_share": 0.1, **(corpus or {})},
+        "tokenizer": {"path": str(source.parent / "tokenizer.model"), "vocab_size": 400, **tokenizer},
+        "shards": {"folder": "unused"},
+    }
+    return validate(DataPrepConfig, tree, "test")
+
+
+def sample(config: DataPrepConfig) -> Sample:
+    return sample_texts(config, lambda done, total: None)
+
+
+def train(found: Sample) -> bytes:
+    return train_sentencepiece((text.decode() for text in found.texts), 400)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    write_rows(path, TEXTS)
+    return path
+
+
+def train_texts(config: DataPrepConfig) -> list[str]:
+    splitter = Splitter(config.corpus, len(TEXTS))
+    return [text for row, text in enumerate(TEXTS) if splitter.split_of(row, text) == "train"]
+
+
+def test_a_small_corpus_is_taken_whole(corpus):
+    config = prep_config(corpus)
+    found = sample(config)
+    assert sorted(text.decode() for text in found.texts) == sorted(train_texts(config))
+    assert found.documents == len(found.texts) < len(TEXTS)
+
+
+def test_a_sample_is_of_its_size_and_of_the_training_documents(corpus):
+    config = prep_config(corpus, sample_bytes=20_000)
+    found = sample(config)
+    *whole, last = found.texts
+    train = {text.encode() for text in train_texts(config)}
+    assert set(whole) < train
+    assert any(text.startswith(last) for text in train)
+    assert 20_000 - 1 <= sum(map(len, found.texts)) <= 20_000  # a character of two bytes may not fit
+    assert found.documents == len(train_texts(config))
+
+
+def test_every_document_is_as_likely_in_a_sample(corpus):
+    places = {text: number for number, text in enumerate(train_texts(prep_config(corpus)))}
+    drawn: list[int] = []
+    for seed in range(20):
+        texts = sample(prep_config(corpus, sample_bytes=30_000, seed=seed)).texts[:-1]
+        drawn += [places[text.decode()] for text in texts]
+        assert len(texts) > 100
+    fifths = [0] * 5
+    for place in drawn:
+        fifths[5 * place // len(places)] += 1
+    expected = len(drawn) / 5
+    assert sum((count - expected) ** 2 / expected for count in fifths) < 18.5  # chi-squared of 4, p = 0.001
+
+
+def test_a_sample_does_not_depend_on_order_or_files(corpus, tmp_path):
+    shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
+    for number in range(3):
+        write_rows(tmp_path / f"files/{number}.jsonl", shuffled[number::3])
+    for most in (10_000_000, 20_000):
+        one, other = (sample(prep_config(source, sample_bytes=most)) for source in (corpus, tmp_path / "files"))
+        assert one == other
+        assert train(one) == train(other)
+        assert sample(prep_config(corpus, sample_bytes=most, seed=1)).texts != one.texts
+
+
+def test_texts_that_are_there_often_do_not_depend_on_order(tmp_path):
+    rows = ["a" * 100] * 30 + ["b" * 100] * 30 + ["c" * 100] * 30
+    for number, order in enumerate((rows, rows[::-1], random.Random(0).sample(rows, 90))):
+        write_rows(tmp_path / f"{number}.jsonl", order)
+    samples = [sample(prep_config(tmp_path / f"{i}.jsonl", {"valid_share": 0}, sample_bytes=4550)) for i in range(3)]
+    assert samples[0] == samples[1] == samples[2]
+    assert sum(map(len, samples[0].texts)) == 4550
+
+
+def test_one_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
+    (tmp_path / "one.txt").write_text("é" * 5000)
+    found = sample(prep_config(tmp_path / "one.txt", {"valid_share": 0}, sample_bytes=1001))
+    assert found.texts == [("é" * 500).encode()]
+
+
+def test_the_nanogpt_split_goes_by_rows(corpus):
+    found = sample(prep_config(corpus, {"split": "nanogpt"}))
+    assert found.documents == len(TEXTS) - 1
+    assert len(found.texts) == found.documents
+
+
+def test_bad_rows_are_left_out_and_named_when_nothing_is_left(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    write_rows(path, TEXTS[:50])
+    path.write_text(path.read_text() + '{"text": 7}\nnot JSON\n')
+    found = sample(prep_config(path, {"valid_share": 0}))
+    assert (found.documents, found.bad_rows) == (50, 2)
+    path.write_text('{"body": "a"}\n{"body": "b"}\n')
+    with pytest.raises(
+        DataError, match=r"no training document; unreadable rows: 2, the first: .*jsonl, line 1: no field 'text'"
+    ):
+        sample(prep_config(path))
+    write_rows(path, ["", ""])
+    with pytest.raises(DataError, match=r"no training document; lower corpus\.valid_share or add documents"):
+        sample(prep_config(path))
+
+
+def test_reading_is_reported(corpus):
+    reports: list[tuple[int, int | None]] = []
+    found = sample_texts(prep_config(corpus), lambda *report: reports.append(report))
+    assert reports[-1] == (sum(map(len, found.texts)),) * 2
+
+
+def test_training_is_repeatable():
+    first = train_sentencepiece(TEXTS, 400)
+    assert train_sentencepiece(iter(TEXTS), 400) == first
+    assert train_sentencepiece(TEXTS, 401) != first
+
+
+def test_training_is_reported():
+    reports: list[tuple[int, int]] = []
+    train_sentencepiece(TEXTS, 1000, report=lambda *report: reports.append(report))
+    assert reports == sorted(reports)
+    assert 900 <= reports[-1][0] <= 1000
+    assert {total for _, total in reports} == {1000}
+
+
+def test_user_symbols_are_one_piece_each():
+    symbols = ["<|fim|>", "a b", " ", "\n\n", ",", '"x,"', "a", "\\", "😀"]
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS, 400, symbol_pieces(symbols)))
+    ids = [tokenizer.encode(symbol) for symbol in symbols]
+    assert all(len(one) == 1 for one in ids)
+    assert len({one[0] for one in ids}) == len(symbols)
+    text = 'x<|fim|>ya b\n\n\n"x,"'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert {one[0] for one in ids[:2]} <= set(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("symbols", "problem"),
+    [
+        (["a", ""], "'' is empty"),
+        (["b", "a", "b"], "'b' is there more than once"),
+        (["<|endoftext|>"], "'<|endoftext|>' is a piece that every"),
+        (["<unk>"], "'<unk>' is a piece that every"),
+        (["<0x0A>"], "'<0x0A>' is a piece that every"),
+        (["a\u2581"], "has the character U+2581"),
+        (["\U000f25810"], "has the character U+F2581"),
+        (["\0"], "has the character U+0000"),
+    ],
+)
+def test_user_symbols_that_cannot_be(symbols, problem):
+    with pytest.raises(ConfigError, match=rf"^tokenizer\.user_symbols: .*{re.escape(problem)}[^\n]*$"):
+        symbol_pieces(symbols)
+
+
+def test_vocabulary_as_large_as_the_message_says_can_be_trained():
+    with pytest.raises(DataError, match=r"vocab_size 50000: too large, .* at most \d+;") as caught:
+        train_sentencepiece(TEXTS, 50_000)
+    most = re.search(r"at most (\d+)", str(caught.value))
+    assert most is not None
+    assert SentencePieceTokenizer(train_sentencepiece(TEXTS, int(most[1]))).vocab_size == int(most[1])
+    with pytest.raises(DataError, match="too large"):
+        train_sentencepiece(TEXTS, int(most[1]) + 1)
+
+
+def test_vocabulary_too_small_for_the_characters():
+    with pytest.raises(DataError, match=r"vocab_size 300: too small, .* at least 1258"):
+        train_sentencepiece(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 300)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["\0"]])
+def test_nothing_to_train_on(texts):
+    with pytest.raises(DataError, match="no training document"):
+        train_sentencepiece(texts, 300)
+
+
+@pytest.mark.parametrize("error", [DataError("row 3: bad"), BrokenPipeError(), KeyboardInterrupt()])
+def test_what_the_corpus_raises_comes_through(error):
+    def texts():
+        yield "some text"
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train_sentencepiece(texts(), 300)
+    assert caught.value is error
+    assert not trainers()
+
+
+def trainers() -> list[psutil.Process]:
+    """Training processes of this one, which has others too."""
+    return [child for child in psutil.Process().children() if "training_process" in " ".join(child.cmdline())]
+
+
+def test_what_the_report_raises_comes_through():
+    def fail(done: int, total: int) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        train_sentencepiece(TEXTS, 1000, report=fail)
+
+
+def test_ctrl_c_ends_the_training():
+    started = time.monotonic()
+
+    def interrupt(done: int, total: int) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_sentencepiece(TEXTS * 20, 2000, report=interrupt)
+    assert not trainers()
+    assert time.monotonic() - started < 20
+
+
+def test_a_training_that_is_killed_says_so():
+    def kill(done: int, total: int) -> None:
+        for child in trainers():
+            child.kill()
+
+    with pytest.raises(DataError, match=r"exit code -9 .*lower tokenizer\.sample_bytes"):
+        train_sentencepiece(TEXTS * 20, 2000, report=kill)
+
+
+def test_a_record_holds_for_its_settings_alone(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    config = prep_config(path)
+    assert why_stale(config, "abc") == "there is none yet"
+    write_tokenizer(config, "abc", b"a model", 3, 14)
+    assert why_stale(config, "abc") is None
+    assert why_stale(config, "abd") == "the corpus or what is taken of it changed"
+    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"user_symbols": ["x"]}, {"sample_bytes": 9}, {"seed": 1}]
+    for changed in settings:
+        (setting,) = changed
+        assert why_stale(prep_config(path, **changed), "abc") == f"{setting} was {getattr(config.tokenizer, setting)}"
+    for changed in ({"valid_share": 0.2}, {"test_share": 0.2}, {"split": "nanogpt"}):
+        (setting,) = changed
+        assert why_stale(prep_config(path, changed), "abc") == f"{setting} was {getattr(config.corpus, setting)}"
+    for record in ("[]", "{"):
+        record_path(config).write_text(record)
+        assert why_stale(config, "abc") is not None
+    write_tokenizer(config, "abc", b"a model", 3, 14)
+    (tmp_path / "tokenizer.model").write_bytes(b"b model")
+    assert why_stale(config, "abc") == "the model file is not the one in its record"
