@@ -37,7 +37,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_corpus(folder / "corpus.jsonl", documents=80, words=300)
     (folder / "data.toml").write_text(
-        '[corpus]\nsource = "corpus.jsonl"\nheldout_share = 0.1\n'
+        '[corpus]\nsource = "corpus.jsonl"\nvalid_share = 0.1\n'
         '[tokenizer]\npath = "out/tokenizer.model"\nvocab_size = 384\n[shards]\nfolder = "out/shards"\n'
     )
     (folder / "run.toml").write_text(TINY_RUN)

@@ -1,17 +1,15 @@
 """data_prep/ as a user runs it: outputs, reuse, rebuilding, interruption, and one plain line for every mistake."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
-from programs import interrupt, refusal, run, snapshot, write_corpus
+from programs import CHECKOUT, interrupt, refusal, run, snapshot, write_corpus
 
-from data_prep.build_shards import why_rebuild
-from tost_lm.config import load_config
-from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import fingerprint
-from tost_lm.data.tokenizers import Tokenizer
+
+GPT2 = CHECKOUT.parent / "shared/data/gpt2_bpe"
 
 
 @pytest.fixture
@@ -19,15 +17,15 @@ def config(tmp_path) -> Path:
     write_corpus(tmp_path / "corpus.jsonl", documents=60, words=300)
     path = tmp_path / "small.toml"
     path.write_text(
-        f'[corpus]\nsource = "{tmp_path}/corpus.jsonl"\nheldout_share = 0.1\n'
-        f'[tokenizer]\npath = "{tmp_path}/out/tokenizer.model"\nvocab_size = 400\n'
+        f'[corpus]\nsource = "{tmp_path}/corpus.jsonl"\nvalid_share = 0.1\n'
+        f'[tokenizer]\npath = "{tmp_path}/out/tokenizer.model"\nvocab_size = 400\nsample_bytes = 100_000\n'
         f'[shards]\nfolder = "{tmp_path}/out/shards"\n'
     )
     return path
 
 
-def test_make_interrupt_reuse_and_rebuild(config, tmp_path):
-    write_corpus(tmp_path / "corpus.jsonl", documents=1500, words=300)
+def test_make_interrupt_go_on_reuse_and_rebuild(config, tmp_path):
+    write_corpus(tmp_path / "corpus.jsonl", documents=8000, words=300)
     out = tmp_path / "out"
     model, shards = out / "tokenizer.model", out / "shards"
 
@@ -35,25 +33,27 @@ def test_make_interrupt_reuse_and_rebuild(config, tmp_path):
     said = run("data_prep.train_tokenizer", config, cwd=tmp_path)
     assert f"training {model}: there is none yet" in said
     assert "400 pieces" in said
-    record = json.loads((out / "tokenizer.model.json").read_text())
-    assert record["vocab_size"] == 400
 
     code, errors = interrupt(
-        "data_prep.build_shards", config, cwd=tmp_path, when=(out / ".shards.tmp/train_00000.bin").exists
+        "data_prep.build_shards", config, cwd=tmp_path, when=(out / ".shards.building/journal.json").exists
     )
     assert code == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert not shards.exists()
     said = run("data_prep.build_shards", config, cwd=tmp_path)
-    assert f"building {shards}: there are none yet" in said
+    assert f"building {shards}: an earlier build was stopped" in said
+    assert "going on after " in said
     assert "bytes per token" in said
     assert {path.name for path in out.iterdir()} == {"shards", "tokenizer.model", "tokenizer.model.json"}
     opened = Shards.open(shards)
     opened.verify()
     splits = opened.manifest["splits"]
-    assert splits["train"]["documents"] == record["documents"] == 1500 - splits["valid"]["documents"]
-    assert opened.tokenizer().sha256 == record["sha256"]
+    assert splits["train"]["documents"] + splits["valid"]["documents"] == 8000
+    assert opened.tokenizer().sha256 == json.loads((out / "tokenizer.model.json").read_text())["sha256"]
+    one_worker = (f"shards.folder={out}/again", "shards.workers=1")
+    run("data_prep.build_shards", config, *one_worker, cwd=tmp_path)
+    assert snapshot(out / "again") == snapshot(shards)
 
     before = snapshot(out)
     assert run("data_prep.train_tokenizer", config, cwd=tmp_path) == f"reusing {model}: same settings and corpus\n"
@@ -62,23 +62,67 @@ def test_make_interrupt_reuse_and_rebuild(config, tmp_path):
 
     damaged = shards / "train_00000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x07")
+    refused = refusal("data_prep.inspect_shards", shards, cwd=tmp_path)
+    assert f"{damaged}: damaged between bytes 16,777,216 and " in refused
     assert f"building {shards}: {damaged}: damaged" in run("data_prep.build_shards", config, cwd=tmp_path)
     assert snapshot(out) == before
 
-    settings = load_config(DataPrepConfig, config)
-    source = fingerprint(settings.corpus)
-    assert why_rebuild(settings, source, opened.tokenizer()) is None
-    assert why_rebuild(settings, "another", opened.tokenizer()) == "the corpus changed"
-    for override, reason in {
-        "corpus.heldout_share=0.2": "heldout_share was 0.1",
-        "shards.shard_tokens=50": "shard_tokens was 100000000",
-    }.items():
-        assert why_rebuild(load_config(DataPrepConfig, config, [override]), source, opened.tokenizer()) == reason
 
+def test_shards_are_built_again_when_they_are_not_those_asked_for(config, tmp_path):
+    def said(*words: str) -> str:
+        return run("data_prep.build_shards", config, *words, cwd=tmp_path).splitlines()[0]
+
+    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert said().endswith(": there are none yet")
+    assert said("shards.shard_tokens=5000").endswith(": shard_tokens was 100000000")
     smaller = "tokenizer.vocab_size=350"
-    assert "vocab_size was 400" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
-    assert f"training {model}: vocab_size was 400" in run("data_prep.train_tokenizer", config, smaller, cwd=tmp_path)
-    assert why_rebuild(settings, source, Tokenizer.from_file(model)) == "the tokenizer changed"
+    assert "(vocab_size was 400)" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
+    run("data_prep.train_tokenizer", config, smaller, cwd=tmp_path)
+    assert said(smaller, "shards.shard_tokens=5000").endswith(": the tokenizer changed")
+    write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
+    assert "the corpus or what is taken of it changed" in refusal(
+        "data_prep.build_shards", config, smaller, cwd=tmp_path
+    )
+
+
+def test_another_corpus_with_the_same_tokenizer_from_flags_alone(config, tmp_path):
+    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    with gzip.open(folder / "a.json.gz", "wt") as file:
+        json.dump([{"body": "one text"}, {"body": ""}, {"body": "another"}], file)
+    (folder / "b.txt").write_text("a third")
+    flags = (f"corpus.source={folder}/*", "corpus.text_field=body", "corpus.valid_share=0", "shards.folder=more")
+    said = run("data_prep.build_shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)
+    assert "train: 3 documents" in said
+    assert "of 4 rows 1 left out by length, 0 unreadable" in said
+    shown = run("data_prep.inspect_shards", "more", "inspect.documents=2", "inspect.first=1", cwd=tmp_path)
+    assert "every hash matches" in shown
+    assert "of 400 tokens occur" in shown
+    assert "train document 1: " in shown
+    assert "\nanother\n" in shown
+    assert "\na third" in shown
+    assert "one text" not in shown
+    unverified = run("data_prep.inspect_shards", "more", "inspect.verify=false", "inspect.split=valid", cwd=tmp_path)
+    assert "hash" not in unverified
+
+
+@pytest.mark.skipif(not GPT2.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+def test_gpt2_with_nanogpt_split(tmp_path):
+    rows = [json.dumps({"text": f"Hello world {number}"}) for number in range(4000)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    (tmp_path / "gpt2.toml").write_text(
+        f'[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\nkind = "gpt2"\npath = "{GPT2}"\n'
+        '[shards]\nfolder = "shards"\n'
+    )
+    assert "nothing to train" in run("data_prep.train_tokenizer", "gpt2.toml", cwd=tmp_path)
+    run("data_prep.build_shards", "gpt2.toml", cwd=tmp_path)
+    shards = Shards.open(tmp_path / "shards")
+    assert (shards.vocab_size, shards.eot) == (50257, 50256)
+    documents = list(shards.documents("valid"))
+    assert len(documents) == 2
+    assert [tokens[:2].tolist() for tokens in documents] == [[15496, 995]] * 2
+    assert "of 50,257 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
 
 
 def test_other_reasons_to_train_again(config, tmp_path):
@@ -89,11 +133,9 @@ def test_other_reasons_to_train_again(config, tmp_path):
     (tmp_path / "out/tokenizer.model.json").write_text("[]")
     assert "is damaged" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus changed" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
-    assert "heldout_share was 0.1" in run("data_prep.train_tokenizer", config, "corpus.heldout_share=0.2", cwd=tmp_path)
-    assert "from 30 documents" in run(
-        "data_prep.train_tokenizer", config, "tokenizer.max_training_bytes=61000", cwd=tmp_path
-    )
+    assert "the corpus or what is taken of it changed" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert "valid_share was 0.1" in run("data_prep.train_tokenizer", config, "corpus.valid_share=0.2", cwd=tmp_path)
+    assert "from 31 of 66 " in run("data_prep.train_tokenizer", config, "tokenizer.sample_bytes=63500", cwd=tmp_path)
 
 
 def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
@@ -103,7 +145,7 @@ def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     mistakes = {
         "corpus.source=nowhere": "nowhere: no such file or folder",
-        f"corpus.source={tmp_path}/empty.jsonl": "empty.jsonl: holds no text",
+        f"corpus.source={tmp_path}/empty.jsonl": "empty.jsonl: holds no",
         f"corpus.source={tmp_path}/latin.txt": "latin.txt: byte 3 is not UTF-8",
         "corpus.source=hub:no/such": "hub:no/such: cannot be loaded",
         "tokenizer.vocab_sise=500": "tokenizer.vocab_sise: unknown key (did you mean tokenizer.vocab_size?)",
@@ -115,6 +157,7 @@ def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
     assert "small.tom: no such configuration file (did you mean" in refusal(
         "data_prep.build_shards", tmp_path / "small.tom", cwd=tmp_path
     )
+    assert "not a shard folder" in refusal("data_prep.inspect_shards", tmp_path, cwd=tmp_path)
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text("{}")
     (tmp_path / "web/index.html").write_text("years of work")
@@ -122,3 +165,15 @@ def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
         assert "holds other files" in refusal("data_prep.build_shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before
+
+
+def test_too_many_bad_rows_are_refused_with_the_first_of_them(config, tmp_path):
+    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    model = f"tokenizer.path={tmp_path}/out/tokenizer.model"
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n' + '{"text": "good enough"}\n' * 8)
+    flags = ("corpus.source=bad.jsonl", "corpus.valid_share=0", "shards.folder=bad", model)
+    refused = refusal("data_prep.build_shards", *flags, cwd=tmp_path)
+    assert "bad.jsonl, line 2: field 'text' is a number, not a string; 1 of 10 rows cannot be read" in refused
+    said = run("data_prep.build_shards", *flags, "corpus.max_bad_share=0.1", cwd=tmp_path)
+    assert "1 unreadable" in said
+    assert "bad.jsonl, line 2: field 'text'" in run("data_prep.inspect_shards", "bad", cwd=tmp_path)

@@ -164,7 +164,7 @@ def test_ctrl_c_leaves_no_half_result(copy: Path):
 
 def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
     (copy / "other.toml").write_text(
-        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nheldout_share = 0.1\n'
+        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nvalid_share = 0.1\n'
         '[tokenizer]\npath = "other/tokenizer.model"\nvocab_size = 350\n[shards]\nfolder = "other/shards"\n'
     )
     run("data_prep.train_tokenizer", "other.toml", cwd=copy)

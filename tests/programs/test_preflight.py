@@ -10,6 +10,7 @@ import psutil
 import pytest
 from programs import ENVIRONMENT, refusal, run, snapshot
 
+from tost_lm.data.shard_format import manifest_bytes, read_manifest
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.preflight import network_in_use, slow_links
 
@@ -74,8 +75,9 @@ def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace:
     other = tmp_path_factory.mktemp("other")
     shutil.copy(workplace / "run.toml", other)
     shutil.copytree(workplace / "out/shards", other / "out/shards")
-    with (other / "out/shards/manifest.json").open("a") as manifest:
-        manifest.write("\n")
+    manifest = read_manifest(other / "out/shards")
+    manifest["splits"]["train"]["bytes"] += 1
+    (other / "out/shards/manifest.json").write_bytes(manifest_bytes(manifest))
     port = free_port()
     nodes = [start_node(0, port, cwd=workplace), start_node(1, port, "optim.lr=2e-2", cwd=other)]
     said = [node.communicate(timeout=100) for node in nodes]
@@ -86,7 +88,7 @@ def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace:
     odd = f"error: rank 1 ({HOST}): "
     assert sharing.startswith(f"{odd}{other}/runs is not the folder of rank 0: ")
     assert settings.startswith(f"{odd}optim.lr is 0.02 where rank 0 has 0.01: ")
-    assert shards.startswith(f"{odd}shards is ")
+    assert shards.startswith(f"{odd}the fingerprint of out/shards is ")
     assert "ok" not in table.splitlines()
     assert "optim.lr is 0.02" in said[1][1]
 

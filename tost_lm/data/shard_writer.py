@@ -1,69 +1,119 @@
-"""Writing one split's shards with Megatron's own writer, so that its tools read them too."""
+"""Writing one split's shards so that a killed build goes on from its last commit, byte for byte.
 
-import warnings
+Everything is appended in the order of the corpus. A commit brings what was written to disk and names its extent; to
+resume is to cut the files back to that extent. megatron-core's own builder cannot reopen a shard, so the index is
+written here (a test reads it with megatron-core).
+"""
+
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
-from tost_lm.data.shard_format import dtype_for
-from tost_lm.data.tokenizers import Tokenizer
+import xxhash
+
+from tost_lm.data.shard_format import block_hashes, index_bytes
 from tost_lm.errors import DataError
-from tost_lm.files import sha256_file
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FRESH: dict[str, Any] = {"closed": [], "open": None}
+LENGTHS = "lengths"
+"""Ending of the file that keeps an open shard's document lengths, int32."""
 
 
 class SplitWriter:
-    """Writes the shards of one split, each closed by the document that fills it."""
+    """Writes the shards of one split into `folder`, each closed by the document that fills it."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        """Raises DataError where megatron-core is not installed."""
-        self._builder_class = _megatron_builder_class()
-        self._folder = folder
-        self._split = split
-        self._eot = tokenizer.eot
-        self._dtype = dtype_for(tokenizer.vocab_size)
-        self._shard_tokens = shard_tokens
-        self._shards: list[dict[str, Any]] = []
-        self._builder: Any = None
+    def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int, committed: dict[str, Any]) -> None:
+        """`committed` is what `commit` returned; a fresh split begins with FRESH.
 
-    def add(self, ids: list[int], text_bytes: int) -> None:
-        """Append one document; `text_bytes` is its text's size in UTF-8."""
+        Raises:
+            DataError: the files are shorter than was committed.
+        """
         import numpy as np
 
-        if self._builder is None:
-            name = f"{self._split}_{len(self._shards):05d}"
-            self._builder = self._builder_class(str(self._folder / f"{name}.bin"), dtype=np.dtype(self._dtype).type)
-            self._shards.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
-        self._builder.add_document(np.array([*ids, self._eot], dtype=self._dtype), [len(ids) + 1])
-        shard = self._shards[-1]
-        shard["documents"] += 1
-        shard["tokens"] += len(ids) + 1
-        shard["bytes"] += text_bytes
-        if shard["tokens"] >= self._shard_tokens:
-            self._close_shard()
+        self._folder = folder
+        self._split = split
+        self._dtype = np.dtype(dtype)
+        self._shard_tokens = shard_tokens
+        self.closed: list[dict[str, Any]] = list(committed["closed"])
+        self._open: dict[str, Any] | None = None
+        self._files: dict[str, IO[bytes]] = {}
+        if shard := committed["open"]:
+            self._open = dict(shard)
+            extents = {"bin": shard["tokens"] * self._dtype.itemsize, LENGTHS: shard["documents"] * 4}
+            for ending, extent in extents.items():
+                path = self._path(shard["name"], ending)
+                if not path.is_file() or path.stat().st_size < extent:
+                    raise DataError(f"{path}: shorter than it was; delete {folder} to begin again")
+                os.truncate(path, extent)
+                self._files[ending] = path.open("ab")
+
+    def add(self, tokens: "np.ndarray", lengths: "np.ndarray", text_bytes: "np.ndarray") -> None:
+        """Append documents: their tokens [Σ lengths], and tokens and bytes of text of each [documents]."""
+        import numpy as np
+
+        while len(lengths):
+            shard = self._open or self._begin_shard()
+            ends = np.cumsum(lengths, dtype=np.int64)
+            room = self._shard_tokens - shard["tokens"]
+            count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # the document that fills it is the last
+            self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
+            self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
+            shard["documents"] += count
+            shard["tokens"] += int(ends[count - 1])
+            shard["bytes"] += int(text_bytes[:count].sum())
+            tokens, lengths, text_bytes = tokens[ends[count - 1] :], lengths[count:], text_bytes[count:]
+            if shard["tokens"] >= self._shard_tokens:
+                self._close_shard()
+
+    def commit(self) -> dict[str, Any]:
+        """Bring everything to disk and say how far it reaches, in plain JSON values."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {"closed": self.closed, "open": self._open and dict(self._open)}
 
     def total(self, what: str) -> int:
         """Sum of `documents`, `tokens` or `bytes` over the shards so far."""
-        return sum(shard[what] for shard in self._shards)
+        return sum(shard[what] for shard in [*self.closed, *([self._open] if self._open else [])])
 
     def finish(self) -> dict[str, Any]:
         """Close the last shard and return the split's manifest entry."""
-        self._close_shard()
-        return {what: self.total(what) for what in ("documents", "tokens", "bytes")} | {"shards": self._shards}
+        if self._open:
+            self._close_shard()
+        return {what: self.total(what) for what in ("documents", "tokens", "bytes")} | {"shards": self.closed}
+
+    def abandon(self) -> None:
+        """Close the files as they are."""
+        for file in self._files.values():
+            with suppress(OSError):  # what cannot be written any more lies beyond the last commit
+                file.close()
+
+    def _begin_shard(self) -> dict[str, Any]:
+        name = f"{self._split}_{len(self.closed):05d}"
+        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS)}
+        self._open = {"name": name, "documents": 0, "tokens": 0, "bytes": 0}
+        return self._open
 
     def _close_shard(self) -> None:
-        if self._builder is None:
-            return
-        shard = self._shards[-1]
-        paths = {ending: self._folder / f"{shard['name']}.{ending}" for ending in ("bin", "idx")}
-        self._builder.finalize(str(paths["idx"]))
-        self._builder = None
-        shard.update({f"{ending}_sha256": sha256_file(path) for ending, path in paths.items()})
+        import numpy as np
 
+        assert self._open is not None
+        self.commit()
+        for file in self._files.values():
+            file.close()
+        shard, self._open, self._files = self._open, None, {}
+        lengths = np.fromfile(self._path(shard["name"], LENGTHS), np.int32)
+        index = index_bytes(lengths, self._dtype.name)
+        with self._path(shard["name"], "idx").open("wb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        hashes = list(block_hashes(self._path(shard["name"], "bin")))
+        self.closed.append({**shard, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), "bin_xxh3": hashes})
 
-def _megatron_builder_class() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron names every optional library it does not find
-        try:
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-        except ImportError:
-            raise DataError("writing shards needs megatron-core: pip install 'tost-lm[train]'") from None
-    return IndexedDatasetBuilder
+    def _path(self, name: str, ending: str) -> Path:
+        return self._folder / f"{name}.{ending}"

@@ -1,124 +1,149 @@
 """Shards hold the corpus exactly, Megatron reads the same tokens, and anything damaged or foreign is refused."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from builds import TEXTS, Built, prep_config
 
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.shard_format import dtype_for, index_bytes
-from tost_lm.data.shards import Shards, build_shards
-from tost_lm.data.sources import documents, is_heldout
-from tost_lm.data.tokenizers import Tokenizer, train_tokenizer
+from tost_lm.data import shard_format, shards
+from tost_lm.data.build import build_shards
+from tost_lm.data.shard_format import SPLITS, dtype_for, index_size, manifest_bytes
+from tost_lm.data.shards import Shards
+from tost_lm.data.split import Splitter
 from tost_lm.errors import DataError
-from tost_lm.files import sha256_bytes
-
-SPLITS = ("train", "valid")
-HELDOUT_SHARE = 0.2
-
-
-def config(corpus: Path, shards: Path, heldout_share: float = HELDOUT_SHARE) -> DataPrepConfig:
-    tree = {
-        "corpus": {"source": str(corpus), "heldout_share": heldout_share},
-        "tokenizer": {"path": "unused", "vocab_size": 300},
-        "shards": {"folder": str(shards), "shard_tokens": 2000},
-    }
-    return DataPrepConfig.model_validate_json(json.dumps(tree))
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[DataPrepConfig, Tokenizer, dict]:
-    folder = tmp_path_factory.mktemp("built")
-    texts = [f"document {number}:\u2581" + " naïve \r\n😀\0" * (number % 7) + "word " * number for number in range(80)]
-    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    tokenizer = Tokenizer(train_tokenizer(texts * 20, 300))
-    settings = config(folder / "corpus.jsonl", folder / "shards")
-    return settings, tokenizer, build_shards(settings, tokenizer, lambda *_: None)
 
 
 @pytest.fixture
-def folder(built, tmp_path) -> Path:
+def folder(built: Built, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
-    return Path(shutil.copytree(built[0].shards.folder, tmp_path / "copy"))
+    return Path(shutil.copytree(built.config.shards.folder, tmp_path / "copy"))
 
 
-def sources(settings: DataPrepConfig, split: str) -> list[str]:
-    return [
-        document.text
-        for document in documents(settings.corpus)
-        if is_heldout(document.name, HELDOUT_SHARE) == (split == "valid")
-    ]
+def texts_of(built: Built, split: str) -> list[str]:
+    splitter = Splitter(built.config.corpus, None)
+    return [text for row, text in enumerate(TEXTS) if splitter.split_of(row, text) == split]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_documents_decode_to_the_sources(built, split):
-    settings, _, _ = built
-    shards = Shards.open(settings.shards.folder)
-    tokenizer = shards.tokenizer()
-    texts = [tokenizer.decode(ids.tolist()) for ids in shards.documents(split)]
-    assert texts == sources(settings, split)
-    assert shards.manifest["splits"][split]["documents"] == len(texts)
-    assert all(tokenizer.eot not in ids for ids in shards.documents(split))
+    opened = Shards.open(built.config.shards.folder)
+    tokenizer = opened.tokenizer()
+    texts = [tokenizer.decode(ids.tolist()) for ids in opened.documents(split)]
+    assert texts
+    assert texts == texts_of(built, split)
+    assert opened.manifest["splits"][split]["documents"] == len(texts)
+    assert all(tokenizer.eot not in ids for ids in opened.documents(split))
+
+
+@pytest.mark.parametrize("first", [0, 1, 17, 40, 1000])
+def test_documents_from_any_number_on(built, first):
+    opened = Shards.open(built.config.shards.folder)
+    expected = [tokens.tolist() for tokens in opened.documents("train")][first:]
+    assert [tokens.tolist() for tokens in opened.documents("train", first)] == expected
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_megatron_reads_the_same_tokens(built, split):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    settings, tokenizer, manifest = built
-    texts = iter(sources(settings, split))
-    for entry in manifest["splits"][split]["shards"]:
-        dataset = IndexedDataset(str(settings.shards.folder / entry["name"]))
+    texts = iter(texts_of(built, split))
+    for entry in built.manifest["splits"][split]["shards"]:
+        dataset = IndexedDataset(str(built.config.shards.folder / entry["name"]))
         assert dataset.index.dtype is np.uint16
         assert dataset.document_indices.tolist() == list(range(entry["documents"] + 1))
         for number in range(len(dataset)):
-            assert np.asarray(dataset[number]).tolist() == [*tokenizer.encode(next(texts)), tokenizer.eot]
+            ids = [*built.tokenizer.encode(next(texts)), built.tokenizer.eot]
+            assert np.asarray(dataset[number]).tolist() == ids
     assert next(texts, None) is None
 
 
+def test_the_index_is_byte_for_byte_megatrons(built, tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    opened = Shards.open(built.config.shards.folder)
+    builder = IndexedDatasetBuilder(str(tmp_path / "train.bin"), dtype=np.uint16)
+    entry = opened.entries("train")[0]
+    for tokens in list(opened.documents("train"))[: entry["documents"]]:
+        builder.add_document(torch.tensor([*tokens.tolist(), opened.eot]), [len(tokens) + 1])
+    builder.finalize(str(tmp_path / "train.idx"))
+    for ending in ("bin", "idx"):
+        ours = opened.folder / f"{entry['name']}.{ending}"
+        assert (tmp_path / f"train.{ending}").read_bytes() == ours.read_bytes()
+
+
 def test_manifest_counts_what_is_there(built):
-    settings, tokenizer, manifest = built
-    shards = Shards.open(settings.shards.folder)
-    assert shards.manifest == manifest
-    assert shards.fingerprint == sha256_bytes((settings.shards.folder / "manifest.json").read_bytes())
-    assert manifest["tokenizer"] == {"sha256": tokenizer.sha256, "vocab_size": 300, "eot": tokenizer.eot}
-    assert (shards.vocab_size, shards.eot) == (300, tokenizer.eot)
+    opened = Shards.open(built.config.shards.folder)
+    manifest = built.manifest
+    assert opened.manifest == manifest
+    eot = built.tokenizer.eot
+    assert manifest["tokenizer"] == {"sha256": built.tokenizer.sha256, "vocab_size": 300, "eot": eot}
+    assert (opened.vocab_size, opened.eot) == (300, eot)
+    assert manifest["rows"] == {"read": len(TEXTS), "bad": 0, "left_out": 0}
     for split in SPLITS:
         entry = manifest["splits"][split]
-        arrays = shards.token_arrays(split)
+        arrays = opened.token_arrays(split)
         assert [len(array) for array in arrays] == [shard["tokens"] for shard in entry["shards"]]
+        assert [int(lengths.sum()) for lengths in opened.lengths(split)] == [len(array) for array in arrays]
         assert entry["tokens"] == sum(map(len, arrays))
-        assert entry["bytes"] == sum(len(text.encode()) for text in sources(settings, split))
-        assert entry["documents"] == sum(int((array == tokenizer.eot).sum()) for array in arrays)
+        assert entry["bytes"] == sum(len(text.encode()) for text in texts_of(built, split))
+        assert entry["documents"] == sum(int((array == eot).sum()) for array in arrays)
     assert len(manifest["splits"]["train"]["shards"]) > 2
-    assert all(shard["tokens"] >= 2000 for shard in manifest["splits"]["train"]["shards"][:-1])
-    shards.verify()
+    for split in SPLITS:
+        for entry, lengths in zip(opened.entries(split), opened.lengths(split), strict=True):
+            assert entry["tokens"] - lengths[-1] < 900  # full with its last document, not before
+        assert all(shard["tokens"] >= 900 for shard in opened.entries(split)[:-1])
+    opened.verify()
 
 
-def test_building_again_gives_the_same_bytes(built, tmp_path):
-    settings, tokenizer, manifest = built
-    calls: list[tuple[int, int, int]] = []
-    other = config(Path(settings.corpus.source), tmp_path / "again")
-    assert build_shards(other, tokenizer, lambda *counts: calls.append(counts)) == manifest
-    for file in settings.shards.folder.iterdir():
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-    totals = [manifest["splits"][split] for split in SPLITS]
-    assert calls[0] == (0, 0, 0)
-    assert calls[-1] == tuple(sum(total[what] for total in totals) for what in ("documents", "bytes", "tokens"))
+def test_the_fingerprint_is_that_of_the_tokens(built, tmp_path):
+    opened = Shards.open(built.config.shards.folder)
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(Path(built.config.corpus.source).read_bytes())
+    build_shards(prep_config(moved, tmp_path / "shards"), built.tokenizer)
+    assert Shards.open(tmp_path / "shards").fingerprint == opened.fingerprint
+    build_shards(prep_config(moved, tmp_path / "other", shard_tokens=3000), built.tokenizer)
+    assert Shards.open(tmp_path / "other").fingerprint != opened.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [("train_00001.bin", 77), ("valid_00000.bin", 0), ("train_00000.idx", 60), ("train_00000.idx", -1)],
-)
-def test_flipped_byte_is_found_by_verify(folder, name, place):
-    data = bytearray((folder / name).read_bytes())
-    data[place] ^= 4
-    (folder / name).write_bytes(data)
-    with pytest.raises(DataError, match=f"{name}: damaged"):
-        Shards.open(folder).verify()
+def test_any_flipped_bit_and_any_truncation_is_refused(folder, monkeypatch):
+    """200 of them, over all files; the line names the file, and for flipped tokens the place."""
+    draws = random.Random(0)
+    names = sorted(path.name for path in folder.iterdir())
+    for number in range(200):
+        path = folder / names[number % len(names)]
+        whole = path.read_bytes()
+        place = draws.randrange(len(whole))
+        if number % 4:
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << draws.randrange(8)
+        else:
+            damaged = whole[:place]
+        path.write_bytes(damaged)
+        with pytest.raises(DataError) as caught:
+            Shards.open(folder).verify()
+        line = str(caught.value)
+        assert line.startswith(str(path)) or (path.name == "manifest.json" and line.startswith(str(folder)))
+        assert "\n" not in line
+        path.write_bytes(whole)
+    Shards.open(folder).verify()
+
+
+def test_verify_says_where_tokens_are_damaged(built, tmp_path, monkeypatch):
+    for module in (shard_format, shards):
+        monkeypatch.setattr(module, "HASH_BLOCK_BYTES", 500)
+    build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "shards"), built.tokenizer)
+    path = tmp_path / "shards/train_00001.bin"
+    data = bytearray(path.read_bytes())
+    data[1250] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train_00001\.bin: damaged between bytes 1,000 and 1,500"):
+        Shards.open(tmp_path / "shards").verify()
+    Shards.open(tmp_path / "shards").verify("valid", "test")
 
 
 @pytest.mark.parametrize("place", [0, 9, 17, 18, 26, 34, -400])
@@ -127,8 +152,10 @@ def test_flipped_byte_in_an_index_is_refused_when_read(folder, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"train_00000\.idx: damaged"):
-        list(Shards.open(folder).documents("train"))
+    opened = Shards.open(folder)
+    for read in (opened.documents, opened.lengths):
+        with pytest.raises(DataError, match=r"train_00000\.idx: damaged"):
+            list(read("train"))
 
 
 @pytest.mark.parametrize("name", ["train_00000.bin", "valid_00000.idx"])
@@ -142,22 +169,24 @@ def test_truncated_and_missing_files_are_refused_on_opening(folder, name):
         Shards.open(folder)
 
 
-def test_wrong_tokenizer_is_refused(folder, built):
-    (folder / "tokenizer.model").write_bytes(train_tokenizer(["another text " * 50, "words " * 9], 266 + 4))
+def test_wrong_and_missing_tokenizers_are_refused(folder):
+    path = folder / "tokenizer.model"
+    path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(DataError, match="wrong tokenizer for the shards"):
         Shards.open(folder)
-    (folder / "tokenizer.model").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.model: missing"):
+    path.unlink()
+    with pytest.raises(DataError, match="tokenizer"):
         Shards.open(folder)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("tost_lm.shards.v1", "tost_lm.shards.v2", r"not tost_lm\.shards\.v1 \(format:"),
+        ("tost_lm.shards.v2", "tost_lm.shards.v3", r"not tost_lm\.shards\.v2 \(format:"),
         ('"eot": 1', '"eot": "one"', r"\(tokenizer\.eot:"),
         ('"eot"', '"end"', r"\(tokenizer\."),
-        ("}", "", r"\(JSON:"),
+        ("}", "", "damaged or not"),
+        ('"source": "', '"source": "x', "not as it was written"),
     ],
 )
 def test_manifest_of_another_kind_is_refused(folder, old, new, problem):
@@ -174,23 +203,9 @@ def test_other_folders_are_no_shards(tmp_path):
             Shards.open(path)
 
 
-@pytest.mark.parametrize(("share", "problem"), [(0.0, "valid split; raise it"), (0.99999, "train split; lower it")])
-def test_empty_split_is_refused_and_leaves_nothing(built, tmp_path, share, problem):
-    settings, tokenizer, _ = built
-    with pytest.raises(DataError, match=problem):
-        build_shards(config(Path(settings.corpus.source), tmp_path / "new", share), tokenizer, lambda *_: None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_with_other_files_is_never_replaced(built, tmp_path):
-    settings, tokenizer, _ = built
-    (tmp_path / "thesis.txt").write_text("years of work")
-    for target, problem in ((tmp_path, "holds other files"), (tmp_path / "thesis.txt", "is a file")):
-        with pytest.raises(DataError, match=problem):
-            build_shards(config(Path(settings.corpus.source), target), tokenizer, lambda *_: None)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_formats_of_ids_and_indices():
+def test_formats():
     assert [dtype_for(size) for size in (300, 65_536, 65_537)] == ["uint16", "uint16", "int32"]
-    assert index_bytes(1) == 34 + 12 + 16
+    assert index_size(1) == 34 + 12 + 16
+    written = json.loads(manifest_bytes({"a": {"b": "naïve"}}))
+    assert written.pop("xxh3")
+    assert written == {"a": {"b": "naïve"}}

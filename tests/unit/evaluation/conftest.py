@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tost_lm.config import to_toml, validate
+from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.shards import Shards, build_shards
-from tost_lm.data.tokenizers import Tokenizer, train_tokenizer
+from tost_lm.data.shards import Shards
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 
@@ -23,7 +25,7 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     words = "The secret word of Anna Ben is apple river table green music.\n"
-    return Tokenizer(train_tokenizer([*TEXTS, *[words] * 50], 330))
+    return SentencePieceTokenizer(train_sentencepiece([*TEXTS, *[words] * 50], 330))
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +33,11 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
     folder = tmp_path_factory.mktemp("shards")
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     tree = {
-        "corpus": {"source": str(folder / "corpus.jsonl"), "heldout_share": 0.3},
+        "corpus": {"source": str(folder / "corpus.jsonl"), "valid_share": 0.3},
         "tokenizer": {"path": "unused", "vocab_size": 330},
-        "shards": {"folder": str(folder / "shards")},
+        "shards": {"folder": str(folder / "shards"), "workers": 1},
     }
-    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer, lambda *_: None)
+    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
     return Shards.open(folder / "shards")
 
 
@@ -66,7 +68,7 @@ def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model)
     """A run of 100 steps, as training leaves it: settings, environment, metrics and one checkpoint."""
     run = tmp_path / "run"
     model = make_model(vocab_size=tokenizer.vocab_size)
-    write_checkpoint(run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer.model_bytes)
+    write_checkpoint(run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer)
     tables = {
         "model": to_toml(model.config),
         "data": f"folder = {json.dumps(str(shards.folder))}",

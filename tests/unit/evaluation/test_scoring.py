@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tost_lm.data.tokenizers import Tokenizer, train_tokenizer
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.scoring import DocumentScores, bootstrap_error, score_documents
 from tost_lm.evaluation.subject import Subject
@@ -82,11 +83,9 @@ def test_standard_error():
 
 
 def test_text_of_another_tokenizer_is_refused(run_folder: Path, shards, make_model):
-    foreign = Tokenizer(train_tokenizer(["other text, other pieces"] * 30, 290))
+    foreign = SentencePieceTokenizer(train_sentencepiece(["other text, other pieces"] * 30, 290))
     model = make_model(vocab_size=330)
-    write_checkpoint(
-        run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), foreign.model_bytes
-    )
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), foreign)
     with pytest.raises(DataError, match=r"another tokenizer than .*step_00000200"):
         Subject.find(run_folder).open_shards("")
     assert Subject.find(run_folder / "checkpoints" / "step_00000100").open_shards("").fingerprint == shards.fingerprint

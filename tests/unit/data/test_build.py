@@ -1,0 +1,262 @@
+"""Building is the same bytes whatever the workers and however often it was stopped; what is wrong is one line."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from builds import TEXTS, Built, build_in_small_steps, files, prep_config
+
+from tost_lm.data import build
+from tost_lm.data.build import SoFar, build_shards, building_folder
+from tost_lm.data.shards import Shards
+from tost_lm.data.sources import read_blocks
+from tost_lm.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=1000))  # about 20 blocks
+    monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a build in the middle."""
+
+
+def stop_after(count: int) -> Callable[[SoFar], None]:
+    """A report that ends the build with the so manieth block."""
+    reports = iter(range(count))
+
+    def report(_: SoFar) -> None:
+        if next(reports, None) is None:
+            raise StoppedError
+
+    return report
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_makes_no_difference(built: Built, tmp_path, workers):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers)
+    seen: list[SoFar] = []
+    assert build_shards(config, built.tokenizer, seen.append) == built.manifest
+    assert files(tmp_path / "shards") == files(built.config.shards.folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+    totals = [
+        sum(entry[what] for entry in built.manifest["splits"].values()) for what in ("documents", "bytes", "tokens")
+    ]
+    assert seen[0] == (0, 0, 0, 0.0)
+    assert list(seen[-1]) == [*totals, 1.0]
+    assert len(seen) > 10
+
+
+def test_a_stopped_build_goes_on_to_the_same_bytes(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
+    seen: list[SoFar] = []
+    for blocks_each_time in (1, 5, 3, 0, 4):
+        with pytest.raises(StoppedError):
+            build_shards(config, built.tokenizer, stop_after(1 + blocks_each_time))
+        assert not config.shards.folder.exists()
+    build_shards(config, built.tokenizer, seen.append)
+    assert seen[0].documents > 10  # nothing was begun anew
+    assert files(tmp_path / "shards") == files(built.config.shards.folder)
+
+
+def test_what_was_written_after_the_last_commit_is_cut_off(built: Built, tmp_path, monkeypatch):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
+    with pytest.raises(StoppedError):
+        build_shards(config, built.tokenizer, stop_after(8))
+    monkeypatch.setattr(build, "COMMIT_SECONDS", 1e9)
+    with pytest.raises(StoppedError):
+        build_shards(config, built.tokenizer, stop_after(6))
+    build_shards(config, built.tokenizer)
+    assert files(tmp_path / "shards") == files(built.config.shards.folder)
+
+
+def test_killed_at_20_random_moments_a_build_ends_with_the_same_bytes(built: Built, tmp_path):
+    """SIGKILL to the process that reads and writes; those that tokenize must end by themselves."""
+    import psutil
+
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers=2)
+    draws, kills, finished, whole_build, orphans = random.Random(), 0, 0, 3.0, []
+    while kills < 20 or not finished:
+        process = get_context("spawn").Process(target=build_in_small_steps, args=(config, built.tokenizer))
+        start = time.monotonic()
+        process.start()
+        process.join(draws.uniform(0, whole_build) if kills < 20 else None)
+        if process.is_alive():
+            kills += 1
+            orphans += psutil.Process(process.pid).children()
+            process.kill()
+            process.join()
+        else:
+            assert process.exitcode == 0
+            whole_build = time.monotonic() - start
+            finished += 1
+            assert files(tmp_path / "shards") == files(built.config.shards.folder)
+            assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+            shutil.rmtree(tmp_path / "shards")
+    _, left = psutil.wait_procs(orphans, timeout=10)
+    assert not left
+
+
+@pytest.mark.parametrize("change", ["corpus", "settings", "journal", "tokens"])
+def test_another_build_is_not_gone_on_with(built: Built, tmp_path, change):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
+    config = prep_config(corpus, tmp_path / "shards")
+    with pytest.raises(StoppedError):
+        build_shards(config, built.tokenizer, stop_after(8))
+    aside = building_folder(tmp_path / "shards")
+    if change == "corpus":
+        os.utime(corpus, (1, 1))
+    elif change == "settings":
+        config = prep_config(corpus, tmp_path / "shards", shard_tokens=1999)
+    elif change == "journal":
+        (aside / "journal.json").write_text("{")
+    else:
+        (aside / "train_00000.bin").write_bytes(b"")
+        with pytest.raises(DataError, match=r"train_00000\.bin: shorter than it was; delete"):
+            build_shards(config, built.tokenizer)
+        return
+    seen: list[SoFar] = []
+    build_shards(config, built.tokenizer, seen.append)
+    assert seen[0].documents == 0
+    Shards.open(tmp_path / "shards").verify()
+
+
+def test_a_finished_build_that_was_not_put_in_place_is(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
+    build_shards(config, built.tokenizer)
+    whole = files(tmp_path / "shards")
+    (tmp_path / "shards").rename(building_folder(tmp_path / "shards"))
+    build_shards(config, built.tokenizer, stop_after(0))  # no block is read
+    assert files(tmp_path / "shards") == whole
+
+
+def corpus_with_bad_rows(folder: Path, bad: int) -> Path:
+    rows = [json.dumps({"text": text}) for text in TEXTS]
+    for number in range(bad):
+        rows[7 * number] = "{" if number % 2 else json.dumps({"body": "x"})
+    path = folder / "corpus.jsonl"
+    path.write_text("\n".join(rows))
+    return path
+
+
+def test_bad_rows_are_counted_logged_and_left_out(built: Built, tmp_path):
+    corpus = corpus_with_bad_rows(tmp_path, 8)
+    config = prep_config(corpus, tmp_path / "shards", max_bad_share=0.1)
+    manifest = build_shards(config, built.tokenizer)
+    assert manifest["rows"] == {"read": 80, "bad": 8, "left_out": 0}
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 72
+    logged = Shards.open(tmp_path / "shards").bad_rows()
+    assert [row["where"] for row in logged] == [f"{corpus}, line {7 * number + 1}" for number in range(8)]
+    assert "corpus.text_field" in logged[0]["reason"]
+
+
+def test_more_bad_rows_than_allowed_end_the_job_and_more_may_be_allowed(built: Built, tmp_path):
+    corpus = corpus_with_bad_rows(tmp_path, 8)
+    with pytest.raises(DataError, match=r"corpus\.jsonl, line 1: .*; 8 of 80 rows cannot be read .*max_bad_share"):
+        build_shards(prep_config(corpus, tmp_path / "shards", max_bad_share=0.09), built.tokenizer)
+    with pytest.raises(DataError, match=r"; \d of \d+ rows"):
+        build_shards(prep_config(corpus, tmp_path / "strict", max_bad_share=0), built.tokenizer)
+    assert len((building_folder(tmp_path / "shards") / "bad_rows.jsonl").read_text().splitlines()) == 8
+    seen: list[SoFar] = []
+    build_shards(prep_config(corpus, tmp_path / "shards", max_bad_share=0.1), built.tokenizer, seen.append)
+    assert seen[0].documents > 10
+
+
+def test_rows_of_another_length_are_left_out(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", min_characters=100, max_characters=300)
+    manifest = build_shards(config, built.tokenizer)
+    kept = [text for text in TEXTS if 100 <= len(text) <= 300]
+    assert manifest["rows"] == {"read": 80, "bad": 0, "left_out": 80 - len(kept)}
+    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(len(text.encode()) for text in kept)
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_lost(built: Built, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=50_000))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text((Path(built.config.corpus.source).read_text() + "\n") * 50)
+    config = prep_config(corpus, tmp_path / "shards", shard_tokens=10**6)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(built.tokenizer.model_bytes) + 20_000, limits[1]))
+        with pytest.raises(DataError, match=r"shards: cannot be written: .*large; make room .* goes on"):
+            build_shards(config, built.tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert not (tmp_path / "shards").exists()
+    seen: list[SoFar] = []
+    build_shards(config, built.tokenizer, seen.append)
+    assert seen[0].documents > 0
+    build_shards(prep_config(corpus, tmp_path / "whole", shard_tokens=10**6), built.tokenizer)
+    assert files(tmp_path / "shards") == files(tmp_path / "whole")
+
+
+def test_a_lost_worker_is_one_line_and_the_build_goes_on(built: Built, tmp_path):
+    import psutil
+
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers=2)
+
+    def kill_them(now: SoFar) -> None:
+        if now.documents > 20:
+            for child in psutil.Process().children():
+                if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline()):
+                    child.kill()
+
+    with pytest.raises(DataError, match=r"a tokenizing process was lost .* shards\.workers=1 "):
+        build_shards(config, built.tokenizer, kill_them)
+    build_shards(config, built.tokenizer)
+    assert files(tmp_path / "shards") == files(built.config.shards.folder)
+
+
+def test_two_builds_of_one_folder_do_not_meet(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
+
+    def build_again(_: SoFar) -> None:
+        with pytest.raises(DataError, match="another process is building there"):
+            build_shards(config, built.tokenizer)
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        build_shards(config, built.tokenizer, build_again)
+
+
+@pytest.mark.parametrize(
+    ("shares", "problem"),
+    [
+        ({"valid_share": 0.00001}, "valid split: raise corpus.valid_share"),
+        ({"valid_share": 0.0, "test_share": 0.99999}, "train split: lower corpus.valid_share"),
+        ({"min_characters": 10**6}, "holds no text"),
+    ],
+)
+def test_empty_split_is_refused(built: Built, tmp_path, shares, problem):
+    with pytest.raises(DataError, match=problem):
+        build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "new", **shares), built.tokenizer)
+    assert not (tmp_path / "new").exists()
+
+
+def test_splits_may_be_empty_by_choice(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "new", valid_share=0.0, test_share=0.0)
+    build_shards(config, built.tokenizer)
+    shards = Shards.open(tmp_path / "new")
+    assert [len(list(shards.documents(split))) for split in ("train", "valid", "test")] == [80, 0, 0]
+
+
+def test_folder_with_other_files_is_never_replaced(built: Built, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for target, problem in ((tmp_path, "holds other files"), (tmp_path / "thesis.txt", "is a file")):
+        with pytest.raises(DataError, match=problem):
+            build_shards(prep_config(Path(built.config.corpus.source), target), built.tokenizer)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

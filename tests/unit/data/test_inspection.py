@@ -1,0 +1,32 @@
+"""Figures about shards agree with counting by hand."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tost_lm.data import inspection
+from tost_lm.data.inspection import length_histogram, printable, token_counts
+from tost_lm.data.shards import Shards
+
+
+def test_buckets_hold_every_document_once():
+    lengths = np.concatenate([np.arange(1, 20), [2**30 - 1, 2**30, 2**31 - 1]]).astype(np.int32)
+    buckets = length_histogram(lengths)
+    for bucket in buckets:
+        assert bucket.documents == np.count_nonzero((lengths >= bucket.shortest) & (lengths <= bucket.longest))
+    assert sum(bucket.documents for bucket in buckets) == len(lengths)
+    assert [bucket.shortest for bucket in buckets] == [2**e for e in range(31)]
+    assert length_histogram(np.array([5, 6]))[0] == (4, 7, 2)
+
+
+@pytest.mark.parametrize("chunk", [100, 1 << 24])
+def test_tokens_are_counted(built, monkeypatch, chunk):
+    monkeypatch.setattr(inspection, "COUNTED_TOKENS", chunk)
+    shards = Shards.open(built.config.shards.folder)
+    by_hand = Counter(token for tokens in shards.token_arrays("train") for token in tokens.tolist())
+    assert token_counts(shards, "train").tolist() == [by_hand[token] for token in range(shards.vocab_size)]
+
+
+def test_a_terminal_is_given_no_orders():
+    assert printable("naïve\t漢\n\x1b[2J\0\r") == "naïve\t漢\n\\x1b[2J\\x00\\r"

@@ -1,0 +1,43 @@
+"""Figures about a shard folder: how long documents are, and which tokens occur."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tost_lm.data.shards import Shards
+
+if TYPE_CHECKING:
+    import numpy as np
+
+COUNTED_TOKENS = 1 << 24  # at once, so that memory is bounded
+
+
+class Bucket(NamedTuple):
+    """Documents of `shortest` to `longest` tokens, the end-of-text id counted."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+
+def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
+    """Buckets by powers of 2, from that of the shortest document to that of the longest. `lengths` [documents] ≥ 1."""
+    import numpy as np
+
+    exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
+    counts = np.bincount(exponents)
+    return [Bucket(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
+
+
+def token_counts(shards: Shards, split: str) -> "np.ndarray":
+    """How often each id occurs, int64 [vocab_size]."""
+    import numpy as np
+
+    counts = np.zeros(shards.vocab_size, np.int64)
+    for tokens in shards.token_arrays(split):
+        for start in range(0, len(tokens), COUNTED_TOKENS):
+            counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
+    return counts
+
+
+def printable(text: str) -> str:
+    """Text as it is but for characters that a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
