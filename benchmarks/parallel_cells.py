@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measure import call_seconds
 from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
@@ -140,7 +141,7 @@ def _training_step(mesh: Mesh, model: Mapping[str, Any], sequence_tokens: int) -
     split = even_split(mesh, sequence_tokens)
     windows = torch.randint(spread.config.vocab_size, (1, sequence_tokens + 1))
     tokens, labels = split.shard(windows[:, :-1]), split.shard(windows[:, 1:])
-    return lambda: train_step(engine, tokens, labels, split, optim.lr, 1)
+    return lambda: train_step(engine, [MicroBatch(tokens, labels)], split, optim.lr)
 
 
 def _model(settings: Mapping[str, Any], mesh: Mesh) -> TostLM:

@@ -28,7 +28,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     findings = look_at_nodes(
         config,
         device=config.run.device,
-        shards_folder=config.data.folder,
+        shards_folders=config.data.folders,
         runs_folder=config.run_folder.parent,
         disk_bytes=checkpoint_bytes(config),
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.config import validate
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.lm import IGNORED_LABEL
 from tost_lm.ops.split import SequenceSplit
@@ -128,7 +129,8 @@ def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ..
         split = SequenceSplit(lengths, mesh.sequence.rank)
     for step in steps:
         tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
-        loss = train_step(engine, tokens, labels, split, LR[optimizer], micro_batch_sequences(mesh))
+        portions = [x.split(micro_batch_sequences(mesh)) for x in (tokens, labels)]
+        loss = train_step(engine, [MicroBatch(*x) for x in zip(*portions, strict=True)], split, LR[optimizer])
         records.append((mean_over_ranks(loss), float(engine.get_global_grad_norm())))
     return records
 

@@ -1,35 +1,74 @@
-"""Which windows a training step sees: a pure function of the seed and the step, so that resuming needs no state."""
+"""Samples of a corpus: T labels each, with the token before every label as its input.
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+A sample is told as spans of the concatenated train split, a pure function of (seed, number), so that resuming needs no
+state and nothing is read before it is wanted. Shape suffixes: N samples, S spans.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tost_lm.data.permutation import Order, permuted
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def batch_windows(seed: int, step: int, batch_sequences: int, windows: int) -> "np.ndarray":
-    """Window ids, int64 [batch_sequences], each in [0, windows), of training step `step` (0-based).
+class Spans(NamedTuple):
+    """What fills samples, one after another."""
 
-    Samples are numbered over the whole run, sample i = step · batch_sequences + j; epoch i // windows visits every
-    window once in an order of its own, and a batch may span epochs. `seed` and `step` are not negative.
+    start: "np.ndarray"
+    """First label in the concatenated tokens, int64 [S]; −1: filling, end-of-text ids without labels."""
+    length: "np.ndarray"
+    """Labels, int64 [S], each > 0; no span reaches over the end of a sample."""
+    fresh: "np.ndarray"
+    """Whether the first input is the end-of-text id and not the token before the first label, bool [S]."""
+
+
+class Samples(Protocol):
+    """The samples of one corpus, epoch after epoch; each epoch has them all, in an order of its own."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        ...
+
+    def spans(self, sample_N: "np.ndarray") -> Spans:
+        """What fills the samples of these running numbers, which ascend from 0 through all epochs."""
+        ...
+
+
+class ConcatenatedSamples:
+    """As published: sample w of an epoch has the tokens [w·T, (w + 1)·T) as labels, whatever documents they are of.
+
+    Every token is a label once in an epoch. What the tokens leave of the last sample is filling.
     """
+
+    def __init__(self, tokens: int, sequence_tokens: int, corpus: int, seed: int) -> None:
+        self._tokens, self._sequence_tokens = tokens, sequence_tokens
+        self._corpus, self._seed = corpus, seed
+
+    def __len__(self) -> int:
+        return -(-self._tokens // self._sequence_tokens)
+
+    def spans(self, sample_N: "np.ndarray") -> Spans:
+        import numpy as np
+
+        epoch_N, place_N = np.divmod(sample_N, len(self))
+        window_N = np.empty_like(place_N)
+        for epoch, chosen in runs(epoch_N):
+            window_N[chosen] = permuted(place_N[chosen], len(self), Order.WINDOWS, self._corpus, epoch, self._seed)
+        start_N = window_N * self._sequence_tokens
+        length_N = np.minimum(self._tokens - start_N, self._sequence_tokens)
+        start_S = np.stack([start_N, np.full_like(start_N, -1)], 1).ravel()
+        length_S = np.stack([length_N, self._sequence_tokens - length_N], 1).ravel()
+        there = length_S > 0
+        return Spans(start_S[there], length_S[there], start_S[there] <= 0)
+
+
+def runs(x_N: "np.ndarray") -> Iterator[tuple[int, slice]]:
+    """Each stretch of equal neighbours: the value, and where they are."""
     import numpy as np
 
-    sample_B = np.arange(step * batch_sequences, (step + 1) * batch_sequences)
-    epoch_B, position_B = np.divmod(sample_B, windows)
-    window_B = np.empty(batch_sequences, dtype=np.int64)
-    for epoch in range(int(epoch_B[0]), int(epoch_B[-1]) + 1):
-        chosen_B = epoch_B == epoch
-        window_B[chosen_B] = _epoch_order(seed, epoch, windows)[position_B[chosen_B]]
-    return window_B
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, windows: int) -> "np.ndarray":
-    import numpy as np
-
-    # Sorted raw bits: NumPy keeps a bit generator's stream the same over versions, not Generator.permutation's.
-    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(windows)
-    order = np.argsort(bits, kind="stable")
-    order.flags.writeable = False
-    return order
+    edges = [0, *(np.flatnonzero(np.diff(x_N)) + 1).tolist(), len(x_N)]
+    for start, end in pairwise(edges):
+        yield int(x_N[start]), slice(start, end)

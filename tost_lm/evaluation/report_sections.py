@@ -222,9 +222,16 @@ def _layers(model: ModelConfig) -> str:
 
 
 def _data(run: RunRecord) -> str:
+    data = run.config["data"]
+    if "mixture" not in data:
+        return _shards(data["folder"])
+    total = sum(data["mixture"].values())
+    return ". ".join(f"{weight / total:.1%} from {_shards(name)}" for name, weight in data["mixture"].items())
+
+
+def _shards(folder: str) -> str:
     from tost_lm.data.shards import Shards
 
-    folder = run.config["data"]["folder"]
     try:
         splits = Shards.open(Path(folder)).manifest["splits"]
     except DataError:

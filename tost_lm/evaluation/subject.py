@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tost_lm.config import Section, read_toml
+from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_file, write_whole
 from tost_lm.model.checkpoint import find_checkpoint
@@ -45,7 +46,7 @@ class Subject:
         """The shards in `folder`, or those that the run was trained on if it is empty.
 
         Raises:
-            ConfigError: it is empty and the checkpoint belongs to no run.
+            ConfigError: it is empty, and the checkpoint belongs to no run or to one that was trained on a mixture.
             DataError: it is no shard folder, a damaged one, or of another tokenizer than the checkpoint's.
         """
         from tost_lm.data.shards import Shards
@@ -53,9 +54,17 @@ class Subject:
         recorded = self.home / "config.toml"
         if not folder and not recorded.is_file():
             raise ConfigError(f"{self.home}: not a run folder, so it names no text; give heldout.shards=FOLDER")
-        shards = Shards.open(Path(folder or read_toml(recorded)["data"]["folder"]))
-        shards.verify()
-        tokenizer = self.checkpoint / "tokenizer.model"
+        if not folder:
+            data = read_toml(recorded)["data"]
+            if "mixture" in data:
+                raise ConfigError(
+                    f"{self.home}: was trained on a mixture of {', '.join(data['mixture'])}; choose the text by "
+                    "heldout.shards=FOLDER"
+                )
+            folder = data["folder"]
+        shards = Shards.open(Path(folder))
+        shards.verify("valid")
+        tokenizer = find_tokenizer(self.checkpoint)
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
             raise DataError(
                 f"{shards.folder}: its tokens are of another tokenizer than {tokenizer}; "
@@ -71,7 +80,7 @@ class Subject:
             "checkpoint": self.checkpoint.name,
             "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
             "step": int(step[1]) if step else None,
-            "tokenizer_sha256": sha256_file(self.checkpoint / "tokenizer.model"),
+            "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
             "settings": settings.model_dump(mode="json", exclude={"parallel"}),

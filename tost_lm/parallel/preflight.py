@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -50,7 +50,7 @@ def look_at_nodes(
     settings: Section,
     *,
     device: Literal["auto", "cuda", "mps", "cpu"],
-    shards_folder: Path,
+    shards_folders: Iterable[Path],
     runs_folder: Path,
     disk_bytes: int,
 ) -> Findings:
@@ -81,10 +81,11 @@ def look_at_nodes(
                 f"{_gb(disk_bytes)} that the run's checkpoints take: free that much, or lower run.keep_checkpoints"
             )
         shards = {}
-        try:
-            shards["shards"] = Shards.open(shards_folder).fingerprint[:16]
-        except DataError as error:
-            problems.append(str(error))
+        for folder in shards_folders:
+            try:
+                shards[f"the fingerprint of {folder}"] = Shards.open(folder).fingerprint[:16]
+            except DataError as error:
+                problems.append(str(error))
 
         bandwidth, latency = measure_all_reduce()
         about_me = {
@@ -100,7 +101,7 @@ def look_at_nodes(
         lines = [
             *_lines_of_problems(ranks),
             *disagreements(settings_as_facts(settings), "start every node with the same file and overrides"),
-            *disagreements(shards, f"{shards_folder} must be the same on all nodes"),
+            *disagreements(shards, "put the same shards on all nodes"),
             *disagreements(_versions(), "put the same on all nodes"),
         ]
         stop_world()

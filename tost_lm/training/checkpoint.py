@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tost_lm.data.shards import Shards
+from tost_lm.data.mixture import Corpora
 from tost_lm.model.checkpoint import step_folders, write_checkpoint
 from tost_lm.model.config import ModelConfig
 from tost_lm.parallel import zero
@@ -19,7 +19,7 @@ from tost_lm.parallel.world import is_rank_0
 from tost_lm.training.run_folder import steps_behind, write_progress
 
 
-def save(engine: Any, folder: Path, config: ModelConfig, steps: int, shards: Shards) -> None:
+def save(engine: Any, folder: Path, config: ModelConfig, steps: int, corpora: Corpora) -> None:
     """Gather weights and optimizer state (all ranks together, tensor by tensor) and let rank 0 write them."""
     writes = is_rank_0()
     weights = {name: tensor for name, tensor in zero.full_weights(engine) if writes}
@@ -29,9 +29,9 @@ def save(engine: Any, folder: Path, config: ModelConfig, steps: int, shards: Sha
 
     def write_optimizer(aside: Path) -> None:
         save_file(moments, aside / "optimizer.safetensors")
-        write_progress(aside, steps, shards.fingerprint)
+        write_progress(aside, steps, corpora.fingerprint)
 
-    write_checkpoint(folder, config, weights, shards.tokenizer().model_bytes, write_optimizer)
+    write_checkpoint(folder, config, weights, corpora.tokenizer(), write_optimizer)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -13,10 +13,35 @@ from tost_lm.parallel.config import ParallelConfig, obstacle_to_tensor_ranks
 
 
 class TrainingDataConfig(Section):
-    """What to train on."""
+    """What to train on, either one folder or a mixture, and how it becomes samples."""
 
-    folder: Path
+    folder: Path | None = None
     """A shard folder written by data_prep.build_shards; its tokenizer travels with it."""
+    mixture: dict[str, float] | None = None
+    """Several such folders of one tokenizer, each with its weight: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a to one of b."""
+    packing: Literal["concatenated", "best-fit"] = "concatenated"
+    """`concatenated`: a sample is cut out of all documents one after another, as published; `best-fit`: it holds whole documents that do not see each other, and one longer than a sample is cut."""
+    workers: int = Field(default=1, ge=0)
+    """Processes of each rank that read ahead (0: the rank reads by itself); what is trained on does not depend on it."""
+
+    @model_validator(mode="after")
+    def _folder_or_mixture(self) -> "TrainingDataConfig":
+        if (self.folder is None) == (self.mixture is None):
+            there = "neither is there" if self.folder is None else "both are there"
+            raise ValueError(f"data.folder or data.mixture must be set, one of them: {there}")
+        for folder, weight in (self.mixture or {}).items():
+            if not weight > 0:
+                raise ValueError(f"data.mixture: the weight of {folder} is {weight}; it must be more than 0")
+        if self.mixture == {}:
+            raise ValueError("data.mixture: is empty; name a shard folder and its weight")
+        return self
+
+    @property
+    def folders(self) -> dict[Path, float]:
+        """The shard folders with their weights."""
+        if self.folder is not None:
+            return {self.folder: 1.0}
+        return {Path(folder): weight for folder, weight in (self.mixture or {}).items()}
 
 
 class TrainConfig(Section):
@@ -99,14 +124,22 @@ class PretrainConfig(Section):
         return self.train.batch_sequences * self.train.sequence_tokens
 
     @property
+    def row_tokens(self) -> int:
+        """Of each row of a micro-batch: packed documents of all its sequences lie in one."""
+        packed = self.data.packing == "best-fit"
+        return self.train.sequence_tokens * (self.train.micro_batch_sequences if packed else 1)
+
+    @property
     def last_step(self) -> int:
         """The step after which this launch leaves."""
         return min(self.train.steps, self.run.stop_step or self.train.steps)
 
     def what_is_trained(self) -> "PretrainConfig":
         """What two launches of one run must agree on: the rest, how the work is shared out, is the same for all."""
+        carried_out = {"parallel": ParallelConfig(), "run": RunConfig(name="any")}
+        data = self.data.model_copy(update={"workers": 1})
         train = self.train.model_copy(update={"micro_batch_sequences": 1})
-        return self.model_copy(update={"train": train, "parallel": ParallelConfig(), "run": RunConfig(name="any")})
+        return self.model_copy(update={**carried_out, "data": data, "train": train})
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when ranks or batch cannot be shared out evenly."""

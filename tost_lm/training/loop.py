@@ -1,14 +1,14 @@
 """The pre-training loop: build, build, build, run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tost_lm.data.loader import TrainingWindows
-from tost_lm.data.sampler import batch_windows
-from tost_lm.data.shards import Shards
+from tost_lm.data.loader import Share, TrainingBatches
+from tost_lm.data.mixture import Corpora
+from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.model.lm import IGNORED_LABEL, TostLM
 from tost_lm.ops.split import SequenceSplit
 from tost_lm.optim.adamw import build_adamw, learning_rate
@@ -26,14 +26,14 @@ from tost_lm.training.run_folder import Claim, set_aside, step_folder, write_run
 from tost_lm.version import VERSION
 
 
-def train(config: PretrainConfig, shards: Shards, claim: Claim) -> None:
+def train(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
     """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`."""
     world = start_world(config.run.device)
     with naming_lost_ranks():
-        _require_agreement(config, shards, claim)
+        _require_agreement(config, corpora, claim)
         mesh = build_mesh(world, config.parallel)
-        windows = TrainingWindows(shards, config.train.sequence_tokens)
-        split = even_split(mesh, config.train.sequence_tokens)
+        split = even_split(mesh, config.row_tokens)
+        batches = build_batches(config, corpora, mesh, split)
         engine = build_training_engine(config, mesh, claim.resume_from)
         first_step = checkpoint.restore(engine, claim.resume_from) if claim.resume_from else 0
         if world.rank == 0:
@@ -43,21 +43,35 @@ def train(config: PretrainConfig, shards: Shards, claim: Claim) -> None:
         metrics.say(_opening_line(config, world, claim.resume_from))
 
         last_step = config.last_step
-        for step in range(first_step, last_step):
-            lr = learning_rate(step, config.train.steps, config.optim)
-            tokens, labels = _share_of_batch(config, windows, step, mesh, split)
-            loss = train_step(engine, tokens, labels, split, lr, config.train.micro_batch_sequences)
-            done = step + 1
-            if done % config.run.log_every == 0 or done in (1, config.train.steps):
-                metrics.step(done, mean_over_ranks(loss), lr, float(engine.get_global_grad_norm()))
-            if done % config.run.checkpoint_every == 0 or done == last_step:
-                checkpoint.save(engine, step_folder(config.run_folder, done), config.model, done, shards)
-                checkpoint.prune(step_folder(config.run_folder, done), config.run.keep_checkpoints)
+        with prefetched(batches, range(first_step, last_step), config.data.workers, mesh.device) as steps:
+            for step, micro_batches in steps:
+                lr = learning_rate(step, config.train.steps, config.optim)
+                loss = train_step(engine, micro_batches, split, lr)
+                done = step + 1
+                if done % config.run.log_every == 0 or done in (1, config.train.steps):
+                    metrics.step(done, mean_over_ranks(loss), lr, float(engine.get_global_grad_norm()))
+                if done % config.run.checkpoint_every == 0 or done == last_step:
+                    checkpoint.save(engine, step_folder(config.run_folder, done), config.model, done, corpora)
+                    checkpoint.prune(step_folder(config.run_folder, done), config.run.keep_checkpoints)
 
         outcome = "done" if last_step == config.train.steps else "stopped at run.stop_step"
         metrics.say(f"{outcome}: {step_folder(config.run_folder, last_step)}")
         metrics.close()
         stop_world()
+
+
+def build_batches(config: PretrainConfig, corpora: Corpora, mesh: Mesh, split: SequenceSplit) -> TrainingBatches:
+    """What this rank reads of each step. Raises ConfigError for a corpus that is shorter than a sequence."""
+    return TrainingBatches(
+        corpora,
+        Share(mesh.data.rank, mesh.data.size, (split.start, split.end)),
+        packing=config.data.packing,
+        seed=config.train.seed,
+        batch_sequences=config.train.batch_sequences,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        sequence_tokens=config.train.sequence_tokens,
+        ignored_label=IGNORED_LABEL,
+    )
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
@@ -79,51 +93,36 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
     )
 
 
-def train_step(
-    engine: Any,
-    tokens_BT: torch.Tensor,
-    labels_BT: torch.Tensor,
-    split: SequenceSplit,
-    lr: float,
-    micro_batch_sequences: int,
-) -> torch.Tensor:
-    """One optimizer step on this rank's shards of its sequences.
+def train_step(engine: Any, micro_batches: Sequence[MicroBatch], split: SequenceSplit, lr: float) -> torch.Tensor:
+    """One optimizer step on this rank's shards of its sequences, as `split` says of each row.
 
     Returns:
         This rank's part of the loss: its mean over all ranks is the global batch's, in nats per labelled token.
     """
     mesh: Mesh = engine.mesh
     shard = shard_of(mesh, split)
-    labels_in_batch = all_reduce((labels_BT != IGNORED_LABEL).sum(), mesh.replicas)
-    label_count = labels_in_batch / (mesh.replicas.size * engine.gradient_accumulation_steps())
+    labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
+    label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     losses = []
-    for tokens, labels in zip(
-        tokens_BT.split(micro_batch_sequences), labels_BT.split(micro_batch_sequences), strict=True
-    ):
-        loss = engine(tokens, labels=labels, label_count=label_count, output_state=False, shard=shard).loss
+    for tokens, labels, cu_seqlens in micro_batches:
+        output = engine(
+            tokens, labels=labels, cu_seqlens=cu_seqlens, label_count=label_count, output_state=False, shard=shard
+        )
+        loss = output.loss
         engine.backward(loss)
         engine.step()  # acts after the last micro-batch
         losses.append(loss.detach())
     return torch.stack(losses).mean()
 
 
-def _require_agreement(config: PretrainConfig, shards: Shards, claim: Claim) -> None:
-    facts = {**settings_as_facts(config), "shards": shards.fingerprint, "checkpoint": str(claim.resume_from)}
+def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
+    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(claim.resume_from)}
     require_agreement(
         {**facts, "tost_lm": VERSION, "torch": torch.__version__},
         "start all ranks with the same settings, shards and packages, from one shared folder",
     )
-
-
-def _share_of_batch(
-    config: PretrainConfig, windows: TrainingWindows, step: int, mesh: Mesh, split: SequenceSplit
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = batch_windows(config.train.seed, step, config.train.batch_sequences, len(windows))
-    mine = np.split(ids, mesh.data.size)[mesh.data.rank]
-    tokens, labels = (torch.from_numpy(x).to(mesh.device) for x in map(split.shard, windows.batch(mine)))
-    return tokens, labels
 
 
 def _opening_line(config: PretrainConfig, world: World, resume_from: Path | None) -> str:

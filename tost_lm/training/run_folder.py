@@ -75,7 +75,8 @@ def _checkpoint_of_same_run(
     checkpoint = find_checkpoint(folder, warn)
     if _progress(checkpoint)["shards_fingerprint"] != shards_fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: was trained on other shards than {config.data.folder} holds now; choose another run.name"
+            f"{checkpoint}: was trained on other shards than {', '.join(map(str, config.data.folders))} holds now; "
+            "choose another run.name"
         )
     return checkpoint
 

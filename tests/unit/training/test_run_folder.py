@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,6 +35,11 @@ def config(**sections: dict[str, Any]) -> PretrainConfig:
     return validate(PretrainConfig, tree, "test")
 
 
+class Tokenizer(NamedTuple):
+    file_name: str
+    model_bytes: bytes
+
+
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with checkpoints after 3 and 6 steps on shards "abc"."""
@@ -43,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for steps in (3, 6):
         model = TostLM(config().model)
         write_checkpoint(
-            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), b"t",
+            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), Tokenizer("tokenizer.model", b"t"),
             lambda folder, steps=steps: write_progress(folder, steps, "abc"),
         )  # fmt: skip
     return Path("runs/r")

@@ -1,0 +1,82 @@
+"""What to train on: a folder or a mixture, from files and the command line, written down so that it reads back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.config import differences, load_config, to_toml
+from tost_lm.errors import ConfigError
+from tost_lm.training.config import PretrainConfig
+
+BASE = """
+[model]
+layers = 1
+heads = 1
+width = 4
+vocab_size = 8
+max_positions = 8
+[train]
+steps = 9
+batch_sequences = 12
+micro_batch_sequences = 2
+sequence_tokens = 8
+[run]
+name = "r"
+"""
+
+
+def read(folder: Path, data: str, *overrides: str) -> PretrainConfig:
+    path = folder / "some.toml"
+    path.write_text(BASE + data)
+    return load_config(PretrainConfig, path, overrides)
+
+
+def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp_path: Path):
+    expected = {Path("data/a.b/shards"): 0.7, Path("c"): 3.0}
+    config = read(tmp_path, '[data.mixture]\n"data/a.b/shards" = 0.7\nc = 3\n')
+    assert config.data.folders == expected
+    assert read(tmp_path, "", 'data.mixture={"data/a.b/shards" = 0.7, c = 3}').data.folders == expected
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+    assert read(tmp_path, '[data]\nfolder = "d"\n').data.folders == {Path("d"): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ("[data]\n", "data.folder or data.mixture must be set, one of them: neither is there"),
+        ('[data]\nfolder = "a"\nmixture = {b = 1}\n', "one of them: both are there"),
+        ("[data]\nmixture = {}\n", "data.mixture: is empty"),
+        ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; it must be more than 0"),
+        ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
+        ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
+        ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, data)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
+    recorded = read(tmp_path, '[data.mixture]\n"x/y" = 1\nz = 2\n')
+    return differences(recorded.what_is_trained(), read(tmp_path, data, *overrides).what_is_trained())
+
+
+def test_what_may_change_between_launches(tmp_path: Path):
+    same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
+    assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_sequences=3") == []
+    assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
+        "data.mixture.z: 2.0 → None",
+        "data.mixture.w: None → 2.0",
+    ]
+    assert changes(tmp_path, same, "data.packing=best-fit") == ["data.packing: 'concatenated' → 'best-fit'"]
+    assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == "data.folder: None → PosixPath('x/y')"
+
+
+def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
+    assert read(tmp_path, '[data]\nfolder = "a"\n').row_tokens == 8
+    assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16

@@ -1,0 +1,37 @@
+"""Several arrays, as of the shards of a split, read as if they were one."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Concatenation:
+    """Arrays [n] one after another; nothing is copied before it is read."""
+
+    def __init__(self, arrays: "Sequence[np.ndarray]") -> None:
+        import numpy as np
+
+        self._arrays = [np.asarray(array) for array in arrays]  # np.memmap itself takes 2 µs to slice
+        self._ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start_S: "np.ndarray", length_S: "np.ndarray", dtype: "type[np.generic]") -> "np.ndarray":
+        """What lies in each [start, start + length), one after another, as `dtype`. All must be inside, none empty."""
+        import numpy as np
+
+        number_S = np.searchsorted(self._ends, start_S, "right")
+        left_S = self._ends[number_S] - start_S
+        views = []
+        for number, left, length in zip(number_S.tolist(), left_S.tolist(), length_S.tolist(), strict=True):
+            array = self._arrays[number]
+            views.append(array[len(array) - left : len(array) - left + length])
+            while length > left:  # over the end of this array
+                length, number = length - left, number + 1
+                views.append(self._arrays[number][:length])
+                left = len(self._arrays[number])
+        out = np.empty(length_S.sum(), dtype=dtype)
+        return np.concatenate(views, out=out, casting="unsafe") if views else out
