@@ -53,7 +53,7 @@ def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
 
 def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: int) -> DataPrepConfig:
     tree = {
-        "corpus": {"source": source},
+        "corpus": {"source": source, "valid_share": 0.0},
         "tokenizer": tokenizer,
         "shards": {"folder": str(folder), "workers": workers},
     }
@@ -111,12 +111,11 @@ def datasets_map(corpus: Path, tokenizer_file: Path, workers: int) -> float:
         corpus / "tokens.bin", dtype=dtype_for(tokenizer.vocab_size), mode="w+", shape=(int(np.sum(rows["len"])),)
     )
     at = 0
-    for part in range(1024):
-        batch = rows.shard(num_shards=1024, index=part, contiguous=True).with_format("numpy")
-        if len(batch):
-            ids = np.concatenate(list(batch["ids"]))
-            out[at : at + len(ids)] = ids
-            at += len(ids)
+    batches: Any = rows.with_format("numpy").iter(batch_size=1000)
+    for batch in batches:
+        ids = np.concatenate(list(batch["ids"]))
+        out[at : at + len(ids)] = ids
+        at += len(ids)
     out.flush()
     return time.perf_counter() - start
 

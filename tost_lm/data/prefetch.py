@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +60,11 @@ def prefetched(
     try:
         iterator = _iterator_of(loader)
         try:
-            yield ((step, micro_batches(batch, device)) for step, batch in zip(steps, iterator, strict=True))
+            yield _each_step(steps, iterator, device)
         finally:
             if workers:
-                iterator._shutdown_workers()
+                with _undisturbed():
+                    iterator._shutdown_workers()
     except RuntimeError as error:
         if TORCH_SAYS not in str(error):
             raise
@@ -74,6 +75,13 @@ def prefetched(
         )
         lost.printed_here = True  # at once: no other rank has this worker
         raise lost from None
+
+
+def _each_step(steps: range, iterator: Iterator[Batch], device: torch.device) -> Iterator[tuple[int, list[MicroBatch]]]:
+    for step in steps:
+        with _undisturbed():
+            batch = next(iterator)
+        yield step, micro_batches(batch, device)
 
 
 def micro_batches(batch: Batch, device: torch.device) -> list[MicroBatch]:
@@ -99,9 +107,36 @@ def _iterator_of(loader: DataLoader) -> Any:
     """
     ours = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_IN_WORKERS)  # a forked process keeps it
     try:
-        return iter(loader)
+        with _undisturbed():
+            return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, ours)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold a first Ctrl-C and a first SIGTERM back until this is left, if they would be handled in Python.
+
+    An exception that strikes within a queue's lock leaves it locked, and the process would never end.
+    """
+    held: list[signal.Signals] = []
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    ours = {signum: handler for signum, handler in handlers.items() if callable(handler)}
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        if signum in held:
+            ours[signal.Signals(signum)](signum, frame)
+        held.append(signal.Signals(signum))
+
+    for signum in ours:
+        signal.signal(signum, hold)
+    try:
+        yield
+    finally:
+        for signum, handler in ours.items():
+            signal.signal(signum, handler)
+        for signum in held:
+            ours[signum](signum, None)
 
 
 def _belong_to_the_parent(worker: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hand_made import hand_made
 
+from tost_lm.data import prefetch
 from tost_lm.data.loader import Packing, Share, TrainingBatches
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import MicroBatch, prefetched
@@ -133,6 +134,22 @@ def test_a_worker_ends_at_once_when_its_own_rank_terminates_it(tmp_path: Path):
         worker.terminate()  # as Python does with what is left when it exits, and then waits without end
         worker.join(2)
         assert worker.exitcode == 0
+
+
+def test_ctrl_c_is_held_back_from_the_loader_once(tmp_path: Path):
+    done = []
+
+    def interrupted(times: int) -> None:
+        with prefetch._undisturbed():
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append(times)
+
+    for times, reached in ((1, [1]), (2, [1, 2])):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(times)
+        assert done == reached
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 PROGRAM = """

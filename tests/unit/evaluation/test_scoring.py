@@ -1,5 +1,6 @@
 """Held-out scoring: each token once, given what stands before it in its window, whatever the batch."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
+from tost_lm.evaluation.report_sections import Report, escape, overview
+from tost_lm.evaluation.run_record import RunRecord
 from tost_lm.evaluation.scoring import DocumentScores, bootstrap_error, score_documents
 from tost_lm.evaluation.subject import Subject
 from tost_lm.model.checkpoint import write_checkpoint
@@ -98,6 +101,19 @@ def test_an_export_must_be_given_its_text(run_folder: Path, tmp_path: Path, shar
     with pytest.raises(ConfigError, match=r"heldout\.shards=FOLDER"):
         subject.open_shards("")
     assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+
+
+def test_a_run_on_a_mixture_must_be_given_its_text(run_folder: Path, shards):
+    settings, folder = run_folder / "config.toml", json.dumps(str(shards.folder))
+    mixture = f'[data.mixture]\n{folder} = 0.7\n"gone" = 0.3\n'
+    settings.write_text(settings.read_text().replace(f"[data]\nfolder = {folder}\n", mixture))
+    subject = Subject.find(run_folder)
+    with pytest.raises(ConfigError, match=rf"a mixture of {shards.folder}, gone; .* heldout\.shards=FOLDER"):
+        subject.open_shards("")
+    assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+    shown = overview(Report(RunRecord.read(run_folder)))
+    assert f"70.0% from {escape(str(shards.folder))}: train " in shown
+    assert "30.0% from gone (no longer there or changed)" in shown
 
 
 def test_results_are_reused_for_the_same_identity_only(run_folder: Path, capsys):
