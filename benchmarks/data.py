@@ -87,10 +87,10 @@ def main(path: Path | None, config: DataBenchmarkConfig) -> None:
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     """A cell for each tokenizer."""
     from benchmarks import data_cells
-    from tost_lm.data.build import worker_count
+    from tost_lm.data.encoding import available_cores
     from tost_lm.data.tokenizers import make_tokenizer
 
-    workers = worker_count(build.workers)
+    workers = build.workers or available_cores()
     corpus = folder / "corpus"
     corpus.mkdir()
     size = data_cells.write_corpus(build.source, build.megabytes, corpus)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_prep.progress import Progress
 from tost_lm.config import run_program
-from tost_lm.data.build import SoFar, build_shards, building_folder, identity
+from tost_lm.data.build import SoFar, build_shards, building_folder, identity, settle
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards
@@ -44,6 +44,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     """Reuse or build."""
     tokenizer = make_tokenizer(config)
     folder = config.shards.folder
+    settle(folder)
     reason = why_rebuild(config, tokenizer)
     if reason is None:
         print(f"reusing {folder}: same settings, corpus and tokenizer, all hashes match")

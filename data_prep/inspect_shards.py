@@ -39,8 +39,11 @@ def main(folder: Path, config: InspectShardsConfig) -> None:
             f"{split:>5} {len(entry['shards']):>7,} {entry['documents']:>13,} {entry['tokens']:>16,} "
             f"{entry['bytes']:>16,}  {ratio}"
         )
-    if manifest["splits"][config.inspect.split]["documents"]:
+    documents = manifest["splits"][config.inspect.split]["documents"]
+    if documents > config.inspect.first:
         show_split(shards, config.inspect)
+    else:
+        print(f"\nno {config.inspect.split} document {config.inspect.first:,}: there are {documents:,}")
 
 
 def show_split(shards: Shards, config: InspectConfig) -> None:

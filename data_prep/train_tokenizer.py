@@ -18,7 +18,7 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.record import model_path, why_stale, write_tokenizer
 from tost_lm.data.tokenizers.sample import sample_texts
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, DataError
 
 CHECKED_BYTES = 8_000_000  # a few seconds, forth and back
 
@@ -41,6 +41,10 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     start = time.monotonic()
     with Progress("reading", "B") as progress:
         sample = sample_texts(config, progress)
+    if fingerprint(config.corpus) != corpus_fingerprint:
+        raise DataError(
+            f"corpus.source {config.corpus.source}: changed while it was read; the same command begins anew"
+        )
     with Progress("training", " pieces") as progress:
         texts = (text.decode() for text in sample.texts)
         tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, symbols, progress))
@@ -56,11 +60,15 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
 
 
 def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> float:
-    """Bytes per token over the first of `texts`. Raises AssertionError if one does not come back exactly."""
+    """Bytes per token over the first of `texts`. Raises DataError if one does not come back exactly."""
     checked = tokens = 0
     for text in texts:
         ids = tokenizer.encode(text.decode())
-        assert tokenizer.decode(ids).encode() == text, f"a text of {len(text)} bytes does not come back from its tokens"
+        if tokenizer.decode(ids).encode() != text:
+            raise DataError(
+                f"the trained tokenizer loses text: a document of {len(text)} bytes does not come back from its "
+                "tokens; nothing was written; try other tokenizer.user_symbols"
+            )
         tokens += len(ids)
         checked += len(text)
         if checked >= CHECKED_BYTES:

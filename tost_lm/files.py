@@ -62,12 +62,25 @@ def publish_folder(aside: Path, path: Path) -> None:
     """Flush every file of `aside` to disk and make it the folder `path`, in place of an older one."""
     for entry in [*aside.rglob("*"), aside]:
         _flush(entry)
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = replaced_folder(path)
+    restore_folder(path)
     if path.exists():
         path.rename(old)
     aside.rename(path)
     _flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def replaced_folder(path: Path) -> Path:
+    """Where the older folder lies while `publish_folder` puts another in its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def restore_folder(path: Path) -> None:
+    """What a killed `publish_folder` left: the older folder comes back if there is no newer one, else it goes."""
+    old = replaced_folder(path)
+    if old.exists() and not path.exists():
+        old.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 

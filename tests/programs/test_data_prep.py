@@ -34,13 +34,14 @@ def test_make_interrupt_go_on_reuse_and_rebuild(config, tmp_path):
     assert f"training {model}: there is none yet" in said
     assert "400 pieces" in said
 
-    code, errors = interrupt(
-        "data_prep.build_shards", config, cwd=tmp_path, when=(out / ".shards.building/journal.json").exists
-    )
-    assert code == 130
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
-    assert not shards.exists()
+    for moment in ("tokenizer.model", "journal.json"):  # as the workers start, and as they work
+        code, errors = interrupt(
+            "data_prep.build_shards", config, cwd=tmp_path, when=(out / ".shards.building" / moment).exists
+        )
+        assert code == 130
+        assert "interrupted" in errors
+        assert "Traceback" not in errors
+        assert not shards.exists()
     said = run("data_prep.build_shards", config, cwd=tmp_path)
     assert f"building {shards}: an earlier build was stopped" in said
     assert "going on after " in said

@@ -1,5 +1,6 @@
 """The one command grammar: `python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]`."""
 
+import io
 import os
 import signal
 import sys
@@ -35,6 +36,9 @@ def run_program(
     reader of the output left, 1 with a traceback for a defect of ours.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal or log that is not UTF-8 is no reason to fail
     try:
         if "--help" in words or "-h" in words:
             print(help_text(name, doc, takes, config))

@@ -75,6 +75,10 @@ class TokenizerConfig(Section):
     def _kind_has_its_settings(self) -> "TokenizerConfig":
         if self.kind == "sentencepiece" and self.path is None:
             raise ValueError("tokenizer.path: must be set for tokenizer.kind sentencepiece")
+        if self.kind == "gpt2":
+            for name in ("vocab_size", "user_symbols"):
+                if getattr(self, name):
+                    raise ValueError(f"tokenizer.{name}: kind gpt2 takes none; leave it out")
         return self
 
     @field_validator("path")
@@ -94,6 +98,13 @@ class ShardsConfig(Section):
     """A shard is closed after the first document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)
     """Processes that tokenize; all cores unless set. The result does not depend on it."""
+
+    @field_validator("folder")
+    @classmethod
+    def _names_a_folder(cls, folder: Path) -> Path:
+        if not folder.name:
+            raise ValueError(f"shards.folder: {folder} names no folder of its own")
+        return folder
 
 
 class DataPrepConfig(Section):

@@ -1,4 +1,7 @@
-"""Several corpora in one run, each with its share of the samples. Shape suffixes: N samples, C corpora."""
+"""Several corpora in one run, each with its share of the samples.
+
+Shape suffixes: N samples, C corpora, P places of a cycle.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

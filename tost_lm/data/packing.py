@@ -3,8 +3,8 @@
 A document's labels are its stored tokens, its end-of-text id included, and its inputs the same shifted by one behind an
 end-of-text id. One longer than T tokens is cut into samples of T and a rest. Documents are packed group by group: a
 group is some blocks of the corpus from all over it, and how many samples it makes follows from its size alone, so that
-nothing is packed before a sample of it is wanted. Shape suffixes: N samples, S spans, D documents, P pieces of them,
-K blocks, G groups.
+nothing is packed before a sample of it is wanted. Shape suffixes: N samples, n those of one epoch or group among them,
+S spans, D documents, R those with a rest, P pieces of them, K blocks, G groups.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 2**14
 GROUP_TOKENS = 2**22
-GROUP_SAMPLES = 2**10  # a group is filled up to whole samples, so at most a thousandth of it is filling
+GROUP_SAMPLES = 2**10
+LONG_GROUP_TOKENS = 2**26  # some 10⁵ documents: packed within a second
+LONG_GROUP_SAMPLES = 2**4
 GROUPS_KEPT = 4
 
 
@@ -40,9 +42,12 @@ class PackedSamples:
         self._block_order = permuted(np.arange(count), count, Order.BLOCKS, corpus, seed)
         size_K = np.diff(self._blocks.first_token)[self._block_order]
         before_K = np.cumsum(size_K) - size_K
-        groups = max(1, tokens // max(GROUP_TOKENS, GROUP_SAMPLES * sequence_tokens))
-        _, first_block_G = np.unique(before_K * groups // tokens, return_index=True)
-        self._first_block = np.append(first_block_G, count)
+        groups = max(1, tokens // group_tokens(sequence_tokens))
+        number_G = np.arange(groups)
+        # ⌈number · tokens / groups⌉, whose product overflows int64 from some 10¹² tokens on
+        border_G = number_G * (tokens // groups) - -number_G * (tokens % groups) // groups
+        self._first_block = np.unique(np.append(np.searchsorted(before_K, border_G), count))
+        first_block_G = self._first_block[:-1]
         self._samples = -(-np.diff(np.append(before_K[first_block_G], tokens)) // sequence_tokens)
         self._packing_of_group = lru_cache(GROUPS_KEPT)(self._pack_group)
         self._groups_of_epoch = lru_cache(2)(self._order_groups)
@@ -86,6 +91,16 @@ class PackedSamples:
         skipped_K = self._blocks.first_token[block_K] - (np.cumsum(tokens_K) - tokens_K)
         start_D = np.cumsum(length_D) - length_D + np.repeat(skipped_K, documents_K)
         return pack(start_D, length_D, self._sequence_tokens)
+
+
+def group_tokens(sequence_tokens: int) -> int:
+    """Tokens of a group, to some blocks and if there are as many; up to twice that where they make no second one.
+
+    A group is filled up to whole samples: of n samples' tokens at most an n-th is filling. n is 1024 or more, above
+    T = 2¹⁶ fewer, 2²⁶ / T, so that a group is packed soon, and never less than 16.
+    """
+    samples = min(GROUP_SAMPLES, max(LONG_GROUP_TOKENS // sequence_tokens, LONG_GROUP_SAMPLES))
+    return max(GROUP_TOKENS, samples * sequence_tokens)
 
 
 class Blocks(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Literal
 import xxhash
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, DataError
 
 NANOGPT_SHARE = 0.0005
 NANOGPT_SEED = 2357
@@ -24,6 +24,7 @@ class Splitter:
 
         Raises:
             ConfigError: too few rows for split `nanogpt`.
+            DataError: split `nanogpt` without the package datasets.
         """
         self._valid_rows: frozenset[int] | None = None
         if corpus.split == "nanogpt":
@@ -50,7 +51,10 @@ def _nanogpt_rows(rows: int) -> frozenset[int]:
         raise ConfigError(
             f"corpus.split nanogpt: the corpus has too few rows to divide ({rows}); use corpus.split=hash"
         )
-    import datasets
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("corpus.split nanogpt: needs the package datasets: pip install datasets") from None
     import numpy as np
     import pyarrow
 

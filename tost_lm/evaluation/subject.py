@@ -47,7 +47,8 @@ class Subject:
 
         Raises:
             ConfigError: it is empty, and the checkpoint belongs to no run or to one that was trained on a mixture.
-            DataError: it is no shard folder, a damaged one, or of another tokenizer than the checkpoint's.
+            DataError: it is no shard folder, a damaged one, of another tokenizer than the checkpoint's, or without
+                documents to hold out.
         """
         from tost_lm.data.shards import Shards
 
@@ -63,6 +64,10 @@ class Subject:
                 )
             folder = data["folder"]
         shards = Shards.open(Path(folder))
+        if not shards.entries("valid"):
+            raise DataError(
+                f"{shards.folder}: its valid split is empty; give shards that have one (heldout.shards=FOLDER)"
+            )
         shards.verify("valid")
         tokenizer = find_tokenizer(self.checkpoint)
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:

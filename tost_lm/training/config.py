@@ -1,5 +1,6 @@
 """All settings of a pre-training run."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -29,9 +30,13 @@ class TrainingDataConfig(Section):
         if (self.folder is None) == (self.mixture is None):
             there = "neither is there" if self.folder is None else "both are there"
             raise ValueError(f"data.folder or data.mixture must be set, one of them: {there}")
+        seen = set()
         for folder, weight in (self.mixture or {}).items():
             if not weight > 0:
                 raise ValueError(f"data.mixture: the weight of {folder} is {weight}; it must be more than 0")
+            if os.path.normpath(folder) in seen:
+                raise ValueError(f"data.mixture: {os.path.normpath(folder)} is there twice; give it one weight")
+            seen.add(os.path.normpath(folder))
         if self.mixture == {}:
             raise ValueError("data.mixture: is empty; name a shard folder and its weight")
         return self

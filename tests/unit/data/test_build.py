@@ -16,7 +16,7 @@ import pytest
 from builds import TEXTS, Built, build_in_small_steps, files, prep_config
 
 from tost_lm.data import build
-from tost_lm.data.build import SoFar, build_shards, building_folder
+from tost_lm.data.build import SoFar, build_shards, building_folder, settle
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import read_blocks
 from tost_lm.errors import DataError
@@ -106,6 +106,56 @@ def test_killed_at_20_random_moments_a_build_ends_with_the_same_bytes(built: Bui
             shutil.rmtree(tmp_path / "shards")
     _, left = psutil.wait_procs(orphans, timeout=10)
     assert not left
+
+
+def test_the_same_corpus_under_another_name_is_gone_on_with(built: Built, tmp_path, monkeypatch):
+    (tmp_path / "corpus.jsonl").write_bytes(Path(built.config.corpus.source).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoppedError):
+        build_shards(prep_config(Path("corpus.jsonl"), Path("shards")), built.tokenizer, stop_after(8))
+    seen: list[SoFar] = []
+    build_shards(prep_config(tmp_path / "corpus.jsonl", tmp_path / "shards"), built.tokenizer, seen.append)
+    assert seen[0].documents > 10
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(built: Built, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
+    config = prep_config(corpus, tmp_path / "shards")
+
+    def change(now: SoFar) -> None:
+        if not now.documents:
+            os.utime(corpus, (1, 1))
+
+    with pytest.raises(DataError, match="changed while it was read; the same command begins anew"):
+        build_shards(config, built.tokenizer, change)
+    assert not (tmp_path / "shards").exists()
+    build_shards(config, built.tokenizer)
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_built_again_and_again(built: Built, tmp_path):
+    (tmp_path / "disk/shards").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/shards")
+    for shard_tokens in (900, 800):
+        config = prep_config(Path(built.config.corpus.source), tmp_path / "link", shard_tokens=shard_tokens)
+        build_shards(config, built.tokenizer)
+        assert (tmp_path / "link").is_symlink()
+        assert Shards.open(tmp_path / "link").manifest["settings"]["shard_tokens"] == shard_tokens
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["shards"]
+
+
+def test_what_a_kill_while_putting_in_place_left_is_cleared_up(built: Built, tmp_path):
+    shards, old = tmp_path / "shards", tmp_path / ".shards.old"
+    build_shards(prep_config(Path(built.config.corpus.source), shards), built.tokenizer)
+    whole = files(shards)
+    shutil.copytree(shards, old)
+    settle(shards)
+    assert not old.exists()
+    shards.rename(old)
+    settle(shards)
+    assert not old.exists()
+    assert files(shards) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
 @pytest.mark.parametrize("change", ["corpus", "settings", "journal", "tokens"])
@@ -225,7 +275,7 @@ def test_two_builds_of_one_folder_do_not_meet(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
 
     def build_again(_: SoFar) -> None:
-        with pytest.raises(DataError, match="another process is building there"):
+        with pytest.raises(DataError, match="another process is building it"):
             build_shards(config, built.tokenizer)
         raise StoppedError
 

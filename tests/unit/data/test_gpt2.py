@@ -18,7 +18,7 @@ from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.tokenizers import Gpt2Tokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SPACES, gpt2_tokenizer
-from tost_lm.errors import DataError
+from tost_lm.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 FILES = SHARED / "gpt2_bpe"
@@ -52,6 +52,13 @@ def random_texts(count: int) -> list[str]:
         return "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
 
     return [characters(number % 4) for number in range(count)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 50257), ("user_symbols", ["<|fim|>"])])
+def test_settings_of_training_are_refused(name, value):
+    tree = {"corpus": {"source": "x"}, "tokenizer": {"kind": "gpt2", name: value}, "shards": {"folder": "x"}}
+    with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: kind gpt2 takes none; leave it out"):
+        validate(DataPrepConfig, tree, "test")
 
 
 @needs_files

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tost_lm.data import packing
-from tost_lm.data.packing import Blocks, PackedSamples, pack
+from tost_lm.data.packing import Blocks, PackedSamples, group_tokens, pack
 from tost_lm.data.sampler import Spans
 
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -140,6 +140,20 @@ def test_blocks_hold_the_documents_that_begin_in_them(lengths: list[int]):
         assert blocks.first_token.tolist() == [*(starts[group[0]] for group in expected), sum(lengths)]
     samples = PackedSamples([np.array(lengths)], 5, 0, 0)
     assert sorted(places(samples.spans(np.arange(len(samples))))) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("sequence_tokens", "expected"),
+    [(2, 2**22), (2**12, 2**22), (2**16, 2**26), (2**20, 2**26), (2**22, 2**26), (2**25, 2**29)],
+)
+def test_a_group_is_large_for_little_filling_and_small_to_be_packed_soon(sequence_tokens: int, expected: int):
+    assert group_tokens(sequence_tokens) == expected
+
+
+def test_groups_of_a_corpus_of_ten_to_the_thirteen_tokens():
+    lengths = np.full(6000, 2**31 - 5, dtype=np.int32)  # each longer than a group, so alone in one
+    samples = PackedSamples([lengths], 1000, 0, 0)
+    assert samples._samples.tolist() == [2_147_484] * 6000
 
 
 def test_an_order_is_pinned():

@@ -242,6 +242,10 @@ def test_files_that_are_not_what_their_name_says(tmp_path):
         file = tmp_path / name
         file.write_bytes(b'{"text": "plain"}\n' * 20)
         assert f"{file}: cannot be read: " in refusal(corpus(file))
+    for name in ("a.jsonl.gz", "a.json.zst", "a.txt.gz", "a.txt.zst"):
+        file = tmp_path / name
+        file.write_bytes(b"")
+        assert f"{file}: cannot be read: truncated to 0 bytes; mend it, fetch it again" in refusal(corpus(file))
     damaged = bytearray(gzip.compress(json_lines(TEXTS)))
     damaged[-8] ^= 1
     file = tmp_path / "a.jsonl.gz"
@@ -301,6 +305,18 @@ def test_items_of_an_array_are_kept_as_they_are(tmp_path):
     assert "fields there: body" in field.reason
 
 
+@pytest.mark.parametrize("sign", ["\n", "\r\n", "\r", "\t", "\0", "\x1f"])
+def test_a_control_character_in_an_array_spoils_one_item(tmp_path, sign):
+    file = tmp_path / "a.json"
+    file.write_bytes(f'[{{"text":\n\t"a"\r\n}}, {{"text": "b{sign}c"}}, {{"text{sign}": 1}}, {{"text": "d"}}]'.encode())
+    first, text, name, last = read(corpus(file))
+    assert (first, last) == (Document(0, "a"), Document(3, "d"))
+    for row, bad in ((1, text), (2, name)):
+        assert isinstance(bad, BadRow)
+        assert bad.where == f"{file}, item {row}"
+        assert "not JSON: Invalid control character" in bad.reason
+
+
 @pytest.mark.parametrize("padding", ["", " " * 100_000])
 @pytest.mark.parametrize(
     ("content", "problem"),
@@ -308,7 +324,6 @@ def test_items_of_an_array_are_kept_as_they_are(tmp_path):
         ('[{"text": "a"},, PAD{"text": "b"}]', ", item 1: not JSON: Expecting value"),
         ('[{"text": "a"} PAD{"text": "b"}]', ", item 0: not JSON: Expecting ',' delimiter"),
         ('[{"text": "a"}, {"text": "b", 7 PAD}]', ", item 1: not JSON: Expecting property name"),
-        ('[{"text": "a"}, {"text": "b\nc"}PAD]', ", item 1: not JSON: Invalid control character"),
         ('[{"text": "a"}PAD', ", item 0: not JSON: Expecting ',' delimiter"),
         ('[{"text": "a"},PAD', ", item 1: not JSON: Expecting value"),
         ('[{"text": "a"}]PAD [1]', ": text follows the end of the array"),

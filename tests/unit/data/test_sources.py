@@ -3,12 +3,18 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
-from tost_lm.data.config import CorpusConfig
+from tost_lm.config import validate
+from tost_lm.data.build import build_shards
+from tost_lm.data.config import CorpusConfig, DataPrepConfig
 from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, parse, read_blocks
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.record import write_tokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import DataError
 
 
@@ -94,6 +100,30 @@ def test_what_datasets_saves_beside_its_rows_is_no_part_of_a_folder(tmp_path):
     assert texts(tmp_path / "saved") == ["one", "two", "three"]
     write(tmp_path, states__state_json='{"text": "of affairs"}')
     assert texts(tmp_path / "states") == ["of affairs"]
+
+
+def test_what_is_made_of_a_corpus_may_lie_in_it(tmp_path):
+    rows = [json.dumps({"text": f"row {number}, the file has more of them {number * 7919}"}) for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "bad"]))
+    write(tmp_path, web__manifest_json='{"text": "of a ship"}', web__card_model_json='{"text": "of a car"}')
+    sources = [tmp_path, f"{tmp_path}/**/*.json*", f"{tmp_path}/[abtw]*/**", f"{tmp_path}/**"]
+    before = [(fingerprint(corpus(source)), list(read_blocks(corpus(source)))) for source in sources]
+    tree = {
+        "corpus": {"source": str(tmp_path), "valid_share": 0.2, "max_bad_share": 0.1},
+        "tokenizer": {"path": str(tmp_path / "tokens/own.model"), "vocab_size": 300},
+        "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
+    }
+    config = validate(DataPrepConfig, tree, "test")
+    model = train_sentencepiece(rows, 300)
+    write_tokenizer(config, fingerprint(config.corpus), model, 30, 1000)
+    build_shards(config, SentencePieceTokenizer(model))
+    made = {path.name for path in tmp_path.rglob("*")}
+    assert {"own.model", "own.model.json", "bad_rows.jsonl", "tokenizer.model", "train_00000.bin"} <= made
+    for source, (found, blocks) in zip(sources, before, strict=True):
+        assert fingerprint(corpus(source)) == found
+        assert list(read_blocks(corpus(source))) == blocks
+    assert "no file in this folder ends in" in refusal(tmp_path / "shards")
+    assert refusal(f"{tmp_path}/shards/*").endswith("no file matches")
 
 
 def test_missing_empty_and_unknown_sources(tmp_path):
@@ -187,6 +217,23 @@ def test_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     assert (bad.row, bad.where) == (1, f"{file}, line 3")
     assert reason in bad.reason
     assert "\n" not in bad.reason
+
+
+@pytest.mark.parametrize("names", [["a\nb\u2028\ud800é\x1b[0m"], ["x" * 10_000], [f"field {n}" for n in range(5000)]])
+def test_fields_are_listed_on_a_short_line(tmp_path, names):
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(names, 1)))
+    (bad,) = read(tmp_path)
+    assert isinstance(bad, BadRow)
+    assert bad.reason.isprintable()
+    assert len(bad.reason.encode()) < 300
+    shown = r"there: (a\\nb\\u2028\\ud800é\\x1b\[0m|x{200} …|field 0, .*, field 7 …)$"
+    assert re.search(shown, bad.reason)
+
+
+def test_names_of_files_that_are_not_utf8_are_escaped(tmp_path):
+    file = tmp_path / os.fsdecode(b"caf\xe9\n.txt")
+    file.write_bytes(b"\xff")
+    assert read(tmp_path) == [BadRow(0, f"{tmp_path}/caf\\udce9\\n.txt", "byte 0 is not UTF-8")]
 
 
 def test_a_text_that_is_not_utf8_is_one_bad_row(tmp_path):

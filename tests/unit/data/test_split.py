@@ -1,12 +1,13 @@
 """The split: by a hash of the text alone, or the rows that nanoGPT draws."""
 
 import pickle
+import sys
 
 import pytest
 
 from tost_lm.data.config import CorpusConfig
 from tost_lm.data.split import Splitter
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, DataError
 
 TEXTS = [f"document {number}" for number in range(20_000)]
 
@@ -71,6 +72,12 @@ def test_nanogpt_draws_as_numpy_does(rows, capfd):
 def test_nanogpt_of_too_few_rows_is_refused_in_a_line(rows):
     with pytest.raises(ConfigError, match=r"corpus.split nanogpt: .*; use corpus.split=hash"):
         splitter(rows=rows, split="nanogpt")
+
+
+def test_nanogpt_without_datasets_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(DataError, match=r"^corpus\.split nanogpt: .*: pip install datasets$"):
+        splitter(rows=100, split="nanogpt")
 
 
 @pytest.mark.parametrize(("settings", "rows"), [({}, None), ({"split": "nanogpt"}, 5000)])

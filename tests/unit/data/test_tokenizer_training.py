@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from data_prep import train_tokenizer
 from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.split import Splitter
@@ -129,20 +130,48 @@ def test_the_nanogpt_split_goes_by_rows(corpus):
     assert len(found.texts) == found.documents
 
 
-def test_bad_rows_are_left_out_and_named_when_nothing_is_left(tmp_path):
+def test_bad_rows_are_left_out_up_to_their_share(tmp_path):
     path = tmp_path / "corpus.jsonl"
     write_rows(path, TEXTS[:50])
     path.write_text(path.read_text() + '{"text": 7}\nnot JSON\n')
-    found = sample(prep_config(path, {"valid_share": 0}))
+    found = sample(prep_config(path, {"valid_share": 0, "max_bad_share": 2 / 52}))
     assert (found.documents, found.bad_rows) == (50, 2)
-    path.write_text('{"body": "a"}\n{"body": "b"}\n')
     with pytest.raises(
-        DataError, match=r"no training document; unreadable rows: 2, the first: .*jsonl, line 1: no field 'text'"
+        DataError,
+        match=r"corpus\.jsonl, line 51: field 'text' is a number, not a string; 2 of 52 rows cannot be read: mend "
+        r"them, or allow more with corpus\.max_bad_share$",
     ):
-        sample(prep_config(path))
+        sample(prep_config(path, {"max_bad_share": 0.038}))
     write_rows(path, ["", ""])
     with pytest.raises(DataError, match=r"no training document; lower corpus\.valid_share or add documents"):
         sample(prep_config(path))
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "corpus.jsonl"
+    write_rows(path, TEXTS[:50])
+
+    def changing(*arguments):
+        found = sample_texts(*arguments)
+        write_rows(path, TEXTS[:51])
+        return found
+
+    monkeypatch.setattr(train_tokenizer, "sample_texts", changing)
+    with pytest.raises(DataError, match=r"^corpus\.source .*jsonl: changed while it was read; the same"):
+        train_tokenizer.main(None, prep_config(path))
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_tokenizer_that_loses_text_is_refused():
+    class Lossy(SentencePieceTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.replace("é", "e"))
+
+    model = train_sentencepiece(TEXTS, 400)
+    texts = [text.encode() for text in TEXTS[:50]]
+    assert train_tokenizer.check_lossless(SentencePieceTokenizer(model), texts) > 1
+    with pytest.raises(DataError, match=r"loses text: a document of \d+ bytes does not come back"):
+        train_tokenizer.check_lossless(Lossy(model), texts)
 
 
 def test_reading_is_reported(corpus):

@@ -3,6 +3,7 @@
 import io
 import pickle
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -88,6 +89,17 @@ def test_long_texts_come_back_and_have_the_ids_that_sentencepiece_gives_the_whol
         assert array.dtype == np.uint32
         assert array.tolist() == tokenizer.encode(text) == whole.encode(escape(text))
         assert tokenizer.decode(array) == text
+
+
+def test_a_long_text_takes_little_more_than_its_ids(tokenizer):
+    text = "some words in a row " * 200_000
+    tracemalloc.start()
+    array = tokenizer.encode_array(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert tokenizer.decode(array[-1000:]) in text
+    if tokenizer._words_apart:  # otherwise SentencePiece must see the text in one piece
+        assert peak < 3 * array.nbytes + len(text)
 
 
 def test_end_of_text_decodes_to_nothing(tokenizer):

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.config import validate
+from tost_lm.data.build import build_shards
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.report_sections import Report, escape, overview
@@ -92,6 +95,18 @@ def test_text_of_another_tokenizer_is_refused(run_folder: Path, shards, make_mod
     with pytest.raises(DataError, match=r"another tokenizer than .*step_00000200"):
         Subject.find(run_folder).open_shards("")
     assert Subject.find(run_folder / "checkpoints" / "step_00000100").open_shards("").fingerprint == shards.fingerprint
+
+
+def test_shards_that_hold_nothing_out_are_refused(run_folder: Path, tmp_path: Path, tokenizer: Tokenizer):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Every page is trained on."}\n')
+    tree = {
+        "corpus": {"source": str(tmp_path / "corpus.jsonl"), "valid_share": 0},
+        "tokenizer": {"path": "unused", "vocab_size": 330},
+        "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
+    }
+    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/shards: its valid split is empty; .*heldout\.shards=FOLDER"):
+        Subject.find(run_folder).open_shards(str(tmp_path / "shards"))
 
 
 def test_an_export_must_be_given_its_text(run_folder: Path, tmp_path: Path, shards):

@@ -49,6 +49,7 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
         ('[data]\nfolder = "a"\nmixture = {b = 1}\n', "one of them: both are there"),
         ("[data]\nmixture = {}\n", "data.mixture: is empty"),
         ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; it must be more than 0"),
+        ('[data.mixture]\n"d/a" = 1\n"./d//a/" = 2\n', "data.mixture: d/a is there twice; give it one weight"),
         ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
         ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
         ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),

@@ -14,8 +14,11 @@ FIRST_BYTES = 1 << 16
 READ_BYTES = 1 << 20
 FIRST = re.compile(r"\[[ \t\r\n]*(\])?")
 NEXT = re.compile(r"[ \t\r\n]*(?:,|(\]))[ \t\r\n]*")
-SCAN = json.JSONDecoder(parse_int=str, parse_float=str).raw_decode
-"""Finds where an item ends. Of ijson's parsers one puts "?" for halves of surrogate pairs, one holds the whole file."""
+SCAN = json.JSONDecoder(parse_int=str, parse_float=str, strict=False).raw_decode
+"""Finds where an item ends, even one with control characters that JSON forbids.
+
+Of ijson's parsers one puts "?" for halves of surrogate pairs, one holds the whole file.
+"""
 LONGEST_TOKEN = 16
 """Characters, or more, of what the end of the text read so far may tear apart beside strings and blanks."""
 
@@ -41,7 +44,10 @@ def _first_bytes(stream: ByteStream) -> bytes:
 
 
 def _items(path: Path, stream: ByteStream) -> Iterator[bytes]:
-    """Items as they stand in the file, but each on one line."""
+    """Items as they stand in the file, but each on one line.
+
+    A newline becomes a carriage return: the same between tokens, and as forbidden within strings.
+    """
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
     text, at, pattern, number, ended = decode(_first_bytes(stream)), 0, FIRST, 0, False
     while match := pattern.match(text, at):
@@ -52,7 +58,7 @@ def _items(path: Path, stream: ByteStream) -> Iterator[bytes]:
         begin = match.end()
         end = _item_end(text, begin, ended, f"{path}, item {number}")
         if end:
-            yield text[begin:end].replace("\n", " ").encode(errors="surrogateescape")
+            yield text[begin:end].replace("\n", "\r").encode(errors="surrogateescape")
             at, pattern, number = end, NEXT, number + 1
             continue
         if len(text) - at > ROW_LIMIT:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from tost_lm.data.config import CorpusConfig
 from tost_lm.data.sources.arrays import array_pieces, is_array
-from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Piece, Position, lines_of_rows
+from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Piece, Position, lines_of_rows, printable
 from tost_lm.data.sources.embedded import embedded_texts
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of
 from tost_lm.data.sources.hub import hub_fingerprint, hub_pieces, hub_rows, known_rows
@@ -117,7 +117,7 @@ def _embedded_pieces(rows: list[bytes], offset: int, block_bytes: int) -> Iterat
 
 
 def _file_part(file: CorpusFile, corpus: CorpusConfig) -> Part:
-    where, path, size = str(file.path), file.path, file.size
+    where, path, size = printable(str(file.path)), file.path, file.size
     match format_of(path):
         case ".txt" if corpus.text_documents == "file":
             return Part(where, size, "text", "line", partial(whole_text, path), lambda: 1)

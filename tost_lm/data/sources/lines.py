@@ -19,6 +19,8 @@ class ByteStream:
         self._codec = COMPRESSIONS.get(path.suffix.lower())
         self._disk: Any
         if self._codec:
+            if not path.stat().st_size:  # no codec writes that; pyarrow takes it for an empty text
+                raise OSError("truncated to 0 bytes")
             import pyarrow
 
             self._disk = pyarrow.OSFile(str(path))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.blocks import Block
+from tost_lm.data.sources.blocks import Block, listed
 
 
 class Document(NamedTuple):
@@ -92,8 +92,9 @@ def _field(line: str, text_field: str) -> str:
     if not isinstance(row, dict):
         raise _UnusableError(f"not a JSON object but {_kind(row)}")
     if text_field not in row:
-        there = ", ".join(row) or "none"
-        raise _UnusableError(f"no field {text_field!r}; set corpus.text_field to one of the fields there: {there}")
+        raise _UnusableError(
+            f"no field {text_field!r}; set corpus.text_field to one of the fields there: {listed(row)}"
+        )
     text = row[text_field]
     if not isinstance(text, str):
         raise _UnusableError(f"field {text_field!r} is {_kind(text)}, not a string")

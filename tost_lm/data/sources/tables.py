@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, listed, too_long
 from tost_lm.errors import DataError
 
 ROW_OVERHEAD = 16
@@ -57,8 +57,7 @@ def check_column(where: str, schema: Any, text_field: str) -> None:
 
     if schema.get_field_index(text_field) < 0:
         raise DataError(
-            f"{where}: no column {text_field!r}; set corpus.text_field to one of those there: "
-            f"{', '.join(schema.names) or 'none'}"
+            f"{where}: no column {text_field!r}; set corpus.text_field to one of those there: {listed(schema.names)}"
         )
     kind = schema.field(text_field).type
     text = kind.value_type if types.is_dictionary(kind) else kind

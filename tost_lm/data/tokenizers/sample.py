@@ -29,13 +29,13 @@ def sample_texts(config: DataPrepConfig, report: Callable[[int, int | None], Non
     `report` is called with the bytes of training text read and, where it can be told, about how many there are.
 
     Raises:
-        DataError: no training document is there, or the corpus cannot be read.
+        DataError: no training document is there, or the corpus cannot be read, or more than `corpus.max_bad_share` of
+            its rows.
     """
     corpus = config.corpus
     splitter = Splitter(corpus, count_rows(corpus) if corpus.split == "nanogpt" else None)
     chosen = _Smallest(config.tokenizer.sample_bytes)
-    documents = text_bytes = 0
-    bad_rows = 0
+    documents = text_bytes = rows = bad_rows = 0
     first_bad: BadRow | None = None
     for block in read_blocks(corpus):
         for row in parse(block, corpus):
@@ -47,12 +47,17 @@ def sample_texts(config: DataPrepConfig, report: Callable[[int, int | None], Non
                 chosen.add(xxhash.xxh3_64_intdigest(text, OTHER_THAN_SPLIT + config.tokenizer.seed), text)
                 documents += 1
                 text_bytes += len(text)
+        rows = block.end.row
         report(text_bytes, round(text_bytes / block.share_read) if block.share_read else None)
+    if first_bad and bad_rows > corpus.max_bad_share * rows:
+        raise DataError(
+            f"{first_bad.where}: {first_bad.reason}; {bad_rows} of {rows} rows cannot be read: mend them, or allow "
+            "more with corpus.max_bad_share"
+        )
     if not documents:
-        problem = f"corpus.source {corpus.source}: no training document"
-        if first_bad:
-            raise DataError(f"{problem}; unreadable rows: {bad_rows}, the first: {first_bad.where}: {first_bad.reason}")
-        raise DataError(f"{problem}; lower corpus.valid_share or add documents")
+        raise DataError(
+            f"corpus.source {corpus.source}: no training document; lower corpus.valid_share or add documents"
+        )
     return Sample(chosen.texts(), documents, bad_rows)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from tost_lm.data.tokenizers.interface import Tokenizer
@@ -20,6 +21,7 @@ TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 
 # Texts cut before spaces, since SentencePiece is slow with long ones.
 PARTS = re.compile(r".{500,}?[^ ](?= )|.+", re.DOTALL)
+PORTION = 256  # parts whose ids are lists of Python's numbers, 50 bytes each, at one time
 PROBE = " a  b\t\n\0\ufb01é漢😀" + SPACE_MARK + " "
 PIECE_BEYOND_WORD = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
 
@@ -56,14 +58,18 @@ class SentencePieceTokenizer(Tokenizer):
         self._words_apart = first + second == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
 
     def encode(self, text: str) -> list[int]:
-        text = escape(text)
-        parts = PARTS.findall(text) if self._words_apart else [text]
-        return [i for ids in self._model.encode(parts, num_threads=1) for i in ids]
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> "np.ndarray":
         import numpy as np
 
-        return np.array(self.encode(text), dtype=np.uint32)
+        text = escape(text)
+        parts = (part[0] for part in PARTS.finditer(text)) if self._words_apart else iter([text])
+        arrays = [np.empty(0, np.uint32)]
+        while portion := list(islice(parts, PORTION)):
+            ids = self._model.encode(portion, num_threads=1)
+            arrays.append(np.fromiter(chain.from_iterable(ids), np.uint32))
+        return np.concatenate(arrays)
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._model.decode([int(i) for i in ids])

@@ -1,0 +1,117 @@
+"""Tokenizing blocks of a corpus in processes of their own, the results in the order of the corpus."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tost_lm.data.config import CorpusConfig
+from tost_lm.data.shard_format import SPLITS, dtype_for
+from tost_lm.data.sources import BadRow, Block, parse
+from tost_lm.data.split import Splitter
+from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCKS_IN_FLIGHT = 3  # for each worker: enough that none waits, few enough to bound memory
+
+
+class Built(NamedTuple):
+    """Documents of one block in one split: tokens [Σ lengths], and tokens and bytes of text of each document."""
+
+    tokens: "np.ndarray"
+    lengths: "np.ndarray"
+    text_bytes: "np.ndarray"
+
+
+class Encoded(NamedTuple):
+    """What a worker makes of a block."""
+
+    splits: dict[str, Built]
+    documents: int
+    bad: list[BadRow]
+
+
+def encoded_blocks(
+    blocks: Iterable[Block], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
+) -> Generator[tuple[Block, Encoded], None, None]:
+    """Each block with what one of `workers` processes made of it, in order; a bounded number is read ahead.
+
+    Raises:
+        DataError: a process was lost; and what `blocks` raises.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would hold on to the reader's open files
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (corpus, tokenizer, splitter))
+    in_flight: deque[tuple[Block, Future[Encoded]]] = deque()
+    try:
+        for block in blocks:
+            # Ctrl-C is for this process to answer; those that a submission starts keep it held back for good.
+            ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                in_flight.append((block, pool.submit(_encode, block)))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, ours)
+            if len(in_flight) > BLOCKS_IN_FLIGHT * workers:
+                block, encoded = in_flight.popleft()
+                yield block, encoded.result()
+        for block, encoded in in_flight:
+            yield block, encoded.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a tokenizing process was lost (killed, or out of memory); the same command goes on, and "
+            f"shards.workers={max(1, workers // 2)} takes less memory"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def available_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_worker: Any = None
+"""In a tokenizing process: settings of the corpus, tokenizer and splitter."""
+
+
+def _start_worker(corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
+    global _worker
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # it may be killed
+    _worker = (corpus, read_tokenizer(tokenizer), splitter)
+
+
+def _encode(block: Block) -> Encoded:
+    import numpy as np
+
+    corpus, tokenizer, splitter = _worker
+    dtype = dtype_for(tokenizer.vocab_size)
+    eot = np.array([tokenizer.eot], dtype)
+    parts: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}
+    bad, documents = [], 0
+    for row in parse(block, corpus):
+        if isinstance(row, BadRow):
+            bad.append(row)
+            continue
+        documents += 1
+        ids = tokenizer.encode_array(row.text).astype(dtype)
+        parts[splitter.split_of(row.row, row.text)].append((ids, len(row.text.encode())))
+    splits = {
+        split: Built(
+            np.concatenate([piece for ids, _ in part for piece in (ids, eot)]),
+            np.array([len(ids) + 1 for ids, _ in part], np.int32),
+            np.array([size for _, size in part], np.int64),
+        )
+        for split, part in parts.items()
+        if part
+    }
+    return Encoded(splits, documents, bad)
