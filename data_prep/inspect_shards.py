@@ -11,9 +11,10 @@ from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.data.config import InspectConfig, InspectShardsConfig
-from tost_lm.data.inspection import length_histogram, printable, token_counts
+from tost_lm.data.inspection import length_histogram, token_counts
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards
+from tost_lm.data.sources.messages import printable
 
 BAR = 40
 FREQUENT = 12
@@ -72,7 +73,7 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
         text = tokenizer.decode(tokens.tolist())
         more = " …" if len(text) > config.characters else ""
         print(f"\n── {split} document {number:,}: {len(tokens):,} tokens, {len(text):,} characters")
-        print(printable(text[: config.characters]) + more)
+        print(printable(text[: config.characters], keep="\n\t") + more)
 
 
 if __name__ == "__main__":

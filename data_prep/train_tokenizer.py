@@ -14,6 +14,7 @@ from data_prep.progress import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint
+from tost_lm.data.sources.messages import changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.record import model_path, why_stale, write_tokenizer
 from tost_lm.data.tokenizers.sample import sample_texts
@@ -42,9 +43,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     with Progress("reading", "B") as progress:
         sample = sample_texts(config, progress)
     if fingerprint(config.corpus) != corpus_fingerprint:
-        raise DataError(
-            f"corpus.source {config.corpus.source}: changed while it was read; the same command begins anew"
-        )
+        raise changed(config.corpus)
     with Progress("training", " pieces") as progress:
         texts = (text.decode() for text in sample.texts)
         tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, symbols, progress))

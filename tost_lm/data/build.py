@@ -29,6 +29,7 @@ from tost_lm.data.shard_format import (
 )
 from tost_lm.data.shard_writer import LENGTHS, SplitWriter
 from tost_lm.data.sources import count_rows, fingerprint, read_blocks
+from tost_lm.data.sources.messages import changed, too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.errors import DataError
@@ -170,9 +171,7 @@ def _build(
                 "were expected, and split nanogpt is drawn over them; read a hub dataset with hub_streaming=false"
             )
         if fingerprint(config.corpus) != wanted["source_fingerprint"]:
-            raise DataError(
-                f"corpus.source {config.corpus.source}: changed while it was read; the same command begins anew"
-            )
+            raise changed(config.corpus)
         journal.commit(writers)
         splits = {split: writer.finish() for split, writer in writers.items()}
     finally:
@@ -192,10 +191,7 @@ def _judge_bad_rows(config: DataPrepConfig, journal: Journal, aside: Path, more:
         return
     rows = journal.bad_rows()
     write_rows(aside / BAD_ROWS, rows)
-    raise DataError(
-        f"{rows[0]['where']}: {rows[0]['reason']}; {bad} of {read} rows cannot be read (some of them in "
-        f"{aside / BAD_ROWS}): mend them, or allow more with corpus.max_bad_share"
-    )
+    raise too_many_bad(rows[0]["where"], rows[0]["reason"], bad, read, f" (some of them in {aside / BAD_ROWS})")
 
 
 def _check_splits(config: DataPrepConfig, splits: dict[str, Any]) -> None:

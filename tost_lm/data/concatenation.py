@@ -1,4 +1,4 @@
-"""Several arrays, as of the shards of a split, read as if they were one."""
+"""Several arrays, as of the shards of a split, read as if they were one. Shape suffix: S stretches."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

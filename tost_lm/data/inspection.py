@@ -36,8 +36,3 @@ def token_counts(shards: Shards, split: str) -> "np.ndarray":
         for start in range(0, len(tokens), COUNTED_TOKENS):
             counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
     return counts
-
-
-def printable(text: str) -> str:
-    """Text as it is but for characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,7 @@
-"""Permutations of [0, n) that need no table: any part of an order of 10⁹ samples is worked out by itself."""
+"""Permutations of [0, n) that need no table: any part of an order of 10⁹ samples is worked out by itself.
+
+Shape suffix: N indices.
+"""
 
 from enum import IntEnum
 from functools import lru_cache

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tost_lm.data import inspection
-from tost_lm.data.inspection import length_histogram, printable, token_counts
+from tost_lm.data.inspection import length_histogram, token_counts
 from tost_lm.data.shards import Shards
+from tost_lm.data.sources.messages import printable
 
 
 def test_buckets_hold_every_document_once():
@@ -29,4 +30,4 @@ def test_tokens_are_counted(built, monkeypatch, chunk):
 
 
 def test_a_terminal_is_given_no_orders():
-    assert printable("naïve\t漢\n\x1b[2J\0\r") == "naïve\t漢\n\\x1b[2J\\x00\\r"
+    assert printable("naïve\t漢\n\x1b[2J\0\r", keep="\n\t") == "naïve\t漢\n\\x1b[2J\\x00\\r"

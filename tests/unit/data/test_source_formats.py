@@ -5,7 +5,7 @@ import io
 import json
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,7 +60,7 @@ def zstandard(data: bytes) -> bytes:
     return pyarrow.compress(data, "zstd", asbytes=True)
 
 
-def table(texts: list[str], kind=None):
+def table(texts: Sequence[str | None], kind=None):
     return pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, kind)})
 
 
@@ -269,7 +269,7 @@ def test_columns_are_asked_for_by_name_and_kind(tmp_path, name):
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), DICTIONARY])
 def test_null_in_a_table_is_a_bad_row(tmp_path, write, kind):
     file = tmp_path / ("a.parquet" if write is as_parquet else "a.arrow")
-    file.write_bytes(write(table(["one", None, "three"] * 10, kind)))  # type: ignore[list-item]
+    file.write_bytes(write(table(["one", None, "three"] * 10, kind)))
     rows = read(corpus(file), block_bytes=40)
     assert rows[:3] == [Document(0, "one"), BadRow(1, f"{file}, row 1", "field 'text' is null"), Document(2, "three")]
     assert len(rows) == 30

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, lines_of_rows, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, lines_of_rows
 from tost_lm.data.sources.lines import ByteStream
+from tost_lm.data.sources.messages import too_long
 from tost_lm.errors import DataError
 
 FIRST_BYTES = 1 << 16
@@ -62,7 +63,7 @@ def _items(path: Path, stream: ByteStream) -> Iterator[bytes]:
             at, pattern, number = end, NEXT, number + 1
             continue
         if len(text) - at > ROW_LIMIT:
-            raise too_long(f"{path}, item {number}")
+            raise too_long(f"{path}, item {number}", ROW_LIMIT)
         more = stream.read(max(READ_BYTES, len(text) - at))  # doubled, so that a long item is scanned a few times only
         text, at, ended = text[at:] + decode(more, not more), 0, not more
 

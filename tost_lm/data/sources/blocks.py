@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal, NamedTuple
-
-from tost_lm.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 ROW_LIMIT = 1 << 30
@@ -79,20 +76,3 @@ def lines_of_rows(
             lines, size = [], 0
     if lines:
         yield Piece(b"\n".join(lines), len(lines), len(lines), number, consumed(number))
-
-
-def printable(text: str) -> str:
-    """A text of one line in UTF-8: control characters and halves of surrogate pairs are escaped."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few names, for messages, in about 200 characters."""
-    first = list(islice(names, 9))
-    shown = printable(", ".join(name[:201] for name in first[:8]))
-    return (shown[:200] + " …" if len(shown) > 200 or len(first) > 8 else shown) or "none"
-
-
-def too_long(what: str) -> DataError:
-    """The refusal of a row above ROW_LIMIT."""
-    return DataError(f"{what} is longer than {ROW_LIMIT >> 30} GiB; divide it into shorter ones")

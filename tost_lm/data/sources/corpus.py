@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 from tost_lm.data.config import CorpusConfig
 from tost_lm.data.sources.arrays import array_pieces, is_array
-from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Piece, Position, lines_of_rows, printable
+from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Piece, Position, lines_of_rows
 from tost_lm.data.sources.embedded import embedded_texts
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of
 from tost_lm.data.sources.hub import hub_fingerprint, hub_pieces, hub_rows, known_rows
 from tost_lm.data.sources.lines import line_pieces, whole_text
+from tost_lm.data.sources.messages import printable
 from tost_lm.data.sources.tables import arrow_pieces, arrow_rows, parquet_pieces, parquet_rows
 from tost_lm.errors import DataError
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, Piece
 from tost_lm.data.sources.files import COMPRESSIONS
+from tost_lm.data.sources.messages import too_long
 from tost_lm.errors import DataError
 
 
@@ -64,7 +65,7 @@ def line_pieces(path: Path, offset: int, block_bytes: int) -> Iterator[Piece]:
             parts = [rest, stream.read(block_bytes - len(rest))]
             while parts[-1] and b"\n" not in parts[-1]:
                 if len(parts) * block_bytes > ROW_LIMIT:
-                    raise too_long(f"{path}: a line")
+                    raise too_long(f"{path}: a line", ROW_LIMIT)
                 parts.append(stream.read(block_bytes))
             cut = parts[-1].rfind(b"\n") + 1
             rest = parts[-1][cut:]

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.blocks import Block, listed
+from tost_lm.data.sources.blocks import Block
+from tost_lm.data.sources.messages import listed
 
 
 class Document(NamedTuple):

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece, listed, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, Piece
+from tost_lm.data.sources.messages import listed, too_long
 from tost_lm.errors import DataError
 
 ROW_OVERHEAD = 16
@@ -79,7 +80,7 @@ def cut(
     for column in columns:
         lengths = _lengths(column)
         if (lengths > ROW_LIMIT).any():
-            raise too_long(f"{where}: a text")
+            raise too_long(f"{where}: a text", ROW_LIMIT)
         ends = np.cumsum(lengths + ROW_OVERHEAD)
         begin = before = 0
         while begin < len(column):

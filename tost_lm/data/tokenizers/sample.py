@@ -8,6 +8,7 @@ import xxhash
 
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import BadRow, count_rows, parse, read_blocks
+from tost_lm.data.sources.messages import too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.errors import DataError
 
@@ -50,10 +51,7 @@ def sample_texts(config: DataPrepConfig, report: Callable[[int, int | None], Non
         rows = block.end.row
         report(text_bytes, round(text_bytes / block.share_read) if block.share_read else None)
     if first_bad and bad_rows > corpus.max_bad_share * rows:
-        raise DataError(
-            f"{first_bad.where}: {first_bad.reason}; {bad_rows} of {rows} rows cannot be read: mend them, or allow "
-            "more with corpus.max_bad_share"
-        )
+        raise too_many_bad(first_bad.where, first_bad.reason, bad_rows, rows)
     if not documents:
         raise DataError(
             f"corpus.source {corpus.source}: no training document; lower corpus.valid_share or add documents"
