@@ -49,7 +49,7 @@ def checkpoint_bytes(config: PretrainConfig) -> int:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in TostLM(config.model).parameters())
     there = sum(file.stat().st_size for file in (config.run_folder / "checkpoints").rglob("*") if file.is_file())
-    return (config.run.keep_checkpoints + 1) * parameters * BYTES_PER_PARAMETER - there
+    return (config.checkpoint.keep + 1) * parameters * BYTES_PER_PARAMETER - there
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ steps = 12
 batch_sequences = 4
 micro_batch_sequences = 1
 sequence_tokens = 32
+[checkpoint]
+every = 4
 [run]
 name = "tiny"
 log_every = 1
-checkpoint_every = 4
 device = "cpu"
 """
 

@@ -94,7 +94,7 @@ def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace:
 
 
 def test_a_full_disk_and_missing_shards_are_a_line_each(workplace: Path):
-    words = ["run.toml", "run.keep_checkpoints=1000000000", "data.folder=nowhere"]
+    words = ["run.toml", "checkpoint.keep=1000000000", "data.folder=nowhere"]
     disk, shards = refusal("pretrain.preflight", *words, cwd=workplace).splitlines()
     assert disk.startswith(f"rank 0 ({HOST}): runs has ")
     # 12,692 parameters of 12 bytes

@@ -75,7 +75,7 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
 
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
-    words = ["run.toml", "run.name=alone", "run.checkpoint_every=3", "run.keep_checkpoints=2", "run.log_every=4"]
+    words = ["run.toml", "run.name=alone", "checkpoint.every=3", "checkpoint.keep=2", "run.log_every=4"]
     said = run("pretrain.train", *words, cwd=workplace)
     assert "1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
@@ -110,9 +110,9 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
     run("pretrain.train", "run.toml", "run.stop_step=8", cwd=workplace)
     (checkpoints / "step_00000008/model.json").write_text("{}")
     (checkpoints / ".step_00000009.tmp").mkdir()
-    run("pretrain.train", "run.toml", "run.keep_checkpoints=1", "run.stop_step=6", cwd=workplace)
+    run("pretrain.train", "run.toml", "checkpoint.keep=1", "run.stop_step=6", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000006", "step_00000008"]
-    run("pretrain.train", "run.toml", "run.keep_checkpoints=1", "run.stop_step=8", cwd=workplace)
+    run("pretrain.train", "run.toml", "checkpoint.keep=1", "run.stop_step=8", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000008"]
     # A restart that cannot begin leaves the earlier run where it is.
     before = snapshot(workplace / "runs")

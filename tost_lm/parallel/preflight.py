@@ -78,7 +78,7 @@ def look_at_nodes(
         if free_bytes < disk_bytes:
             problems.append(
                 f"{runs_folder} has {_gb(free_bytes)} free, {_gb(disk_bytes - free_bytes)} less than the "
-                f"{_gb(disk_bytes)} that the run's checkpoints take: free that much, or lower run.keep_checkpoints"
+                f"{_gb(disk_bytes)} that the run's checkpoints take: free that much, or lower checkpoint.keep"
             )
         shards = {}
         for folder in shards_folders:

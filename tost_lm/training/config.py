@@ -64,6 +64,30 @@ class TrainConfig(Section):
     """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the initial weights and of the order of the data."""
+    skip_spikes: float | None = Field(default=None, gt=0)
+    """Skip a step whose loss or gradient norm lies this many standard deviations above the mean of the last 128 (6 is usual); without it only those that are not finite."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept; nothing here changes what is trained."""
+
+    every: int = Field(default=1000, gt=0)
+    """Steps between checkpoints; the last step always leaves one."""
+    keep: int = Field(default=3, gt=0)
+    """How many of the newest are kept, besides the one with the lowest validation loss."""
+    keep_every: int | None = Field(default=None, gt=0)
+    """Those after a multiple of so many steps are kept for good."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory; else training waits."""
+
+
+class ValidationConfig(Section):
+    """The loss on held-out documents in the course of training; nothing here changes what is trained."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Steps between measurements; without it there are none."""
+    sequences: int = Field(default=64, gt=0)
+    """How many sequences of train.sequence_tokens, the same each time, over all ranks and micro-batches."""
 
 
 class RunConfig(Section):
@@ -75,12 +99,18 @@ class RunConfig(Section):
     """What to compute on; auto takes the first that is there."""
     log_every: int = Field(default=10, gt=0)
     """Steps between progress lines and rows of metrics.jsonl."""
-    checkpoint_every: int = Field(default=1000, gt=0)
-    """Steps between checkpoints; the last step always leaves one."""
-    keep_checkpoints: int = Field(default=3, gt=0)
-    """How many of the newest checkpoints are kept."""
     stop_step: int | None = Field(default=None, gt=0)
-    """Leave with a checkpoint after this step, as for a job's limit; the same run goes on from there later."""
+    """Leave with a checkpoint after this step; the same run goes on from there later."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Leave with a checkpoint before so many minutes are over since the launch, as for a job's limit; exit code 75."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """What a rank may take for a step before it counts as hung, and the run ends."""
+    check_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of all ranks' weights (parallel.zero_stage 0); at stages 1 to 3 the optimizer's state is summed after each step and before the next. 0: neither."""
+    abort_after_skips: int = Field(default=10, gt=0)
+    """End the run when so many steps in a row were skipped."""
+    profile_steps: tuple[int, int] | None = None
+    """Trace the steps from the one to the other with torch.profiler, a file for each rank in profile/."""
     if_changed: Literal["refuse", "restart"] = "refuse"
     """When the folder holds a run of other settings or shards: say so and exit, or set it aside and begin anew."""
 
@@ -92,7 +122,9 @@ class PretrainConfig(Section):
     data: TrainingDataConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
 
     @model_validator(mode="after")
@@ -141,7 +173,12 @@ class PretrainConfig(Section):
 
     def what_is_trained(self) -> "PretrainConfig":
         """What two launches of one run must agree on: the rest, how the work is shared out, is the same for all."""
-        carried_out = {"parallel": ParallelConfig(), "run": RunConfig(name="any")}
+        carried_out = {
+            "validation": ValidationConfig(),
+            "parallel": ParallelConfig(),
+            "checkpoint": CheckpointConfig(),
+            "run": RunConfig(name="any"),
+        }
         data = self.data.model_copy(update={"workers": 1})
         train = self.train.model_copy(update={"micro_batch_sequences": 1})
         return self.model_copy(update={**carried_out, "data": data, "train": train})

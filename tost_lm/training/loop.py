@@ -50,9 +50,9 @@ def train(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
                 done = step + 1
                 if done % config.run.log_every == 0 or done in (1, config.train.steps):
                     metrics.step(done, mean_over_ranks(loss), lr, float(engine.get_global_grad_norm()))
-                if done % config.run.checkpoint_every == 0 or done == last_step:
+                if done % config.checkpoint.every == 0 or done == last_step:
                     checkpoint.save(engine, step_folder(config.run_folder, done), config.model, done, corpora)
-                    checkpoint.prune(step_folder(config.run_folder, done), config.run.keep_checkpoints)
+                    checkpoint.prune(step_folder(config.run_folder, done), config.checkpoint.keep)
 
         outcome = "done" if last_step == config.train.steps else "stopped at run.stop_step"
         metrics.say(f"{outcome}: {step_folder(config.run_folder, last_step)}")
