@@ -16,11 +16,12 @@ from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.loader import Packing, Share, TrainingBatches
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes, manifest_bytes
+from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
 from tost_lm.data.tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
 
 FILES = 4

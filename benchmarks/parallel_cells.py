@@ -21,7 +21,7 @@ from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import World, mean_over_ranks, start_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.testing import Traffic, run_on_ranks
-from tost_lm.training.loop import train_step
+from tost_lm.training.step import train_step
 
 LIMIT_S = 600
 TOGETHER, ALONE = "together", "alone"

@@ -1,22 +1,34 @@
-"""The report of a run: what it is, its loss, held-out score, needle grid and a generated text, with their hashes.
+"""The report of a run: its losses, optimizer, speed, events, held-out score, needle grid and a generated text.
 
     python -m eval.report runs/demo
 
-Writes report.html, one self-contained page, and report.md with its pictures in eval/report/. What was not
-evaluated yet is left open, with the command that does it.
+Writes report.html, one self-contained page, and report.md, with each figure as PNG, PDF and CSV in eval/report/. What
+was not evaluated yet is left open, with the command that does it.
+
+    python -m eval.report runs/small-seed0 runs/small-seed1 runs/large
+
+Compares several: runs that differ in the seed alone are a group, shown as mean ± standard error; the settings in which
+groups differ name them. It goes into a folder of its own, report.folder.
 """
 
 from pathlib import Path
 
 from tost_lm.config import run_program
+from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import ReportConfig
 
 
-def main(path: Path, config: ReportConfig) -> None:
-    from tost_lm.evaluation.report import write_report
+def main(paths: list[Path], config: ReportConfig) -> None:
+    from tost_lm.evaluation.report import write_comparison, write_report
 
-    print(f"wrote {write_report(path)}")
+    if len(paths) > 1:
+        written = write_comparison(paths, config.report.folder_for(paths))
+    elif config.report.folder is None:
+        written = write_report(paths[0])
+    else:
+        raise ConfigError(f"report.folder: is for several runs; the report of {paths[0]} lies in that folder itself")
+    print(f"wrote {written}")
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.report", doc=__doc__ or "", takes="RUN", config=ReportConfig)
+    run_program(main, name="eval.report", doc=__doc__ or "", takes="RUN…", config=ReportConfig)

@@ -3,11 +3,13 @@
     torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
     python -m pretrain.train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
 
-Reads shard folders, writes runs/NAME: config.toml, env.json, log.txt, metrics.jsonl, wandb/ (offline unless
-WANDB_MODE says otherwise) and checkpoints/. A run that has a checkpoint goes on from the newest valid one.
+Reads shard folders, writes runs/NAME: config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl, events.jsonl,
+heartbeats/, wandb/ (offline unless WANDB_MODE says otherwise) and checkpoints/. A run that has a checkpoint goes on
+from the newest valid one. On SIGTERM, SIGUSR1 and before run.max_minutes are over the ranks save and exit with 75.
 """
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,32 +17,37 @@ from typing import TYPE_CHECKING
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.run_folder import claim_run_folder, steps_behind
+from tost_lm.training.progress import Progress
+from tost_lm.training.run_folder import claim_run_folder
 
 if TYPE_CHECKING:
     from tost_lm.data.mixture import Corpora
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-
 
 def main(path: Path, config: PretrainConfig) -> None:
-    config.accumulation(WORLD_SIZE)  # says what is wrong before anything is loaded
-    for package in ("deepspeed", "wandb"):
+    config.accumulation(int(os.environ.get("WORLD_SIZE", "1")))  # says what is wrong before anything is loaded
+    wandb = [] if os.environ.get("WANDB_MODE") == "disabled" else ["wandb"]
+    for package in ["deepspeed", "psutil", *wandb]:
         if not find_spec(package):
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
     from tost_lm.data.mixture import Corpora
+    from tost_lm.training.departure import EXIT_LEFT, Departure
 
+    departure = Departure(config.run.max_minutes)
+    departure.listen()
     corpora = Corpora.open(config.data.folders)
-    say = print if RANK == 0 else lambda line: None
+    say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
     claim = claim_run_folder(config, corpora.fingerprint, say)
-    if claim.resume_from and steps_behind(claim.resume_from) >= config.last_step:
+    if claim.resume_from and Progress.read(claim.resume_from).step >= config.last_step:
         say(f"reusing {claim.resume_from}: nothing is left to train up to step {config.last_step}")
         return
     check_vocabulary(config, corpora)
     from tost_lm.training.loop import train
 
-    train(config, corpora, claim)
+    if train(config, corpora, claim, departure):
+        if "LEFT_FILE" in os.environ:  # configs/cluster/launch.sh looks for it
+            Path(os.environ["LEFT_FILE"]).touch()
+        sys.exit(EXIT_LEFT)
 
 
 def check_vocabulary(config: PretrainConfig, corpora: "Corpora") -> None:

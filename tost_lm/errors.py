@@ -18,3 +18,11 @@ class DataError(TostError):
 
 class CheckpointError(TostError):
     """A checkpoint is missing, incomplete, damaged or belongs to something else."""
+
+
+class TrainingError(TostError):
+    """A run cannot go on as it is: out of memory, or its steps are all skipped."""
+
+
+class CorruptionError(TostError):
+    """A rank's memory changed by itself."""

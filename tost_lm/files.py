@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 
 def sha256_bytes(data: bytes) -> str:
     """Hex SHA-256 of `data`."""
@@ -19,6 +21,21 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def xxh3_file(path: Path) -> str:
+    """Hex XXH3-128 of a file's bytes, which threads may take at once."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """The bytes of a manifest.json: JSON, the XXH3-128 of everything before it last."""
+    body = json.dumps(manifest, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader sees the old bytes or the new ones, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +46,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-        _flush(path.parent)
+        flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -61,13 +78,13 @@ def folder_aside(path: Path) -> Path:
 def publish_folder(aside: Path, path: Path) -> None:
     """Flush every file of `aside` to disk and make it the folder `path`, in place of an older one."""
     for entry in [*aside.rglob("*"), aside]:
-        _flush(entry)
+        flush(entry)
     old = replaced_folder(path)
     restore_folder(path)
     if path.exists():
         path.rename(old)
     aside.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -84,7 +101,7 @@ def restore_folder(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Bring a file's bytes, or a folder's names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

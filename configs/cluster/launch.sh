@@ -12,6 +12,8 @@
 #                  for one, and gloo takes the one that the node's own name leads to, which may be the loopback
 # PROGRAM          a program of the pretrain folder; pretrain.train when it is not set
 # OMP_NUM_THREADS  CPU threads of a rank; the node's cores shared out evenly when it is not set
+#
+# It ends as torchrun does, and with 75 when training left early with everything saved: start it again.
 set -euo pipefail
 
 refuse() {
@@ -47,6 +49,23 @@ fi
 threads=$(($(nproc) / RANKS_PER_NODE))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
-# exec: torchrun itself gets the signals of whoever started this, and ends its ranks on them
-exec torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-pretrain.train}" "$@"
+# TERM and USR1 reach the ranks, which save and leave; torchrun would kill them half a minute later.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+LEFT_FILE="$(mktemp -u)" # the ranks make it when they leave with everything saved; torchrun ends with 1 however they do
+export LEFT_FILE
+
+torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-pretrain.train}" "$@" &
+torchrun=$!
+for name in TERM INT HUP USR1; do
+  trap "kill -$name $torchrun 2> /dev/null || true" "$name"
+done
+while true; do
+  code=0
+  wait "$torchrun" || code=$?
+  ((code > 128)) && kill -0 "$torchrun" 2> /dev/null || break # a signal ended the wait, not torchrun
+done
+[[ -e "$LEFT_FILE" ]] || exit "$code"
+rm -f "$LEFT_FILE"
+exit 75

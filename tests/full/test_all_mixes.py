@@ -1,6 +1,7 @@
-"""All mixes of tensor, sequence and data ranks and ZeRO stages on four ranks, with both optimizers."""
+"""All mixes of tensor, sequence and data ranks and ZeRO stages, with both optimizers; and resuming on them."""
 
 import pytest
+from test_exactness import MODELS, assert_training_equals_one_process
 from test_mixes import GRAD_CLIP, train_in_stages
 from training_on_mixes import plain_training
 
@@ -14,3 +15,9 @@ def test_four_ranks_train_as_one_process(tensor: int, sequence: int, optimizer: 
     for records in run_on_ranks(train_in_stages, 4, mix, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_equals(plain_training(optimizer, GRAD_CLIP), relative=1e-5)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
+def test_every_model_trains_as_one_process_in_float64(tensor: int, sequence: int):
+    cases = [(name, optimizer) for name in MODELS for optimizer in ("sgd", "adamw")]
+    assert_training_equals_one_process(tensor, sequence, cases)

@@ -1,7 +1,9 @@
 """Ranks that each read their own part of packed documents and of mixtures train as one process that reads all."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from hand_made import hand_made
@@ -9,19 +11,31 @@ from torch import Tensor
 from training_on_mixes import BATCH, LR, VOCAB, T, build_engine, micro_batch_sequences
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Packing
+from tost_lm.data.loader import Batch, Packing
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.prefetch import prefetched
+from tost_lm.data.prefetch import micro_batches, prefetched
+from tost_lm.model.lm import IGNORED_LABEL, TostLM
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import even_split
 from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.world import mean_over_ranks
 from tost_lm.testing import assert_close, run_on_ranks
+from tost_lm.training.batches import build_batches
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.loop import build_batches, train_step
+from tost_lm.training.step import train_step
+from tost_lm.training.validation import Validation
 
 STEPS = 3
-Trained = tuple[list[tuple[float, float]], dict[str, Tensor]]
+POSITION_ENDS = [8, 16, T]
+
+
+class Trained(NamedTuple):
+    validation: dict[str, Any]
+    """Of the first batch, before the first step."""
+    records: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    weights: dict[str, Tensor]
+    by_hand: list[float]
+    """Loss by position of this rank's part of the first batch, by a loop over its tokens."""
 
 
 def settings(folder: Path, packing: Packing, parallel: ParallelConfig, micro_batch: int) -> PretrainConfig:
@@ -46,26 +60,45 @@ def train_packed_both_ways(folder: Path, parallel: ParallelConfig) -> list[Train
 
 
 def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelConfig) -> Trained:
-    """Losses and gradient norms of some steps, and the weights in the end."""
     engine = build_engine(parallel, "adamw")
     mesh, records = engine.mesh, []
     config = settings(folder, packing, parallel, micro_batch_sequences(mesh))
     split = even_split(mesh, config.row_tokens)
     batches = build_batches(config, corpora, mesh, split)
+    validation = Validation(batches, mesh, split, T).measure(engine)
+    by_hand = loss_by_position_by_hand(engine.module, batches[0]) if dist.get_world_size() == 1 else []
     with prefetched(batches, range(STEPS), config.data.workers, mesh.device) as steps:
-        for _, micro_batches in steps:
-            loss = train_step(engine, micro_batches, split, LR["adamw"])
-            records.append((mean_over_ranks(loss), float(engine.get_global_grad_norm())))
-    return records, dict(zero.full_weights(engine))
+        for _, portions in steps:
+            outcome = train_step(engine, portions, split, LR["adamw"])
+            records.append((outcome.loss, outcome.grad_norm))
+    return Trained(validation, records, dict(zero.full_weights(engine)), by_hand)
+
+
+def loss_by_position_by_hand(model: TostLM, batch: Batch) -> list[float]:
+    nats: dict[int, list[float]] = {end: [] for end in POSITION_ENDS}
+    for tokens, labels, cu_seqlens in micro_batches(batch, torch.device("cpu")):
+        log_p = model(tokens, cu_seqlens=cu_seqlens).logits.log_softmax(-1)
+        starts = [0] if cu_seqlens is None else cu_seqlens.tolist()
+        for row, column in (labels != IGNORED_LABEL).nonzero().tolist():
+            position = column - max(start for start in starts if start <= column)
+            end = next(end for end in POSITION_ENDS if position < end)
+            nats[end].append(-log_p[row, column, labels[row, column]].item())
+    return [sum(group) / len(group) for group in nats.values()]
 
 
 def test_ranks_train_as_one_process(tmp_path: Path):
     expected = run_on_ranks(train_packed_both_ways, 1, tmp_path, ParallelConfig())[0]
-    assert len({loss for records, _ in expected for loss, _ in records}) == 2 * STEPS
-    for ranks, mix in ((2, {}), (2, {"sequence": 2}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
+    assert len({loss for one in expected for loss, _ in one.records}) == 2 * STEPS
+    for one in expected:
+        assert one.validation["position_ends"] == POSITION_ENDS
+        assert one.validation["loss"] == pytest.approx(one.records[0][0], rel=1e-6)
+        assert one.validation["loss_by_position"] == pytest.approx(one.by_hand, rel=1e-5)
+    for ranks, mix in ((2, {}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
         parallel = validate(ParallelConfig, mix, "test")
         for found in run_on_ranks(train_packed_both_ways, ranks, tmp_path, parallel):
-            for (records, weights), (true_records, true_weights) in zip(found, expected, strict=True):
-                torch.testing.assert_close(torch.tensor(records), torch.tensor(true_records), rtol=1e-5, atol=0)
-                for name, weight in true_weights.items():
-                    assert_close(weights[name], weight, 1e-5, name)
+            for here, true in zip(found, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(here.records), torch.tensor(true.records), rtol=1e-5, atol=0)
+                for name, weight in true.weights.items():
+                    assert_close(here.weights[name], weight, 1e-5, name)
+                for key, value in true.validation.items():
+                    assert here.validation[key] == pytest.approx(value, rel=1e-5), key

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tost_lm.parallel import failures
+from tost_lm.parallel import failures, roll_call
 from tost_lm.parallel.failures import LostRankError, naming_lost_ranks
 from tost_lm.testing import run_on_ranks
 
@@ -90,7 +90,7 @@ def rank_1_is_terminated() -> None:
 
 
 def rank_1_stops() -> None:
-    failures.ROLL_CALL_S = 0.8
+    roll_call.ROLL_CALL_S = 0.8
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -201,12 +201,12 @@ def what_a_good_run_leaves() -> list[object]:
         inside = signal.getsignal(signal.SIGTERM), threading.active_count()
     dist.barrier()
     store = _get_default_store()
-    said = [store.get(f"tost_lm/failures/0/0/said/{rank}").decode() for rank in range(3)]
-    trouble = [store.check([f"tost_lm/failures/0/0/{key}"]) for key in ("callers", "verdict", "printers")]
+    said = [store.get(f"tost_lm/failures/0/said/{rank}").decode() for rank in range(3)]
+    trouble = [store.check([f"tost_lm/failures/0/{key}"]) for key in ("callers", "verdict", "printers")]
     after = signal.getsignal(signal.SIGTERM), threading.active_count()
     return [before == after, inside == before, inside[1] - before[1], *said, *trouble]
 
 
-def test_a_good_run_leaves_no_trouble_no_thread_and_no_handler():
-    expected = [True, False, 1, *["had finished"] * 3, False, False, False]
+def test_a_good_run_leaves_no_trouble_no_threads_and_no_handler():
+    expected = [True, False, 2, *["had finished"] * 3, False, False, False]
     assert run_on_ranks(what_a_good_run_leaves, 3) == [expected] * 3

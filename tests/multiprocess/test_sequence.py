@@ -32,13 +32,16 @@ LENGTHS = {2: (37, 43), 4: (3, 33, 4, 40)}
 """Of the shards, by number of ranks."""
 
 
-def drawn_calls(dtype: torch.dtype) -> list[Call]:
-    return [draw_call(i, lengths, HEADS, CHANNELS, **how).to(dtype) for i, (lengths, how) in enumerate(CALLS)]
+def drawn_calls(dtype: torch.dtype, backend: Backend) -> dict[int, Call]:
+    """By number. Triton's interpreter takes long: it gets the packed ones, and whole rows in the kernels' own tests."""
+    chosen = range(2 if backend == "triton" else 0, len(CALLS))
+    return {i: draw_call(i, CALLS[i][0], HEADS, CHANNELS, **CALLS[i][1]).to(dtype) for i in chosen}
 
 
-def run_on_mesh(sequence: int, tensor: int, dtype: torch.dtype, backend: Backend) -> list[dict[str, Tensor]]:
+def run_on_mesh(sequence: int, tensor: int, dtype: torch.dtype, backend: Backend) -> dict[int, dict[str, Tensor]]:
     mesh = build_mesh(start_world("cpu"), ParallelConfig(sequence=sequence, tensor=tensor))
-    return [run_call(call, mesh.sequence, mesh.tensor, backend) for call in drawn_calls(dtype)]
+    calls = drawn_calls(dtype, backend)
+    return {number: run_call(call, mesh.sequence, mesh.tensor, backend) for number, call in calls.items()}
 
 
 def run_call(call: Call, sequence: Axis, tensor: Axis, backend: Backend) -> dict[str, Tensor]:
@@ -89,10 +92,12 @@ def test_ranks_equal_one_call(sequence: int, tensor: int, backend: Backend):
     if backend == "triton":
         pytest.importorskip("triton")
         dtype, bound = torch.float32, 1e-5
-    truths = [call.to(torch.float64).run("naive") for call in drawn_calls(dtype)]
+    calls = drawn_calls(dtype, backend)
+    truths = {number: call.to(torch.float64).run("naive") for number, call in calls.items()}
     for found in run_on_ranks(run_on_mesh, sequence * tensor, sequence, tensor, dtype, backend):
-        for number, (ours, truth) in enumerate(zip(found, truths, strict=True)):
-            wrong = errors(ours, truth)
+        assert found.keys() == truths.keys()
+        for number, truth in truths.items():
+            wrong = errors(found[number], truth)
             if number == 1:  # gradients of a state that holds nothing are ratios of tiny numbers
                 wrong.pop("d_energy")
             assert max(wrong.values()) < bound, (number, wrong)

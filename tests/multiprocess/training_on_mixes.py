@@ -17,11 +17,11 @@ from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.part import part_of
-from tost_lm.parallel.world import mean_over_ranks, start_world
+from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close
-from tost_lm.training.loop import train_step
+from tost_lm.training.step import train_step
 
-STEPS, BATCH, T, VOCAB = 5, 4, 26, 64
+STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
 LR = {"adamw": 1e-3, "sgd": 0.05}
 
 
@@ -121,6 +121,13 @@ def micro_batch_sequences(mesh: Mesh) -> int:
     return 2 if BATCH // mesh.data.size > 1 else 1
 
 
+def micro_batches(mesh: Mesh, split: SequenceSplit, step: int) -> list[MicroBatch]:
+    """A rank's part of the batch of a step."""
+    tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
+    portions = [x.split(micro_batch_sequences(mesh)) for x in (tokens, labels)]
+    return [MicroBatch(*x) for x in zip(*portions, strict=True)]
+
+
 def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ...] = ()) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step on this rank's shards of its sequences; `lengths` of uneven ones."""
     mesh, records = engine.mesh, []
@@ -128,10 +135,8 @@ def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ..
     if lengths:
         split = SequenceSplit(lengths, mesh.sequence.rank)
     for step in steps:
-        tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
-        portions = [x.split(micro_batch_sequences(mesh)) for x in (tokens, labels)]
-        loss = train_step(engine, [MicroBatch(*x) for x in zip(*portions, strict=True)], split, LR[optimizer])
-        records.append((mean_over_ranks(loss), float(engine.get_global_grad_norm())))
+        outcome = train_step(engine, micro_batches(mesh, split, step), split, LR[optimizer])
+        records.append((outcome.loss, outcome.grad_norm))
     return records
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from programs import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, ENVIRONMENT
 from two_hosts import INTERFACE, two_hosts
 
 import tost_lm

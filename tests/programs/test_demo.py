@@ -2,10 +2,12 @@
 
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from programs import CHECKOUT, run
+from forked import CHECKOUT, ENVIRONMENT
 
 RUN = CHECKOUT / "runs/demo"
 pytestmark = pytest.mark.skipif(not (RUN / "report.html").exists(), reason="runs/demo is not there: `make demo` first")
@@ -27,12 +29,13 @@ def test_the_run_stopped_and_went_on_without_a_step_twice_or_missing():
 
 def test_the_report_holds_its_pictures_and_says_what_it_is():
     page = (RUN / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert "smoke run and no benchmark" in page
     assert "beats the byte unigram and the byte bigram" in page
 
 
 def test_a_rank_fits_4_gb(tmp_path: Path):
     (tmp_path / "data").symlink_to(CHECKOUT / "data")
-    run("pretrain.train", CHECKOUT / "configs/pretrain/demo.toml", "run.stop_step=3", cwd=tmp_path)
+    train = [sys.executable, "-m", "pretrain.train", str(CHECKOUT / "configs/pretrain/demo.toml"), "run.stop_step=3"]
+    subprocess.run(train, cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
+from forked import ENVIRONMENT
+from programs import interrupt, refusal, run, snapshot
 
 HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@words", "eval/sample"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
@@ -56,7 +57,7 @@ def test_figures_add_up_and_files_are_there(evaluated: Path):
     assert len(results(home, NEEDLE)["cells"]) == 2 * len({cell["length"] for cell in results(home, NEEDLE)["cells"]})
     assert results(home, SAMPLE)["tokens"] <= 20
     page = (home / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert (home / "report.md").read_text().startswith("# ")
 
@@ -118,11 +119,22 @@ def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
     assert "not the run's newest checkpoint" in (home / "report.md").read_text()
 
 
+def test_two_seeds_are_compared(copy: Path):
+    first, second = copy / "runs/tiny", copy / "runs/tiny-1"
+    shutil.copytree(first, second)
+    config = (first / "config.toml").read_text()
+    (second / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 1"))
+    before = snapshot(copy / "runs")
+    assert "wrote reports/tiny-tiny-1/report.html" in run("eval.report", "runs/tiny", "runs/tiny-1", cwd=copy)
+    assert "| 1 | 2 | 12 |" in (copy / "reports/tiny-tiny-1/report.md").read_text()
+    assert snapshot(copy / "runs") == before
+
+
 def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path):
-    damaged = copy / "runs/tiny/checkpoints/step_00000012/model.safetensors"
+    (damaged,) = (copy / "runs/tiny/checkpoints/step_00000012").glob("model-*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     said = run("tost_lm.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
-    assert "step_00000012/model.safetensors: damaged" in said
+    assert f"step_00000012/{damaged.name}: damaged" in said
     assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
 
 
@@ -185,6 +197,7 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("eval.report", ["out"], "out: not a run folder"),
+        ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder: is for several runs"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(evaluated: Path, program: str, words: list[str], problem: str):

@@ -4,12 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from programs import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, ENVIRONMENT
 
 PROGRAMS = [
     "data_prep.train_tokenizer",
     "data_prep.build_shards",
     "data_prep.inspect_shards",
+    "pretrain.plan",
     "pretrain.preflight",
     "pretrain.train",
     "eval.zero_shot",
@@ -20,31 +21,28 @@ PROGRAMS = [
     "benchmarks.model",
     "benchmarks.operator",
     "benchmarks.parallel",
+    "benchmarks.training",
 ]
 PATHS = {"data_prep": ["configs/data/embedded.toml"], "pretrain": ["configs/pretrain/demo.toml"], "benchmarks": []}
 HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--dry-run", "no_such.key=1"]])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_answers_without_heavy_imports(program: str, words: list[str]):
-    if words != ["--help"]:
-        words = [*PATHS.get(program.split(".")[0], ["runs/some"]), *words]
+def test_answers_without_heavy_imports(program: str):
+    mistake = [*PATHS.get(program.split(".")[0], ["runs/some"]), "--dry-run", "no_such.key=1"]
     script = (
-        f"import runpy, sys\nsys.argv = {['program', *words]!r}\n"
-        f"try:\n    runpy.run_module({program!r}, run_name='__main__')\n"
-        f"except SystemExit as end:\n    print(end.code)\n"
-        f"print(sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+        f"import runpy, sys\nfor words in (['--help'], {mistake!r}):\n    sys.argv = ['program', *words]\n"
+        f"    try:\n        runpy.run_module({program!r}, run_name='__main__')\n"
+        f"    except SystemExit as end:\n        print(end.code)\n"
+        f"    print(sorted(set({HEAVY!r}) & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
-    *text, code, imported = done.stdout.splitlines()
-    assert imported == "[]"
-    assert code == ("0" if words == ["--help"] else "2"), done.stderr
-    if words == ["--help"]:
-        assert any(line.startswith(f"usage: python -m {program} ") for line in text)
-    else:
-        assert "no_such: unknown key" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    *text, code, imported, code_of_mistake, imported_then = done.stdout.splitlines()
+    assert (imported, imported_then) == ("[]", "[]")
+    assert (code, code_of_mistake) == ("0", "2"), done.stderr
+    assert any(line.startswith(f"usage: python -m {program} ") for line in text)
+    assert "no_such: unknown key" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_all_programs_are_covered():

@@ -2,16 +2,16 @@
 
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from programs import ENVIRONMENT, refusal, run, snapshot
+from forked import Forked, as_rank, free_port
+from programs import refusal, run, snapshot
 
-from tost_lm.data.shard_format import manifest_bytes, read_manifest
+from tost_lm.data.shard_format import read_manifest
 from tost_lm.errors import ConfigError
+from tost_lm.files import manifest_bytes
 from tost_lm.parallel.preflight import network_in_use, slow_links
 
 HOST = socket.gethostname()
@@ -23,26 +23,13 @@ IPV4 = [
 ]
 
 
-def start_node(
-    number: int, port: int, *words: str, cwd: Path, program: str = "pretrain.preflight"
-) -> subprocess.Popen[str]:
-    """One of two nodes, with one rank, as torchrun starts it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
-    launch += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    return subprocess.Popen(
-        [*launch, "-m", program, "run.toml", *words],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def start_nodes(*nodes: tuple[Path, list[str]], program: str = "pretrain.preflight") -> list[Forked]:
+    """Nodes with one rank each, by folder and words, as torchrun starts them."""
+    port = free_port()
+    return [
+        Forked(program, "run.toml", *words, cwd=cwd, **as_rank(number, len(nodes), port, ranks_per_node=1))
+        for number, (cwd, words) in enumerate(nodes)
+    ]
 
 
 def test_ranks_in_order_are_a_row_and_ok_and_nothing_is_left(workplace: Path):
@@ -58,13 +45,11 @@ def test_ranks_in_order_are_a_row_and_ok_and_nothing_is_left(workplace: Path):
 
 
 def test_training_with_other_settings_on_a_node_ends_on_both_before_it_begins(workplace: Path):
-    port = free_port()
-    words = [[], ["optim.lr=2e-2", "run.log_every=3"]]
-    nodes = [start_node(n, port, *words[n], cwd=workplace, program="pretrain.train") for n in (0, 1)]
-    for node in nodes:
-        _, errors = node.communicate(timeout=100)
+    words = ["optim.lr=2e-2", "run.log_every=3"]
+    for node in start_nodes((workplace, []), (workplace, words), program="pretrain.train"):
+        code, _, errors = node.finish()
         said = [line.partition(":")[2] for line in errors.splitlines() if line.startswith("error: ")]
-        assert node.returncode
+        assert code
         assert len(said) == 2
         assert said[0].startswith(f" rank 1 ({HOST}): optim.lr is 0.02 where rank 0 has 0.01: ")
         assert said[1].startswith(f" rank 1 ({HOST}): run.log_every is 3 where rank 0 has 1: ")
@@ -78,11 +63,10 @@ def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace:
     manifest = read_manifest(other / "out/shards")
     manifest["splits"]["train"]["bytes"] += 1
     (other / "out/shards/manifest.json").write_bytes(manifest_bytes(manifest))
-    port = free_port()
-    nodes = [start_node(0, port, cwd=workplace), start_node(1, port, "optim.lr=2e-2", cwd=other)]
-    said = [node.communicate(timeout=100) for node in nodes]
-    assert all(node.returncode for node in nodes)
-    table, errors = said[0]
+    nodes = start_nodes((workplace, []), (other, ["optim.lr=2e-2"]))
+    (code, table, errors), (other_code, _, other_errors) = [node.finish() for node in nodes]
+    assert code
+    assert other_code
     assert [line.split()[:3] for line in table.splitlines()[1:3]] == [["0", HOST, "0"], ["1", HOST, "1"]]
     sharing, settings, shards = [line for line in errors.splitlines() if line.startswith("error: ")]
     odd = f"error: rank 1 ({HOST}): "
@@ -90,7 +74,7 @@ def test_a_node_with_other_settings_shards_and_disk_is_named_for_each(workplace:
     assert settings.startswith(f"{odd}optim.lr is 0.02 where rank 0 has 0.01: ")
     assert shards.startswith(f"{odd}the fingerprint of out/shards is ")
     assert "ok" not in table.splitlines()
-    assert "optim.lr is 0.02" in said[1][1]
+    assert "optim.lr is 0.02" in other_errors
 
 
 def test_a_full_disk_and_missing_shards_are_a_line_each(workplace: Path):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import termios
 
-from programs import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, ENVIRONMENT
 
 SCRIPT = """
 import time

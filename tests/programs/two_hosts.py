@@ -34,6 +34,10 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
+    def cut_off(self) -> None:
+        """From the other one, for good."""
+        _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
+
     def bytes_received(self) -> int:
         """What has come over the veth pair."""
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -23,7 +24,7 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN", "FOLDER"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER"],
     config: type[AnySection],
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -31,9 +32,9 @@ def run_program(
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
     (run folder, step folder or export) or another folder, where `config` holds only the program's own settings. With
-    `[CONFIG]` the file may be left out (`path` is None). `--dry-run` prints the resolved configuration and does
-    nothing else. Exit codes: 0 done, 2 bad input (a line each on stderr), 130 interrupted by Ctrl-C, 141 when the
-    reader of the output left, 1 with a traceback for a defect of ours.
+    `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
+    `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
+    stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -44,7 +45,7 @@ def run_program(
             print(help_text(name, doc, takes, config))
             sys.exit(0)
         path, overrides, dry_run = _parse(name, takes, words)
-        settings = load_config(config, path if "CONFIG" in takes else None, overrides)
+        settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in takes else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
         else:
@@ -72,7 +73,7 @@ def help_text(name: str, doc: str, takes: str, config: type[Section]) -> str:
     return "\n".join(lines)
 
 
-def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | None, list[str], bool]:
+def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | list[Path] | None, list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
     if unknown:
@@ -82,6 +83,9 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | None, list[s
         if takes == "[CONFIG]":
             return None, rest, bool(flags)
         raise ConfigError(f"python -m {name} needs a {takes} before any section.key=value, see --help")
+    if takes == "RUN…":
+        paths = list(takewhile(lambda word: "=" not in word, rest))
+        return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
     return Path(rest[0]), rest[1:], bool(flags)
 
 

@@ -24,7 +24,6 @@ from tost_lm.data.shard_format import (
     SPLITS,
     Manifest,
     dtype_for,
-    manifest_bytes,
     read_manifest,
 )
 from tost_lm.data.shard_writer import LENGTHS, SplitWriter
@@ -33,7 +32,7 @@ from tost_lm.data.sources.messages import changed, too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.files import publish_folder, replaced_folder, restore_folder, write_rows, write_whole
+from tost_lm.files import manifest_bytes, publish_folder, replaced_folder, restore_folder, write_rows, write_whole
 from tost_lm.version import VERSION
 
 COMMIT_SECONDS = 1.0

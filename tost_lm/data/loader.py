@@ -58,16 +58,17 @@ class TrainingBatches:
         micro_batch_sequences: int,
         sequence_tokens: int,
         ignored_label: int,
+        documents: Literal["train", "valid"] = "train",
     ) -> None:
         """Raises ConfigError if a corpus is shorter than a sample, DataError if one is damaged."""
         import numpy as np
 
-        shards_of = [one.token_arrays("train") for one in corpora.shards]
+        shards_of = [one.token_arrays(documents) for one in corpora.shards]
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
         for one, tokens in zip(corpora.shards, tokens_of, strict=True):
             if tokens < sequence_tokens:
                 raise ConfigError(
-                    f"train.sequence_tokens {sequence_tokens}: longer than all training documents in {one.folder}, "
+                    f"train.sequence_tokens {sequence_tokens}: longer than all {documents} documents in {one.folder}, "
                     f"{tokens} tokens; shorten it to that or add documents"
                 )
         filling = np.full(sequence_tokens, corpora.eot)
@@ -75,7 +76,7 @@ class TrainingBatches:
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the filling behind them
         self._mixture = Mixture(corpora.weights, seed)
         self._samples: list[Samples] = [
-            PackedSamples(one.lengths("train"), sequence_tokens, number, seed)
+            PackedSamples(one.lengths(documents), sequence_tokens, number, seed)
             if packing == "best-fit"
             else ConcatenatedSamples(tokens, sequence_tokens, number, seed)
             for number, (one, tokens) in enumerate(zip(corpora.shards, tokens_of, strict=True))

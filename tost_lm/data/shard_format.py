@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from tost_lm.config import Section
 from tost_lm.errors import DataError
+from tost_lm.files import manifest_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,12 +93,6 @@ class Manifest(Section):
     dtype: Literal["uint16", "int32"]
     rows: RowsEntry
     splits: SplitsEntry
-
-
-def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The file's bytes: JSON, the hash of everything before it last."""
-    body = json.dumps(manifest, indent=1, ensure_ascii=False).removesuffix("\n}")
-    return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

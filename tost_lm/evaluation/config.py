@@ -1,8 +1,13 @@
 """Settings of the evaluation programs; each takes a run folder, so the model's own settings are not among them."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from pydantic import Field, field_validator
 
 from tost_lm.config import Section
+
+NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
@@ -88,5 +93,19 @@ class GenerateConfig(Section):
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
+class ComparisonConfig(Section):
+    """The report of several runs; that of one lies in its folder."""
+
+    folder: Path | None = None
+    """Where the report of several runs goes; without it to reports/A-B-C by the names of their folders, or reports/A-and-9-more."""
+
+    def folder_for(self, runs: Sequence[Path]) -> Path:
+        names = [run.resolve().name for run in runs]
+        short, long = "-".join(names), f"{names[0]}-and-{len(names) - 1}-more"
+        return self.folder or Path("reports") / (short if len(short) <= NAME_CHARACTERS else long)
+
+
 class ReportConfig(Section):
-    """`eval.report` has no settings: it shows what the other programs left in the run folder."""
+    """What `eval.report` reads."""
+
+    report: ComparisonConfig = Field(default_factory=ComparisonConfig)

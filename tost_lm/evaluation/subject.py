@@ -92,7 +92,7 @@ class Subject:
         }
 
     def results_path(self, protocol: str) -> Path:
-        return self.home / "eval" / protocol / "results.json"
+        return results_path(self.home, protocol)
 
     def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The results that are there already, and told so, if they are of this very identity; else None."""
@@ -113,6 +113,11 @@ class Subject:
         path = self.results_path(protocol)
         write_whole(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {path}")
+
+
+def results_path(home: Path, protocol: str) -> Path:
+    """Where the results of a run or an export lie."""
+    return home / "eval" / protocol / "results.json"
 
 
 def pick_device() -> Literal["cuda", "cpu"]:

@@ -1,17 +1,18 @@
 """Model folders: weights, settings and tokenizer with a hash of every file; reading any checkpoint of ours.
 
-A model folder (an export) holds model.safetensors, model.json, the tokenizer's file and manifest.json. A training
-checkpoint is a model folder with the optimizer beside it, so everything that reads one reads the other.
+A model folder (an export) holds the weights in shards with an index, as Hugging Face names them, model.json, the
+tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer beside it, so everything
+that reads one reads the other.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.files import folder_aside, publish_folder, sha256_file
+from tost_lm.files import flush, folder_aside, manifest_bytes, publish_folder, xxh3_file
 from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
     from tost_lm.model.lm import TostLM
 
-FORMAT = "tost_lm.checkpoint.v1"
+FORMAT = "tost_lm.checkpoint.v2"
+MANIFEST = "manifest.json"
+
+FileEntry = dict[str, Any]
+"""What the manifest says of a file: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
 
 
 class TokenizerFile(Protocol):
@@ -37,19 +42,42 @@ def load(path: str | Path, device: str = "cpu") -> "TostLM":
     Raises:
         CheckpointError: there is none, or a file of it is not what its manifest says.
     """
-    from safetensors.torch import load_file
-
     from tost_lm.model.lm import TostLM
 
     folder = find_checkpoint(Path(path))
     model = TostLM(read_model_config(folder))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    model.load_state_dict(dict(StoredTensors(folder, "model")))
     return model.to(device).eval()
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The model settings of a checkpoint folder."""
     return validate(ModelConfig, json.loads((folder / "model.json").read_text()), where=str(folder / "model.json"))
+
+
+class StoredTensors(Mapping[str, "Tensor"]):
+    """The tensors of a checkpoint folder's shards by name, each read from its file when it is asked for."""
+
+    def __init__(self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt") -> None:
+        """`framework` "np" needs no torch and gives NumPy arrays."""
+        from safetensors import safe_open
+
+        shards = [name for name in read_entries(folder) if name.startswith(f"{kind}-")]
+        files = [safe_open(folder / name, framework=framework) for name in shards]
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no dict
+
+    def __getitem__(self, name: str) -> "Tensor":
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shape(self, name: str) -> list[int]:
+        """Of a tensor, which is not read."""
+        return self._files[name].get_slice(name).get_shape()
 
 
 def write_checkpoint(
@@ -60,15 +88,56 @@ def write_checkpoint(
     write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a model folder aside, hash it and rename it into place. `write_more(folder)` adds files to it."""
+    aside = folder_aside(folder)
+    shard = shard_name("model", 0, 1)
+    write_tensors(aside / shard, weights)
+    total_bytes = sum(tensor.nbytes for tensor in weights.values())
+    for name, content in describe(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
+        (aside / name).write_bytes(content)
+    write_more(aside)
+    publish_checkpoint(aside, folder, {file.name: sealed(file) for file in aside.iterdir()})
+
+
+def shard_name(kind: Literal["model", "optimizer"], index: int, count: int) -> str:
+    """The file name of one of so many shards, the first of index 0."""
+    return f"{kind}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_tensors(path: Path, tensors: dict[str, "Tensor"]) -> None:
+    """Write a safetensors file while other threads go on: safetensors holds no lock on Python meanwhile."""
     from safetensors.torch import save_file
 
-    aside = folder_aside(folder)
-    save_file(weights, aside / "model.safetensors")
-    (aside / "model.json").write_text(config.model_dump_json(indent=1))
-    (aside / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
-    write_more(aside)
-    hashes = {file.name: sha256_file(file) for file in sorted(aside.iterdir())}
-    (aside / "manifest.json").write_text(json.dumps({"format": FORMAT, "sha256": hashes}, indent=1))
+    save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+
+
+def describe(
+    config: ModelConfig, tokenizer: TokenizerFile, shard_of: Mapping[str, str], total_bytes: int
+) -> dict[str, bytes]:
+    """The files of a model folder but for the shards and the manifest.
+
+    Args:
+        shard_of: the file of each weight, by name.
+        total_bytes: of all weights.
+    """
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(shard_of.items()))}
+    return {
+        "model.safetensors.index.json": json.dumps(index, indent=1).encode(),
+        "model.json": config.model_dump_json(indent=1).encode(),
+        tokenizer.file_name: tokenizer.model_bytes,
+    }
+
+
+def sealed(path: Path) -> FileEntry:
+    """Bring a file to disk; what the manifest is to say of it."""
+    flush(path)
+    return {"bytes": path.stat().st_size, "xxh3": xxh3_file(path)}
+
+
+def publish_checkpoint(aside: Path, folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write the manifest of a folder that is complete but for it, and rename the folder into its place."""
+    files = {name: entries[name] for name in sorted(entries)}
+    (aside / MANIFEST).write_bytes(manifest_bytes({"format": FORMAT, "files": files}))
     publish_folder(aside, folder)
 
 
@@ -82,7 +151,7 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; give a run folder, a step folder or an export")
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         verify_checkpoint(path)
         return path
     steps = step_folders(path)
@@ -103,15 +172,30 @@ def step_folders(run_folder: Path) -> list[Path]:
 
 def verify_checkpoint(folder: Path) -> None:
     """Check every file against the manifest. Raises CheckpointError naming the first that differs."""
+    for name, entry in read_entries(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{path}: damaged ({path.stat().st_size:,} bytes instead of {entry['bytes']:,})")
+        if xxh3_file(path) != entry["xxh3"]:
+            raise CheckpointError(f"{path}: damaged (its XXH3 hash is not the manifest's)")
+
+
+def read_entries(folder: Path) -> dict[str, FileEntry]:
+    """What a checkpoint's manifest says of each other file. Raises CheckpointError unless it is as it was written."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        hashes = manifest["sha256"] if manifest["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
-        hashes = None
-    if not isinstance(hashes, dict):
-        raise CheckpointError(f"{folder}: not a checkpoint (no manifest.json of format {FORMAT})")
-    for name, expected in hashes.items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: missing")
-        if sha256_file(folder / name) != expected:
-            raise CheckpointError(f"{folder / name}: damaged (its SHA-256 is not the manifest's)")
+        data = (folder / MANIFEST).read_bytes()
+    except OSError:
+        raise CheckpointError(f"{folder}: not a checkpoint (it has no {MANIFEST})") from None
+    try:
+        manifest = json.loads(data)
+        found = manifest["format"]
+        manifest.pop("xxh3", None)
+    except (ValueError, KeyError, TypeError):
+        manifest = found = None
+    if found != FORMAT and str(found).startswith("tost_lm.checkpoint."):
+        raise CheckpointError(f"{folder / MANIFEST}: of format {found}, which this version does not read ({FORMAT})")
+    if manifest is None or manifest_bytes(manifest) != data:
+        raise CheckpointError(f"{folder / MANIFEST}: damaged (it is not as it was written)")
+    return manifest["files"]

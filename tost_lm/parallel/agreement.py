@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from tost_lm.config import Section
 from tost_lm.config.section import leaves
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, TostError
 
 Facts = Mapping[str, str]
 
@@ -34,9 +34,9 @@ def require_agreement(facts: Facts, what_to_do: str) -> None:
         raise error_of_all_ranks(lines)
 
 
-def error_of_all_ranks(lines: Sequence[str]) -> ConfigError:
+def error_of_all_ranks(lines: Sequence[str], kind: type[TostError] = ConfigError) -> TostError:
     """To be raised by all ranks; the first of each node prints it."""
-    error = ConfigError("\n".join(lines))
+    error = kind("\n".join(lines))
     error.printed_here = os.environ.get("LOCAL_RANK", "0") == "0"
     return error
 

@@ -5,7 +5,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def build_engine(
         "zero_optimization": {"stage": stage, **_offload(parallel)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bfloat16},
+        "bf16": {"enabled": bfloat16, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,
@@ -56,20 +56,54 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     engine.mesh = mesh
     engine.clip_fp32_gradients = lambda: _clip_and_tell_norm(engine)
+    engine.updates = Updates(engine)
     return engine
 
 
-def full_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks call it."""
+class Updates:
+    """The optimizer's updates, each of which may be called off once the global gradient norm is known."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._inner = _inner(engine)
+        self._update, self._inner.step = self._inner.step, self._unless_called_off
+
+    def take(self, allows: Callable[[float], bool]) -> float:
+        """`engine.step()` after the last micro-batch, with no trace in weights and optimizer unless `allows(norm)`.
+
+        Returns:
+            The global gradient norm before clipping, the same on every rank; infinite where it is not finite: then
+            the update is called off without asking.
+        """
+        self._allows, self._allowed = allows, None
+        self._engine.step()
+        # Stages 1 to 3 look for what is not finite themselves, and then do not come to the update.
+        return math.inf if self._allowed is None else float(self._engine.get_global_grad_norm())
+
+    def _unless_called_off(self, *arguments: Any, **options: Any) -> Any:
+        if self._allowed is None:  # the first of several groups
+            norm = float(self._engine.optimizer._global_grad_norm)
+            self._allowed = math.isfinite(norm) and self._allows(norm)
+        return self._update(*arguments, **options) if self._allowed else None
+
+
+def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks call it to its end.
+
+    With `into`, a rank's host tensors by name, those are filled; what has none there is passed over on this rank.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
         ours = parameter if _is_plain(engine) else safe_get_full_fp32_param(parameter)
-        yield name, _whole(ours, parameter, engine.mesh)
+        whole = _whole(ours, parameter, engine.mesh)
+        if into is None or name in into:
+            yield name, _on_host(whole, into[name] if into else None)
 
 
-def full_moments(engine: Any) -> Moments:
-    """(parameter, statistic, whole tensor on the CPU) of the optimizer's state, one at a time. All ranks call it."""
+def full_moments(engine: Any, into: dict[str, Tensor] | None = None) -> Moments:
+    """(parameter, statistic, whole tensor on the CPU) of the optimizer's state, one at a time; none before the first
+    update. All ranks call it to its end, `into` tensors named statistic/parameter as `full_weights`."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     _link_state(engine)
@@ -79,11 +113,26 @@ def full_moments(engine: Any) -> Moments:
                 ours = _inner(engine).state[parameter][key]
             else:
                 ours = safe_get_full_optimizer_state(parameter, key)
-            yield name, key, _whole(ours, parameter, engine.mesh)
+            whole = _whole(ours, parameter, engine.mesh)
+            if into is None or f"{key}/{name}" in into:
+                yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
 
 
-def restore(engine: Any, weights: dict[str, Tensor], moments: Moments, step: int) -> None:
-    """Put whole float32 weights and the optimizer's state after `step` steps into a fresh engine of any mix.
+def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """(what, tensor) of what torch's optimizer works on here: weights, in stages 1 to 3 partitions of the master copy,
+    and their statistics as far as a step or `restore` has made them. The memory itself, no copies."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    state = _inner(engine).state
+    for index, partition in enumerate(_partitions(engine)):
+        name = names.get(partition, f"master weights {index}")
+        yield name, partition.detach()
+        for key, value in state.get(partition, {}).items():
+            if torch.is_tensor(value) and value.dim() > 0:
+                yield f"{key} of {name}", value
+
+
+def restore(engine: Any, weights: Mapping[str, Tensor], moments: Moments, step: int) -> None:
+    """Put whole float32 weights and the optimizer's state after `step` updates into a fresh engine of any mix.
 
     The engine's model must hold these weights already.
     """
@@ -175,11 +224,14 @@ def _statistics(engine: Any) -> list[str]:
 
 
 def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
-    """On the CPU, from the parts of all tensor ranks."""
+    """From the parts of all tensor ranks; perhaps the memory that is trained on itself."""
     assert ours is not None
     part = part_of(parameter)
-    whole = ours.detach() if part is None else part.whole(ours.detach().to(mesh.device), mesh.tensor)
-    return whole.to("cpu", copy=True)
+    return ours.detach() if part is None else part.whole(ours.detach().to(mesh.device), mesh.tensor)
+
+
+def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
+    return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
 
 
 def _part(whole: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:

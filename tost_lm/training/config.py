@@ -110,9 +110,17 @@ class RunConfig(Section):
     abort_after_skips: int = Field(default=10, gt=0)
     """End the run when so many steps in a row were skipped."""
     profile_steps: tuple[int, int] | None = None
-    """Trace the steps from the one to the other with torch.profiler, a file for each rank in profile/."""
+    """Trace the steps from the one to the other, as the log counts them, with torch.profiler: a file for each rank in profile/."""
     if_changed: Literal["refuse", "restart"] = "refuse"
     """When the folder holds a run of other settings or shards: say so and exit, or set it aside and begin anew."""
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> "RunConfig":
+        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, from 1 on"
+            )
+        return self
 
 
 class PretrainConfig(Section):
@@ -185,11 +193,14 @@ class PretrainConfig(Section):
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when ranks or batch cannot be shared out evenly."""
-        train, data_ranks = self.train, self.parallel.data_ranks(world_size)
-        portion = data_ranks * train.micro_batch_sequences
-        if train.batch_sequences % portion:
-            raise ConfigError(
-                f"train.batch_sequences {train.batch_sequences} is not divisible by {data_ranks} data ranks × "
-                f"train.micro_batch_sequences {train.micro_batch_sequences} = {portion}"
-            )
-        return train.batch_sequences // portion
+        data_ranks, micro_batch = self.parallel.data_ranks(world_size), self.train.micro_batch_sequences
+        shared = {"train.batch_sequences": self.train.batch_sequences}
+        if self.validation.every:
+            shared["validation.sequences"] = self.validation.sequences
+        for name, sequences in shared.items():
+            if sequences % (data_ranks * micro_batch):
+                raise ConfigError(
+                    f"{name} {sequences} is not divisible by {data_ranks} data ranks × "
+                    f"train.micro_batch_sequences {micro_batch} = {data_ranks * micro_batch}"
+                )
+        return self.train.batch_sequences // (data_ranks * micro_batch)

@@ -1,77 +1,95 @@
 """The pre-training loop: build, build, build, run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tost_lm.data.loader import Share, TrainingBatches
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.prefetch import MicroBatch, prefetched
-from tost_lm.model.lm import IGNORED_LABEL, TostLM
+from tost_lm.data.prefetch import prefetched
+from tost_lm.model.lm import TostLM
 from tost_lm.ops.split import SequenceSplit
 from tost_lm.optim.adamw import build_adamw, learning_rate
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
-from tost_lm.parallel.apply import even_split, parallelize, shard_of
-from tost_lm.parallel.collectives import all_reduce
+from tost_lm.parallel.apply import even_split, parallelize
+from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.failures import naming_lost_ranks
+from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.world import World, mean_over_ranks, start_world, stop_world
+from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.training import checkpoint
+from tost_lm.training.batches import build_batches
+from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.departure import Departure
+from tost_lm.training.guard import Guard
+from tost_lm.training.hooks import Run, build_hooks, reason_to_leave
+from tost_lm.training.lock import only_launch
+from tost_lm.training.memory import telling_what_needs_memory
 from tost_lm.training.metrics import Metrics, Silence
+from tost_lm.training.profiling import Profiler
+from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import Claim, set_aside, step_folder, write_run_folder
+from tost_lm.training.step import train_step
+from tost_lm.training.validation import Validation
 from tost_lm.version import VERSION
 
 
-def train(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
-    """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`."""
-    world = start_world(config.run.device)
-    with naming_lost_ranks():
+def train(config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Departure) -> str:
+    """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`.
+
+    Returns:
+        Why the run was left before that, with all steps saved: one of `departure.REASONS`; empty: it was not.
+    """
+    world = start_world(config.run.device, config.run.timeout_seconds)
+    heart = Heartbeat(config.run_folder / "heartbeats", world.rank)
+    with naming_lost_ranks(heart, config.run.timeout_seconds, departure.ask):
         _require_agreement(config, corpora, claim)
-        mesh = build_mesh(world, config.parallel)
-        split = even_split(mesh, config.row_tokens)
-        batches = build_batches(config, corpora, mesh, split)
-        engine = build_training_engine(config, mesh, claim.resume_from)
-        first_step = checkpoint.restore(engine, claim.resume_from) if claim.resume_from else 0
-        if world.rank == 0:
-            set_aside(config, claim)
-            write_run_folder(config, world.size, world.device.type)
-        metrics = Metrics(config, first_step) if world.rank == 0 else Silence()
-        metrics.say(_opening_line(config, world, claim.resume_from))
-
-        last_step = config.last_step
-        with prefetched(batches, range(first_step, last_step), config.data.workers, mesh.device) as steps:
-            for step, micro_batches in steps:
-                lr = learning_rate(step, config.train.steps, config.optim)
-                loss = train_step(engine, micro_batches, split, lr)
-                done = step + 1
-                if done % config.run.log_every == 0 or done in (1, config.train.steps):
-                    metrics.step(done, mean_over_ranks(loss), lr, float(engine.get_global_grad_norm()))
-                if done % config.checkpoint.every == 0 or done == last_step:
-                    checkpoint.save(engine, step_folder(config.run_folder, done), config.model, done, corpora)
-                    checkpoint.prune(step_folder(config.run_folder, done), config.checkpoint.keep)
-
-        outcome = "done" if last_step == config.train.steps else "stopped at run.stop_step"
-        metrics.say(f"{outcome}: {step_folder(config.run_folder, last_step)}")
-        metrics.close()
-        stop_world()
+        with only_launch(config.run_folder, world.rank), telling_what_needs_memory(config, heart):
+            leaving = _train_together(config, corpora, claim, departure, world, heart)
+            stop_world()
+    return leaving
 
 
-def build_batches(config: PretrainConfig, corpora: Corpora, mesh: Mesh, split: SequenceSplit) -> TrainingBatches:
-    """What this rank reads of each step. Raises ConfigError for a corpus that is shorter than a sequence."""
-    return TrainingBatches(
-        corpora,
-        Share(mesh.data.rank, mesh.data.size, (split.start, split.end)),
-        packing=config.data.packing,
-        seed=config.train.seed,
-        batch_sequences=config.train.batch_sequences,
-        micro_batch_sequences=config.train.micro_batch_sequences,
-        sequence_tokens=config.train.sequence_tokens,
-        ignored_label=IGNORED_LABEL,
-    )
+def _train_together(
+    config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Departure, world: World, heart: Heartbeat
+) -> str:
+    mesh = build_mesh(world, config.parallel)
+    split = even_split(mesh, config.row_tokens)
+    batches = build_batches(config, corpora, mesh, split)
+    engine = build_training_engine(config, mesh, claim.resume_from)
+    progress = Progress(0, 0, shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256)
+    if claim.resume_from:
+        progress = checkpoint.restore(engine, claim.resume_from)
+    guard = Guard(config.train.skip_spikes, config.run.abort_after_skips, progress)
+    checksums = Checksums(engine, config.run.check_every)
+    profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
+    validation = _build_validation(config, corpora, mesh, split)
+    writer = CheckpointWriter(engine, config, corpora)
+    hooks = build_hooks(guard, checksums, profiler, validation, departure, writer)
+    run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart), heart)
+
+    departure.get_under_way()
+    run.leaving = reason_to_leave(departure)  # a meeting, too: from here on rank 0 has made the run folder
+    todo = range(progress.step, progress.step if run.leaving else config.last_step)
+    with prefetched(batches, todo, config.data.workers, mesh.device) as steps:
+        for step, micro_batches in steps:
+            heart.beat(step, "training")
+            profiler.before_step(step + 1)
+            lr = learning_rate(step, config.train.steps, config.optim)
+            run.take(train_step(engine, micro_batches, split, lr, guard.objection, checksums.before_update), lr)
+            for hook in hooks:
+                hook.after_step(run)
+            if run.is_over:
+                break
+            heart.beat(step + 1, "reading")
+
+    heart.beat(run.progress.step, "leaving")
+    writer.finish()
+    profiler.close()
+    _say_how_it_ended(run)
+    return run.leaving
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
@@ -93,36 +111,43 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
     )
 
 
-def train_step(engine: Any, micro_batches: Sequence[MicroBatch], split: SequenceSplit, lr: float) -> torch.Tensor:
-    """One optimizer step on this rank's shards of its sequences, as `split` says of each row.
-
-    Returns:
-        This rank's part of the loss: its mean over all ranks is the global batch's, in nats per labelled token.
-    """
-    mesh: Mesh = engine.mesh
-    shard = shard_of(mesh, split)
-    labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
-    label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr
-    losses = []
-    for tokens, labels, cu_seqlens in micro_batches:
-        output = engine(
-            tokens, labels=labels, cu_seqlens=cu_seqlens, label_count=label_count, output_state=False, shard=shard
-        )
-        loss = output.loss
-        engine.backward(loss)
-        engine.step()  # acts after the last micro-batch
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
-
-
 def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
     facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(claim.resume_from)}
     require_agreement(
         {**facts, "tost_lm": VERSION, "torch": torch.__version__},
         "start all ranks with the same settings, shards and packages, from one shared folder",
     )
+
+
+def _build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, split: SequenceSplit) -> Validation | None:
+    if config.validation.every is None:
+        return None
+    held_out = build_batches(config, corpora, mesh, split, "valid")
+    return Validation(held_out, mesh, split, config.train.sequence_tokens)
+
+
+def _open_folder(
+    config: PretrainConfig, claim: Claim, progress: Progress, world: World, heart: Heartbeat
+) -> Metrics | Silence:
+    """Let rank 0 take the run folder into use, and say so."""
+    if world.rank > 0:
+        return Silence()
+    set_aside(config, claim)
+    write_run_folder(config, world.size, world.device.type)
+    heart.remove_ranks_from(world.size)
+    metrics = Metrics(config, progress if claim.resume_from else None, world.size, world.device)
+    metrics.say(_opening_line(config, world, claim.resume_from))
+    return metrics
+
+
+def _say_how_it_ended(run: Run) -> None:
+    config, step = run.config, run.progress.step
+    how = "done" if step == config.train.steps else "stopped at run.stop_step"
+    if run.leaving:
+        how = f"left on {run.leaving} with everything saved; the same command goes on"
+    run.metrics.event(step, "left" if run.leaving else "done", why=run.leaving)
+    run.metrics.say(f"{how}: {step_folder(config.run_folder, step)}")
+    run.metrics.close()
 
 
 def _opening_line(config: PretrainConfig, world: World, resume_from: Path | None) -> str:

@@ -1,31 +1,62 @@
-"""What a run tells of itself: a progress line, a row of metrics.jsonl and wandb, all by rank 0."""
+"""What a run tells of itself, all by rank 0: lines, rows of metrics, validation and events, and wandb."""
 
 import json
-import os
+import resource
+import sys
 import time
-import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tost_lm.errors import ConfigError
-from tost_lm.files import write_whole
+import torch
+
+from tost_lm.model.flops import peak_flops, training_flops_per_token
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.run_folder import drop_metrics_after
+from tost_lm.training.progress import Progress
+from tost_lm.training.run_folder import drop_rows_after
+from tost_lm.training.wandb_sink import open_wandb
 
 
 class Metrics:
-    """Opened at the step that the run goes on from; rows of later steps, left by a killed run, are dropped."""
+    """Opened when the run folder is there; rows of steps after `progress`, left by a killed launch, are dropped."""
 
-    def __init__(self, config: PretrainConfig, first_step: int):
-        self.config = config
-        folder = config.run_folder
-        seconds = drop_metrics_after(folder / "metrics.jsonl", first_step)
-        self._rows = (folder / "metrics.jsonl").open("a")
-        self._log = (folder / "log.txt").open("a")
-        self._wandb = _start_wandb(config)
-        self._started = time.perf_counter() - seconds
+    def __init__(
+        self, config: PretrainConfig, progress: Progress | None, world_size: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            progress: of the checkpoint that the run goes on from; None: it begins.
+            world_size: ranks, each with a device.
+            device: that of this rank.
+
+        Raises:
+            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+        """
+        self._config, self._world_size, self._device = config, world_size, device
+        self._flops_per_token = training_flops_per_token(config.model, config.train.sequence_tokens)
+        cuda = device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
+
+        folder, first_step = config.run_folder, progress.step if progress else 0
+        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ("metrics", "validation")}
+        drop_rows_after(folder / "events.jsonl", first_step)
+        self._rows, self._validation_rows, self._events, self._log = (
+            (folder / name).open("a") for name in ("metrics.jsonl", "validation.jsonl", "events.jsonl", "log.txt")
+        )
+        self._wandb_id = progress.wandb_run_id if progress else ""
+        self._wandb = open_wandb(config, self._wandb_id, kept["metrics"], kept["validation"], self.say)
+
+        seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()
+        self._started = self._last_time - seconds
+        self._paused_in_window = self._paused = self._trained = 0.0
+        self.event(first_step, "resumed" if progress else "started", ranks=world_size)
+
+    @property
+    def wandb_run_id(self) -> str:
+        """For checkpoints, so that all launches of a run are one in wandb; empty while there was none."""
+        return self._wandb.run_id if self._wandb else self._wandb_id
 
     def say(self, line: str) -> None:
         """Print a line and keep it in log.txt."""
@@ -33,69 +64,97 @@ class Metrics:
         print(line, file=self._log, flush=True)
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
-        """Record the state after `step` steps; rates are over the steps since the last record."""
-        now = time.perf_counter()
-        tokens_per_second = (step - self._last_step) * self.config.batch_tokens / (now - self._last_time)
+        """Record the state after `step` steps; rates are over the steps since the last record, pauses left out."""
+        now, batch_tokens = time.perf_counter(), self._config.batch_tokens
+        trained = now - self._last_time - self._paused_in_window
+        tokens_per_second = (step - self._last_step) * batch_tokens / trained
+        each = tokens_per_second / self._world_size
+        flops = each * self._flops_per_token
         row = {
             "step": step,
             "loss": loss,
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens": step * self.config.batch_tokens,
+            "tokens": step * batch_tokens,
             "tokens_per_second": tokens_per_second,
+            "tokens_per_second_device": each,
+            "mfu": flops / self._peak_flops if self._peak_flops else None,
+            "tflops_device": flops / 1e12,
+            "memory_peak_bytes": _memory_peak(self._device),
             "seconds": now - self._started,
         }
-        self._rows.write(json.dumps(row) + "\n")
-        self._rows.flush()
+        recorded = _append(self._rows, row)
         if self._wandb:
-            self._wandb.log(row, step=step)
-        eta = timedelta(seconds=round((self.config.train.steps - step) * self.config.batch_tokens / tokens_per_second))
+            self._wandb.metrics(recorded)
+        self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
+        pauses = 1 + self._paused / self._trained
+        eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
         self.say(
-            f"step {step}/{self.config.train.steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
-            f"{tokens_per_second:,.0f} tokens/s  ETA {eta}"
+            f"step {step}/{self._config.train.steps}  loss {loss:.4f}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
+            f"{each:,.0f} tokens/s/device  {self._use_of_device(row)}  ETA {eta}"
         )
-        self._last_step, self._last_time = step, now
+        self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
+
+    def validation(self, row: dict[str, Any]) -> None:
+        """Record a measurement: step, loss (nats per token), position_ends, loss_by_position and what else there is."""
+        recorded = _append(self._validation_rows, row)
+        if self._wandb:
+            self._wandb.validation(recorded)
+        self.say(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """Record something that does not happen at every step."""
+        _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is not training: it counts as time of the run, and not in tokens per second."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_in_window += time.perf_counter() - since
 
     def close(self) -> None:
-        self._rows.close()
-        self._log.close()
+        """Waits until wandb has every row."""
         if self._wandb:
-            self._wandb.finish()
+            self._wandb.close()
+        for file in (self._rows, self._validation_rows, self._events, self._log):
+            file.close()
 
-
-def _start_wandb(config: PretrainConfig) -> Any:
-    """A wandb run inside the run folder, offline unless WANDB_MODE says otherwise; None when it is disabled."""
-    mode = os.environ.get("WANDB_MODE", "offline")
-    if mode == "disabled":
-        return None
-    import wandb
-
-    try:
-        return wandb.init(
-            project="tost_lm",
-            name=config.run.name,
-            id=_wandb_id(config.run_folder / "wandb" / "run_id.txt"),
-            resume="allow",
-            dir=config.run_folder,
-            mode=mode,  # pyright: ignore[reportArgumentType]
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except (wandb.Error, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"WANDB_MODE={mode}: {reason}; set WANDB_MODE to offline or disabled") from None
-
-
-def _wandb_id(path: Path) -> str:
-    """One id for all launches of a run, so that wandb shows them as one."""
-    if not path.exists():
-        write_whole(path, uuid.uuid4().hex)
-    return path.read_text()
+    def _use_of_device(self, row: dict[str, Any]) -> str:
+        text = f"{row['tflops_device']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"
+        return f"{text}  HBM {row['memory_peak_bytes'] / 1e9:.1f} GB" if self._device.type == "cuda" else text
 
 
 class Silence:
     """What ranks other than 0 record: nothing."""
 
+    wandb_run_id = ""
+
     def say(self, line: str) -> None: ...
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None: ...
+    def validation(self, row: dict[str, Any]) -> None: ...
+    def event(self, step: int, kind: str, **fields: Any) -> None: ...
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def close(self) -> None: ...
+
+
+def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
+    """Add a row, and return it as it is read back: JSON has no NaN and no infinity, so they are null."""
+    recorded = json.loads(json.dumps(row), parse_constant=lambda name: None)
+    file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
+    file.flush()
+    return recorded
+
+
+def _memory_peak(device: torch.device) -> int:
+    """Bytes: on a GPU of tensors since it was asked last, else of this process."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -11,7 +11,7 @@ FILE_NAME = "training.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """After a step. All of it is the same on every rank."""
+    """After a step, the same on every rank."""
 
     step: int
     """Batches behind; the next step reads batch `step`."""
@@ -24,6 +24,7 @@ class Progress:
     validation_loss: float | None = None
     """The newest measured, in nats per token."""
     wandb_run_id: str = ""
+    """Known to rank 0, which writes it down."""
     shards_fingerprint: str = ""
     tokenizer_sha256: str = ""
 

@@ -16,6 +16,8 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import read_rows, write_rows, write_whole
 from tost_lm.model.checkpoint import find_checkpoint, step_folders
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.progress import Progress
+from tost_lm.training.redaction import redact_command
 from tost_lm.version import VERSION
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
@@ -73,7 +75,7 @@ def _checkpoint_of_same_run(
     if not step_folders(folder):
         return None
     checkpoint = find_checkpoint(folder, warn)
-    if _progress(checkpoint)["shards_fingerprint"] != shards_fingerprint:
+    if Progress.read(checkpoint).shards_fingerprint != shards_fingerprint:
         raise CheckpointError(
             f"{checkpoint}: was trained on other shards than {', '.join(map(str, config.data.folders))} holds now; "
             "choose another run.name"
@@ -94,40 +96,21 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> No
         "device": device,
         "cpu_count": os.cpu_count(),
         "world_size": world_size,
-        "command": sys.argv[1:],
+        "command": redact_command(sys.argv[1:]),
     }
     write_whole(config.run_folder / "env.json", json.dumps(environment, indent=1))
 
 
-def drop_metrics_after(path: Path, step: int) -> float:
-    """Keep the rows of metrics.jsonl up to `step`, so that a resumed run logs no step twice.
-
-    Returns:
-        The seconds of training that the kept rows record.
-    """
+def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the rows of a JSONL file up to `step`, so that a resumed run records no step twice; returns them."""
     kept = [row for row in read_rows(path) if row["step"] <= step]
     write_rows(path, kept)
-    return kept[-1]["seconds"] if kept else 0.0
+    return kept
 
 
 def step_folder(folder: Path, step: int) -> Path:
     """Where a run's checkpoint after `step` steps lies."""
     return folder / "checkpoints" / f"step_{step:08d}"
-
-
-def write_progress(checkpoint: Path, steps: int, shards_fingerprint: str) -> None:
-    """Record in a checkpoint folder how far it is, and on which tokens."""
-    text = json.dumps({"steps": steps, "shards_fingerprint": shards_fingerprint})
-    (checkpoint / "training.json").write_text(text)
-
-
-def steps_behind(checkpoint: Path) -> int:
-    """The optimizer steps that a training checkpoint has behind it."""
-    return _progress(checkpoint)["steps"]
-
-
-def _progress(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "training.json").read_text())
 
 
 def _git_commit() -> str | None:

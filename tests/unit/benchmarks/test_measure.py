@@ -13,19 +13,8 @@ from tost_lm.config import Section
 MEGABYTE = 1 << 20
 
 
-def cell(device: str, **arguments: str) -> dict:
-    """The cell that the tests run in a fresh process."""
-    if "sleep" in arguments:
-        time.sleep(60)
-    if "allocate" in arguments:
-        torch.empty(1 << 50, dtype=torch.uint8)
-    if "defect" in arguments:
-        raise KeyError("a defect")
-    return {"device": device, **arguments}
-
-
 def run(limit_s: float = 60, **arguments: str) -> dict:
-    return measure.run_cell("tests.unit.benchmarks.test_measure:cell", device="cpu", limit_s=limit_s, **arguments)
+    return measure.run_cell("tests.unit.benchmarks.slow_or_failing:cell", device="cpu", limit_s=limit_s, **arguments)
 
 
 def test_a_cell_is_a_fresh_process_that_returns_values():

@@ -72,6 +72,21 @@ def test_a_file_that_may_be_left_out(tmp_path: Path):
     assert seen == [(None, 3), (None, 4), (tmp_path / "some.toml", 5)]
 
 
+def test_several_paths(capsys: pytest.CaptureFixture[str]):
+    seen: list[tuple[list[Path], int]] = []
+    for words in (["runs/x"], ["runs/x", "y", "size=5"], ["runs/x", "size=5", "y"], ["size=5"]):
+        with pytest.raises(SystemExit):
+            run_program(
+                lambda paths, config: seen.append((paths, config.size)),
+                name="p", doc="", takes="RUN…", config=Settings, arguments=words,
+            )  # fmt: skip
+    assert seen == [([Path("runs/x")], 3), ([Path("runs/x"), Path("y")], 5)]
+    assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "y: an override is written section.key=value",
+        "python -m p needs a RUN… before any section.key=value, see --help",
+    ]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

@@ -12,10 +12,11 @@ from builds import TEXTS, Built, prep_config
 
 from tost_lm.data import shard_format, shards
 from tost_lm.data.build import build_shards
-from tost_lm.data.shard_format import SPLITS, dtype_for, index_size, manifest_bytes
+from tost_lm.data.shard_format import SPLITS, dtype_for, index_size
 from tost_lm.data.shards import Shards
 from tost_lm.data.split import Splitter
 from tost_lm.errors import DataError
+from tost_lm.files import manifest_bytes
 
 
 @pytest.fixture

@@ -78,7 +78,12 @@ def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model)
     (run / "config.toml").write_text("\n".join(f"[{name}]\n{table}\n" for name, table in tables.items()))
     (run / "env.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2"}, "command": ["a", "b|c"]}))
     rows = [
-        {"step": step, "loss": 6 - step / 50, "tokens": step * 32, "seconds": step / 10} for step in range(10, 101, 10)
-    ]
+        {
+            "step": step, "loss": 6 - step / 50, "lr": 1e-3, "grad_norm": 2.0, "tokens": step * 32,
+            "tokens_per_second": 320.0, "tokens_per_second_device": 160.0, "mfu": None, "tflops_device": 0.5,
+            "memory_peak_bytes": 2_500_000_000, "seconds": step / 10,
+        }
+        for step in range(10, 101, 10)
+    ]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11')
     return run

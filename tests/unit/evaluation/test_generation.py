@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.generation import generate, state_bytes
+from tost_lm.evaluation.generation import generate, sampler, state_bytes
 
 PROMPT = [1, 7, 23, 5]
 NO_STOP = 10**6
@@ -63,8 +63,11 @@ def test_a_low_temperature_is_greedy(make_model):
 def test_draws_follow_the_softmax(make_model):
     model = make_model()
     with torch.inference_mode():
-        expected = torch.softmax(model(torch.tensor([PROMPT])).logits[0, -1] / 4, dim=-1)
-    drawn = torch.tensor([go_on(model, tokens=1, temperature=4.0, seed=seed)[0] for seed in range(400)])
+        logits_BV = model(torch.tensor([PROMPT])).logits[:, -1]
+    expected = torch.softmax(logits_BV[0] / 4, dim=-1)
+    drawn = torch.cat([sampler(4.0, torch.Generator().manual_seed(seed))(logits_BV) for seed in range(400)])
+    for seed in range(5):
+        assert go_on(model, tokens=1, temperature=4.0, seed=seed) == [drawn[seed]]
     shares = torch.bincount(drawn, minlength=40) / 400
     assert (shares - expected).abs().max() < 4 * 0.5 / 20
 

@@ -14,6 +14,10 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.config import GenerateConfig
 from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.report.page import Page as ReportPage
+from tost_lm.evaluation.report.page import to_html, to_markdown
+from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.run import all_sections
 from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, Subject
 
 NASTY = (
@@ -94,38 +98,39 @@ class Page(HTMLParser):
             self.code[-1] += data
 
 
-def report(folder: Path) -> tuple[Page, str]:
-    path = write_report(folder)
-    return Page(path.read_text()), (folder / "report.md").read_text()
+def text_of(folder: Path) -> Page:
+    """The page without its figures drawn."""
+    run = RunRecord.read(folder)
+    return Page(to_html(to_markdown(all_sections(run, ReportPage("", figures="f"))), {}, ""))
 
 
-def test_the_page_needs_nothing_else(evaluated):
-    page, _ = report(evaluated)
+def test_the_page_needs_nothing_else_and_its_figures_lie_beside_it(evaluated):
+    write_report(evaluated)
+    page = Page((evaluated / "report.html").read_text())
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
-    assert len(sources) == 2
+    assert len(sources) == 3
     for source in sources:
         kind, data = source.split(",")
         assert kind == "data:image/png;base64"
         assert base64.b64decode(data).startswith(b"\x89PNG")
     assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
     assert "url(" not in (evaluated / "report.html").read_text()
-
-
-def test_the_text_refers_to_pictures_that_are_there(evaluated):
-    _, markdown = report(evaluated)
-    shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", markdown, re.MULTILINE)
-    assert shown == ["eval/report/loss.png", "eval/report/needle.png"]
+    shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
+    assert shown == [f"eval/report/{name}.png" for name in ("loss", "optimizer", "needle")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+    assert {path.name for path in (evaluated / "eval/report").iterdir()} == {
+        f"{name}.{ending}" for name in ("loss", "optimizer", "needle") for ending in ("png", "pdf", "csv")
+    }
 
 
 def test_generated_text_is_shown_as_it_is(evaluated):
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     assert f"{NASTY}\n" in page.code
     assert f"{NASTY} again\n" in page.code
 
 
 def test_the_model_is_compared_with_the_baselines(evaluated):
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     assert (
         "the model beats the byte unigram, cannot be told from the byte bigram, loses to the byte trigram" in page.text
     )
@@ -134,25 +139,25 @@ def test_the_model_is_compared_with_the_baselines(evaluated):
 
 
 def test_needle_means_chance_and_expectation(evaluated):
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     for words in ("25.0%", "12.5%", "Chance is 10%", "32 in all", "not expected to recall a word exactly"):
         assert words in page.text
 
 
 def test_a_short_run_is_called_one(run_folder):
-    page, _ = report(run_folder)
+    page = text_of(run_folder)
     # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
     block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
     parameters = 330 * 16 + 2 * block + 16
     assert f"smoke run and no benchmark: it was trained on 3,200 tokens with {parameters:,} parameters" in page.text
     config = run_folder / "config.toml"
     config.write_text(config.read_text().replace("batch_sequences = 2", "batch_sequences = 2000"))
-    assert "smoke" not in report(run_folder)[0].text
+    assert "smoke" not in text_of(run_folder).text
 
 
 def test_what_is_missing_names_its_command(run_folder):
     (run_folder / "metrics.jsonl").unlink()
-    page, _ = report(run_folder)
+    page = text_of(run_folder)
     for program in ("eval.zero_shot", "eval.retrieval", "tost_lm.generate"):
         assert f"python -m {program} {run_folder}" in page.text
     assert "python -m pretrain.train" in page.text
@@ -160,26 +165,29 @@ def test_what_is_missing_names_its_command(run_folder):
 
 
 def test_results_of_another_checkpoint_are_marked(evaluated):
-    assert "not the run's newest" not in report(evaluated)[0].text
+    assert "not the run's newest" not in text_of(evaluated).text
     path = Subject.find(evaluated).results_path(NEEDLE)
     results = json.loads(path.read_text())
     results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
     path.write_text(json.dumps(results))
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     assert page.text.count("not the run's newest checkpoint") == 1
     assert "Of step_00000050" in page.text
 
 
 def test_hashes_and_environment_are_listed(evaluated, shards):
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     manifest = json.loads((evaluated / "checkpoints/step_00000100/manifest.json").read_text())
-    for text in (*manifest["sha256"].values(), shards.fingerprint, "a b|c"):
+    for text in (*(entry["xxh3"] for entry in manifest["files"].values()), shards.fingerprint, "a b|c"):
         assert text in page.text
 
 
-def test_the_same_run_gives_the_same_bytes(evaluated):
-    first = write_report(evaluated).read_bytes()
-    assert write_report(evaluated).read_bytes() == first
+def test_the_same_run_gives_the_same_bytes(run_folder):
+    def written() -> dict[str, bytes]:
+        files = [write_report(run_folder), run_folder / "report.md", *sorted((run_folder / "eval/report").iterdir())]
+        return {file.name: file.read_bytes() for file in files}
+
+    assert written() == written()
 
 
 def test_other_folders_are_refused(tmp_path, run_folder):
@@ -202,7 +210,7 @@ def test_a_few_documents_allow_no_conclusion(evaluated):
     results = json.loads(path.read_text())
     results["model"]["documents"] = 3
     path.write_text(json.dumps(results))
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     assert "3 of 27 held-out documents" in page.text
     assert "3 documents are too few for a standard error" in page.text
     assert "beats" not in page.text
@@ -220,7 +228,7 @@ def test_the_state_is_said_to_grow_if_it_does(evaluated, pattern, window, expect
     for protocol in (NEEDLE, SAMPLE):
         path = evaluated / "eval" / protocol / "results.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pattern": pattern, "window": window}))
-    page, _ = report(evaluated)
+    page = text_of(evaluated)
     assert expected in page.text
     assert ("not expected to recall" in page.text) == (pattern == "T")
 
@@ -242,6 +250,6 @@ def test_layers_and_positions_are_described(run_folder, lines, layers, positions
     kept = [line for line in config.read_text().splitlines()
             if not line.startswith(("pattern", "window", "positions", "denom_bias"))]  # fmt: skip
     config.write_text("\n".join(kept).replace("[model]", f"[model]\n{lines}"))
-    text = " ".join(report(run_folder)[0].text.split())
+    text = " ".join(text_of(run_folder).text.split())
     assert f"layers {layers} shape" in text
     assert f"330, {positions} parameters" in text

@@ -14,8 +14,9 @@ from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.report_sections import Report, escape, overview
-from tost_lm.evaluation.run_record import RunRecord
+from tost_lm.evaluation.report.markdown import escape
+from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.run import overview
 from tost_lm.evaluation.scoring import DocumentScores, bootstrap_error, score_documents
 from tost_lm.evaluation.subject import Subject
 from tost_lm.model.checkpoint import write_checkpoint
@@ -126,7 +127,7 @@ def test_a_run_on_a_mixture_must_be_given_its_text(run_folder: Path, shards):
     with pytest.raises(ConfigError, match=rf"a mixture of {shards.folder}, gone; .* heldout\.shards=FOLDER"):
         subject.open_shards("")
     assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
-    shown = overview(Report(RunRecord.read(run_folder)))
+    shown = overview(RunRecord.read(run_folder))
     assert f"70.0% from {escape(str(shards.folder))}: train " in shown
     assert "30.0% from gone (no longer there or changed)" in shown
 

@@ -1,10 +1,15 @@
 """Model folders: what is written is read back, and anything else is refused by name."""
 
+import json
+import os
+import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import tost_lm
 from tost_lm.config import validate
@@ -51,19 +56,50 @@ def test_a_folder_left_by_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path
     assert find_checkpoint(run).name == "step_00000015"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer.tiktoken", "manifest.json"])
-def test_one_flipped_bit_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str):
+def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path):
     run = run_folder(tmp_path)
-    damaged = run / "checkpoints" / "step_00000015" / name
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    said: list[str] = []
-    assert find_checkpoint(run, said.append).name == "step_00000010"
-    assert len(said) == 1
-    assert "step_00000015" in said[0]
-    with pytest.raises(CheckpointError, match=r"step_00000015"):
-        tost_lm.load(damaged.parent)
+    names = [
+        "manifest.json", "model-00001-of-00001.safetensors", "model.json", "model.safetensors.index.json",
+        "tokenizer.tiktoken",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (run / "checkpoints/step_00000015").iterdir()) == names
+    generator = random.Random(0)
+    for damaged in [run / "checkpoints/step_00000015" / name for name in names]:
+        whole = damaged.read_bytes()
+        for bit in generator.sample(range(8 * len(whole)), 40):
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            damaged.write_bytes(data)
+            said: list[str] = []
+            assert find_checkpoint(run, said.append).name == "step_00000010"
+            assert [line for line in said if str(damaged) in line] == said != []
+        with pytest.raises(CheckpointError, match=re.escape(str(damaged))):
+            tost_lm.load(damaged.parent)
+        damaged.write_bytes(whole[:-1])
+        with pytest.raises(CheckpointError, match=re.escape(str(damaged))):
+            tost_lm.load(damaged.parent)
+        damaged.write_bytes(whole)
+    assert find_checkpoint(run).name == "step_00000015"
+
+
+def test_the_shards_are_what_hugging_face_reads(tmp_path: Path):
+    model = write(tmp_path / "export")
+    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in model.parameters())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        with safe_open(tmp_path / "export" / index["weight_map"][name], framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert torch.equal(file.get_tensor(name), weight)
+
+
+def test_whoever_may_read_the_folder_may_read_the_weights(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "export")
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "export").iterdir()} == {"0o640"}
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path):
@@ -72,6 +108,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"not a checkpoint: it holds no checkpoint"):
         tost_lm.load(tmp_path)
     run = run_folder(tmp_path)
+    (run / "checkpoints/step_00000015/manifest.json").write_text('{"format": "tost_lm.checkpoint.v1", "sha256": {}}')
+    with pytest.raises(CheckpointError, match=r"of format tost_lm\.checkpoint\.v1, which this version does not read"):
+        tost_lm.load(run / "checkpoints/step_00000015")
     for step in (run / "checkpoints").iterdir():
         (step / "model.json").unlink()
     with pytest.raises(CheckpointError, match="none of its checkpoints is valid"):

@@ -1,14 +1,18 @@
 """The recipes that the project ships are valid, carry the published numbers, and fit the launches they name."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tost_lm.config import load_config
+from tost_lm.config import differences, load_config
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan import what_does_not_fit
+from tost_lm.training.plan_config import PlanConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+SIZES = ("base", "medium", "large")
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "data").glob("*.toml")), ids=lambda path: path.stem)
@@ -16,25 +20,61 @@ def test_corpora(path: Path):
     assert load_config(DataPrepConfig, path).shards.folder.parts[:2] == ("data", path.stem)
 
 
-@pytest.mark.parametrize(
-    ("size", "weight_decay", "nodes", "override"),
-    [
-        ("base", 0.01, (2, 3, 4, 6, 12), ["train.micro_batch_sequences=5"]),
-        ("medium", 0.1, (2, 3, 4, 6, 12), ["train.micro_batch_sequences=5"]),
-        ("large", 0.1, (2, 4, 5, 10), []),
-    ],
-)
-def test_the_papers_recipe(size: str, weight_decay: float, nodes: tuple[int, ...], override: list[str]):
-    path = CONFIGS / f"pretrain/owt_tost_{size}.toml"
-    config = load_config(PretrainConfig, path)
+@pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
+    config = load_config(PlanConfig, path, ["cluster.gpus_per_node=2"] if path.stem == "demo" else [])
+    assert config.run.name == path.stem
+    assert config.micro_batches >= 1
+    assert what_does_not_fit(config) is None
+    words = re.findall(r"configs/pretrain/(\w+).toml", path.read_text())
+    assert set(words) <= {other.stem for other in path.parent.glob("*.toml")}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_papers_recipe(size: str):
+    config = load_config(PretrainConfig, recipe(size))
     optim, train = config.optim, config.train
     assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.beta1, optim.beta2, optim.grad_clip) == (
         6e-4, 6e-5, 2000, 0.9, 0.95, 1.0,
     )  # fmt: skip
     assert (train.steps, train.batch_sequences, train.sequence_tokens, train.dtype) == (600_000, 480, 1024, "bfloat16")
-    assert (optim.weight_decay, config.model.preset, config.model.layer_scale) == (weight_decay, f"tost-{size}", 1e-5)
+    assert (optim.weight_decay, config.model.preset, config.model.layer_scale) == (0.1, f"tost-{size}", 1e-5)
     assert config.model.vocab_size == 50304
-    assert config.accumulation(8) >= 1
-    assert f"N nodes ({', '.join(map(str, nodes[:-1]))} or {nodes[-1]})" in path.read_text()
-    for count in nodes:
-        assert load_config(PretrainConfig, path, override).accumulation(8 * count) >= 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_its_head_says_for_each_number_of_nodes(size: str):
+    path = recipe(size)
+    said = re.findall(r"^#   N = ([\d, or]+?)  +(nothing|\S+=.*)$", path.read_text(), re.MULTILINE)
+    nodes = {int(number): words for numbers, words in said for number in re.findall(r"\d+", numbers)}
+    assert {2, 3, 4, 8, 16, 32, 64} <= set(nodes)
+    for number, words in nodes.items():
+        overrides = [f"cluster.nodes={number}", *(words.split() if words != "nothing" else [])]
+        config = load_config(PlanConfig, path, overrides)
+        assert config.micro_batches >= 1
+        assert what_does_not_fit(config) is None
+
+
+def test_the_authors_settings_are_the_papers_but_for_weight_decay():
+    paper, authors = (load_config(PretrainConfig, recipe(name)) for name in ("base", "base_authors"))
+    assert differences(paper, authors) == [
+        "optim.weight_decay: 0.1 → 0.01", "run.name: 'owt_tost_base' → 'owt_tost_base_authors'",
+    ]  # fmt: skip
+
+
+def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
+    path = recipe("base_recommended")
+    paper, config = load_config(PretrainConfig, recipe("base")), load_config(PretrainConfig, path)
+    assert config.train.steps * config.batch_tokens == paper.train.steps * paper.batch_tokens
+    assert config.model.position_limit is None
+    for nodes, micro_batch in {1: 16, 2: 16, 4: 16, 8: 8, 16: 4, 32: 2, 64: 1}.items():
+        assert config.model_copy(
+            update={"train": config.train.model_copy(update={"micro_batch_sequences": micro_batch})}
+        ).accumulation(8 * nodes)
+    for size in ("medium", "large"):
+        words = [f"model.preset=tost-{size}", "train.micro_batch_sequences=4", "run.name=larger"]
+        assert what_does_not_fit(load_config(PlanConfig, path, words)) is None
+
+
+def recipe(name: str) -> Path:
+    return CONFIGS / f"pretrain/owt_tost_{name}.toml"

@@ -11,14 +11,13 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import (
     Claim,
     claim_run_folder,
-    drop_metrics_after,
+    drop_rows_after,
     set_aside,
     step_folder,
-    steps_behind,
-    write_progress,
     write_run_folder,
 )
 
@@ -49,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model = TostLM(config().model)
         write_checkpoint(
             step_folder(Path("runs/r"), steps), config().model, model.state_dict(), Tokenizer("tokenizer.model", b"t"),
-            lambda folder, steps=steps: write_progress(folder, steps, "abc"),
+            Progress(step=steps, updates=steps, shards_fingerprint="abc").write,
         )  # fmt: skip
     return Path("runs/r")
 
@@ -57,7 +56,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
     claim = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc")
     assert claim == Claim(step_folder(run, 6))
-    assert steps_behind(step_folder(run, 6)) == 6
 
 
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
@@ -105,12 +103,12 @@ def test_what_an_interrupted_first_launch_left_is_no_obstacle():
     assert claim_run_folder(config(run={"name": "new"}), "abc") == Claim(None)
 
 
-def test_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):
+def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    assert drop_metrics_after(path, 5) == 0.0
+    assert drop_rows_after(path, 5) == []
     rows = [{"step": step, "seconds": 2.0 * step} for step in range(1, 9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sec')
-    assert drop_metrics_after(path, 6) == 12.0
+    assert drop_rows_after(path, 6) == rows[:6]
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:6]
 
 

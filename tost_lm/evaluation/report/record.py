@@ -2,41 +2,55 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from tost_lm.config import read_toml
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.subject import Subject, results_path
 from tost_lm.files import read_rows
+from tost_lm.model.checkpoint import MANIFEST, StoredTensors
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder with its newest valid checkpoint, read whole."""
+    """A run folder's settings and records; its checkpoint is looked for when asked for."""
 
     folder: Path
-    subject: Subject
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
-    parameters: int
-    """Parameters without the learned positions, the way the published figures are counted."""
+    validation: list[dict[str, Any]]
+    events: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
-        """Raises ConfigError if it is no run folder, CheckpointError if it has no valid checkpoint."""
+        """Raises ConfigError if it is no run folder."""
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(f"{folder}: not a run folder but a checkpoint; give the run folder that it lies in")
         if not (folder / "config.toml").is_file():
             raise ConfigError(f"{folder}: not a run folder (it has no config.toml); give one that training made")
-        subject = Subject.find(folder)
         return cls(
             folder=folder,
-            subject=subject,
             config=read_toml(folder / "config.toml"),
             environment=_read_json(folder / "env.json") or {},
             metrics=read_rows(folder / "metrics.jsonl"),
-            parameters=_count_parameters(subject.checkpoint / "model.safetensors"),
+            validation=read_rows(folder / "validation.jsonl"),
+            events=read_rows(folder / "events.jsonl"),
         )
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The newest valid checkpoint. Raises CheckpointError if there is none."""
+        return Subject.find(self.folder)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters without the learned positions, the way the published figures are counted."""
+        weights = StoredTensors(self.subject.checkpoint, "model", framework="np")
+        return sum(prod(weights.shape(name)) for name in weights if name != "positions.weight")
 
     @property
     def step(self) -> int:
@@ -51,7 +65,7 @@ class RunRecord:
 
     def results(self, protocol: str) -> dict[str, Any] | None:
         """A protocol's results, None if it was not evaluated."""
-        path = self.subject.results_path(protocol)
+        path = results_path(self.folder, protocol)
         results = _read_json(path)
         if results is not None and "identity" not in results:
             raise ConfigError(f"{path}: no results of this version; remove it and run the program that makes it again")
@@ -65,13 +79,3 @@ def _read_json(path: Path) -> Any:
         return None
     except ValueError:
         raise ConfigError(f"{path}: damaged; remove it and run the program that makes it again") from None
-
-
-def _count_parameters(weights: Path) -> int:
-    from math import prod
-
-    from safetensors import safe_open
-
-    with safe_open(weights, framework="np") as file:
-        names = set(file.keys()) - {"positions.weight"}
-        return sum(prod(file.get_slice(name).get_shape()) for name in names)

@@ -1,20 +1,34 @@
-"""The benchmark of what ranks send each other, small, as a user runs it."""
+"""The benchmark of what ranks send each other, small, with its ranks forked from the tests' server."""
 
 import json
 from pathlib import Path
 
-from programs import refusal, run
+import pytest
 
-SMALL = (
-    "traffic.tokens=[64, 128]", "traffic.ranks=[2]", "traffic.heads=2", "traffic.channels=4",
-    "traffic.count_up_to=64", "scaling.ranks=[2]", "scaling.tokens=16", "scaling.layers=2", "scaling.heads=2",
-    "scaling.width=8", "scaling.vocab_size=8", "scaling.rounds=2",
-)  # fmt: skip
+from benchmarks import parallel
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+
+TRAFFIC = {"tokens": [64, 128], "ranks": [2], "heads": 2, "channels": 4, "count_up_to": 64}
+SCALING = {"ranks": [2], "tokens": 16, "layers": 2, "heads": 2, "width": 8, "vocab_size": 8, "rounds": 2}
 
 
-def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(tmp_path: Path):
-    said = run("benchmarks.parallel", *SMALL, cwd=tmp_path)
-    (path,) = (tmp_path / "benchmarks/results").glob("parallel_*.json")
+def run(**changed: dict[str, list[int]]) -> None:
+    tree = {"traffic": {**TRAFFIC, **changed.get("traffic", {})}, "scaling": {**SCALING, **changed.get("scaling", {})}}
+    parallel.main(None, validate(parallel.ParallelBenchmarkConfig, tree, "test"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "benchmarks"
+
+
+def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    run()
+    (path,) = (folder / "results").glob("parallel_*.json")
     cells = json.loads(path.read_text())["cells"]
     traffic = [cell for cell in cells if cell["work"] == "traffic"]
     assert [(cell["tokens"], cell["counted"]) for cell in traffic] == [(64, True), (128, False)]
@@ -35,15 +49,15 @@ def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(tmp_pa
         assert cell["exchange_bytes"] == (2 * 144 if axis == "sequence" else 0)
     # Gradients and weights are exchanged along both alike; beside them are the layers' statistics.
     assert scaling["sequence"]["sent_bytes"] - scaling["data"]["sent_bytes"] == 2 * 144
-    table = [line for line in said.splitlines() if line.startswith("|")]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2 + 2 + 3
     written = path.with_suffix(".md").read_text()
     assert all(line in written for line in table)
 
 
-def test_what_ranks_cannot_share_is_refused_before_anything_is_measured(tmp_path: Path):
-    assert "model.heads 2 cannot be shared by parallel.tensor 3 ranks" in refusal(
-        "benchmarks.parallel", *SMALL, "scaling.ranks=[3]", cwd=tmp_path
-    )
-    assert "every rank needs a token" in refusal("benchmarks.parallel", *SMALL, "traffic.tokens=[1]", cwd=tmp_path)
-    assert not (tmp_path / "benchmarks").exists()
+def test_what_ranks_cannot_share_is_refused_before_anything_is_measured(folder: Path):
+    with pytest.raises(ConfigError, match=r"model\.heads 2 cannot be shared by parallel\.tensor 3 ranks"):
+        run(scaling={"ranks": [3]})
+    with pytest.raises(ConfigError, match="every rank needs a token"):
+        run(traffic={"tokens": [1]})
+    assert not folder.exists()

@@ -1,0 +1,185 @@
+"""What `benchmarks.training` does in processes of their own: steps of rivals in turns, and a run of the engine."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tost_lm.model.tssa as mixer
+from benchmarks.measure import CHECKOUT, interleaved_seconds
+from benchmarks.training import OURS, PLAIN, WITHOUT
+from tost_lm.config import validate
+from tost_lm.data.mixture import Corpora
+from tost_lm.data.prefetch import MicroBatch
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.ops import causal_tssa
+from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.config import OptimConfig
+from tost_lm.parallel.apply import even_split
+from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.parallel.zero import build_engine
+from tost_lm.training import hooks, loop
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.departure import Departure
+from tost_lm.training.run_folder import claim_run_folder
+from tost_lm.training.step import train_step
+
+SAVE_EVERY = 3
+
+
+def steps_in_turns(device: str, model: dict[str, Any], tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each step, by rival."""
+    settings = validate(ModelConfig, model, "benchmarks.training")
+    windows = torch.randint(settings.vocab_size, (1, tokens + 1), device=device)
+    batch = MicroBatch(windows[:, :-1], windows[:, 1:])
+    steps = {OURS: _our_step(settings, batch, device), **_plain_steps(settings, batch, device)}
+    return {"seconds": interleaved_seconds(steps, device, budget_s=float("inf"), repeats=rounds)}
+
+
+def _our_step(settings: ModelConfig, batch: MicroBatch, device: str) -> Callable[[], object]:
+    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
+    optim = OptimConfig()
+    model = _model(settings, device)
+    engine = build_engine(
+        model, build_adamw(model, optim), mesh, ParallelConfig(),
+        micro_batch_sequences=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
+    )  # fmt: skip
+    return lambda: train_step(engine, [batch], even_split(mesh, batch.tokens.shape[1]), optim.lr)
+
+
+def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[str, Callable[[], object]]:
+    optim = OptimConfig()
+    model = _model(settings, device)
+    optimizer = build_adamw(model, optim)
+
+    def step(operator: Callable[..., Any]) -> None:
+        with _operator(operator), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = model(batch.tokens, labels=batch.labels, output_state=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {
+        PLAIN: lambda: step(partial(causal_tssa, backend="naive")),
+        WITHOUT: lambda: step(lambda w, *others, **options: (w, None)),
+    }
+
+
+def _model(settings: ModelConfig, device: str) -> TostLM:
+    torch.manual_seed(0)
+    return TostLM(settings).to(device)
+
+
+@contextmanager
+def _operator(operator: Callable[..., Any]) -> Iterator[None]:
+    """The model's mixers call this in place of the operator."""
+    ours, mixer.causal_tssa = mixer.causal_tssa, operator
+    try:
+        yield
+    finally:
+        mixer.causal_tssa = ours
+
+
+def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> dict[str, Any]:
+    """Where the time of a real run goes, without its first three steps."""
+    with tempfile.TemporaryDirectory(prefix="tost_lm_bench_") as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.chdir(folder)
+        os.environ["WANDB_MODE"] = "offline"
+        _make_shards(Path(folder))
+        tree = {
+            "model": model,
+            "data": {"folder": "shards"},
+            "train": {
+                "steps": steps, "batch_sequences": 1, "micro_batch_sequences": 1, "sequence_tokens": tokens,
+                "dtype": "bfloat16" if device == "cuda" else "float32", "skip_spikes": 6.0,
+            },
+            "checkpoint": {"every": SAVE_EVERY, "keep": 1},
+            "run": {"name": "bench", "device": device, "log_every": 1},
+        }  # fmt: skip
+        config = validate(PretrainConfig, tree, "benchmarks.training")
+        clock = _Clock()
+        corpora = Corpora.open(config.data.folders)
+        with clock.reading():
+            loop.train(config, corpora, claim_run_folder(config, corpora.fingerprint), Departure())
+        newest = max(Path("runs/bench/checkpoints").glob("step_*"))
+        size = sum(file.stat().st_size for file in newest.iterdir())
+    return {**clock.figures(), "checkpoint_bytes": size}
+
+
+class _Clock:
+    """Times the parts of the loop by standing around the functions that it calls."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[tuple[float, float]]] = {part: [] for part in ("step", "before", "after", "save")}
+        self._written: list[float] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        parts = [
+            (loop, "train_step", "step"),
+            (Checksums, "before_update", "before"),
+            (Checksums, "after_update", "after"),
+            (hooks.Save, "after_step", "save"),
+        ]
+        originals = [getattr(owner, name) for owner, name, _ in parts]
+        for (owner, name, part), original in zip(parts, originals, strict=True):
+            setattr(owner, name, self._timed(part, original))
+        try:
+            yield
+        finally:
+            for (owner, name, _), original in zip(parts, originals, strict=True):
+                setattr(owner, name, original)
+
+    def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            outcome = original(*arguments, **options)
+            self._spans[part].append((start, time.perf_counter()))
+            if part == "save":
+                self._written.append(arguments[0].writer.save_seconds)
+            return outcome
+
+        return timed
+
+    def figures(self) -> dict[str, Any]:
+        """Seconds of each part of every step but the first three, in which things are made, and the last."""
+        took = {part: [end - start for start, end in spans] for part, spans in self._spans.items()}
+        starts = [start for start, _ in self._spans["step"]]
+        saved = range(2, len(starts), SAVE_EVERY)
+        write_ends = [self._spans["save"][step][0] + self._written[-1] for step in saved]
+        write_starts = [self._spans["save"][step][0] for step in saved]
+        figures: dict[str, list[float]] = {"step_seconds": [], "checksum_seconds": [], "other_seconds": []}
+        while_writing = []
+        for step in range(3, len(starts) - 1):
+            own = took["step"][step] - took["before"][step]
+            rest = starts[step + 1] - starts[step] - own - took["before"][step] - took["after"][step]
+            writing = any(begin < starts[step] < end for begin, end in zip(write_starts, write_ends, strict=True))
+            (while_writing if writing else figures["step_seconds"]).append(own)
+            figures["checksum_seconds"].append(took["before"][step] + took["after"][step])
+            figures["other_seconds"].append(rest - took["save"][step] if step in saved else rest)
+        saves = [took["save"][step] for step in saved]
+        return {**figures, "steps_while_writing": while_writing, "save_seconds": saves, "write_seconds": self._written}
+
+
+def _make_shards(folder: Path) -> None:
+    """Of this Python's own documentation and sources."""
+    settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
+    settings += ["shards.folder=shards", "corpus.valid_share=0.05"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
+        command = [sys.executable, "-m", program, *settings]
+        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)

@@ -1,0 +1,109 @@
+"""A tiny corpus and run, how often each fault is caused, and the table of what became of them."""
+
+import contextlib
+import io
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launches import train
+
+from data_prep import build_shards, train_tokenizer
+from tost_lm.config import validate
+from tost_lm.data.config import DataPrepConfig
+
+os.environ.update(WANDB_MODE="disabled", OMP_NUM_THREADS="1")
+
+TINY_RUN = """
+[model]
+layers = 1
+heads = 2
+width = 16
+vocab_size = 384
+max_positions = 32
+layer_scale = 1.0
+[data]
+folder = "shards"
+workers = 0
+[optim]
+lr = 1e-2
+warmup_steps = 2
+[train]
+steps = 300
+batch_sequences = 4
+micro_batch_sequences = 2
+sequence_tokens = 32
+[checkpoint]
+every = 10
+[run]
+name = "tiny"
+log_every = 1
+device = "cpu"
+"""
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    draws = random.Random(0)
+    words = ["".join(draws.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(300)]
+    texts = [" ".join(draws.choices(words, k=200)) for _ in range(60)]
+    for number, text in enumerate(texts):
+        (folder / f"{number:02d}.txt").write_text(text)
+    tree = {
+        "corpus": {"source": str(folder / "*.txt"), "valid_share": 0.1},
+        "tokenizer": {"path": str(folder / "tokenizer.model"), "vocab_size": 384},
+        "shards": {"folder": str(folder / "shards"), "workers": 1},
+    }
+    config = validate(DataPrepConfig, tree, "test")
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_tokenizer.main(None, config)
+        build_shards.main(None, config)
+    return folder / "shards"
+
+
+@pytest.fixture
+def workplace(shards: Path, tmp_path: Path) -> Path:
+    """A folder with run.toml to launch training in."""
+    (tmp_path / "shards").symlink_to(shards)
+    (tmp_path / "run.toml").write_text(TINY_RUN)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def never_stopped(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the tiny run on 2 ranks, carried through."""
+    folder = tmp_path_factory.mktemp("never_stopped")
+    (folder / "shards").symlink_to(shards)
+    (folder / "run.toml").write_text(TINY_RUN)
+    train(folder, 2)
+    return folder / "runs/tiny"
+
+
+@pytest.fixture
+def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How often to cause a fault: 5 times, or as often as is given with --full."""
+    return lambda full: full if request.config.getoption("--full") else 5
+
+
+@pytest.fixture
+def survived(request: pytest.FixtureRequest) -> Callable[[str, int, str], None]:
+    """Note down for the table: the fault, how often it was caused, and what became of it."""
+    return lambda fault, count, outcome: request.config.stash[TABLE].append((fault, count, outcome))
+
+
+TABLE = pytest.StashKey[list[tuple[str, int, str]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TABLE] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash[TABLE]
+    if rows:
+        terminalreporter.write_line("| fault | caused | what became of it |\n|---|---|---|")
+        for fault, count, outcome in rows:
+            terminalreporter.write_line(f"| {fault} | {count} | {outcome} |")

@@ -1,0 +1,143 @@
+"""pretrain.train on ranks forked from one server that has everything loaded, so that faults can be caused by the dozen.
+
+What a rank does is what it does under torchrun; only the launcher is missing, and with it the TCP store.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tost_lm.testing.ranks import PRELOADED
+
+PATIENCE_S = 60.0
+PRELOADED.extend(["launches", "pretrain.train", "tost_lm.training.loop", "tost_lm.data.mixture"])
+
+
+class Launch:
+    """Ranks at work in a folder; leaving the context ends them, whatever state they are in."""
+
+    def __init__(self, ranks: Sequence[Any], folder: Path, name: str) -> None:
+        self._ranks, self._folder = ranks, folder
+        self.run_folder = folder / "runs" / name
+        self.pids = [rank.pid for rank in ranks]
+
+    def send(self, signum: signal.Signals, rank: int | None = None) -> None:
+        """To one rank or, as a launcher does, to all that live."""
+        for number, process in enumerate(self._ranks):
+            if rank in (None, number) and process.is_alive():
+                os.kill(process.pid, signum)
+
+    def wait(self, seconds: float = PATIENCE_S) -> list[int]:
+        """The exit codes, negative for signals, of the ranks that end within so many seconds."""
+        deadline = time.monotonic() + seconds
+        for rank in self._ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        return [rank.exitcode for rank in self._ranks if rank.exitcode is not None]
+
+    def wait_for(self, rank: int, seconds: float = PATIENCE_S) -> int | None:
+        """The exit code of one rank, if it ends within so many seconds."""
+        self._ranks[rank].join(seconds)
+        return self._ranks[rank].exitcode
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that the ranks bring about."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert any(rank.is_alive() for rank in self._ranks), f"the ranks ended before:\n{self.said()}"
+            assert time.monotonic() < deadline, f"it did not come about:\n{self.said()}"
+            time.sleep(0.005)
+
+    def said(self) -> str:
+        """All ranks' output so far, one rank after another."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("rank_*.said")))
+
+    def errors(self) -> list[str]:
+        """The lines `error: …` of all ranks, without that word."""
+        return [line.removeprefix("error: ") for line in self.said().splitlines() if line.startswith("error: ")]
+
+    def heartbeat(self, rank: int = 0) -> dict[str, Any]:
+        """What a rank's heartbeat file says; empty before its first beat."""
+        try:
+            beat = json.loads((self.run_folder / "heartbeats" / f"rank_{rank:05d}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return beat if beat["pid"] == self.pids[rank] else {}
+
+    def step(self, rank: int = 0) -> int:
+        return int(self.heartbeat(rank).get("step", -1))
+
+
+@contextmanager
+def launch(folder: Path, ranks: int, *words: object, memory_bytes: int = 0, **environment: str) -> Iterator[Launch]:
+    """`pretrain.train run.toml WORDS` in `folder`; with a limit on the address space, if given."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    for said in folder.glob("rank_*.said"):
+        said.unlink()
+    (folder / "store").unlink(missing_ok=True)
+    everything = ["run.toml", *map(str, words)]
+    name = next((word.split("=")[1] for word in reversed(everything) if word.startswith("run.name=")), "tiny")
+    processes = [
+        context.Process(target=_rank_main, args=(folder, rank, ranks, everything, memory_bytes, environment))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield Launch(processes, folder, name)
+    finally:
+        for process in processes:
+            for worker in psutil.Process(process.pid).children() if process.is_alive() else []:
+                worker.kill()
+            process.kill()
+            process.join()
+
+
+def train(folder: Path, ranks: int, *words: object, **environment: str) -> str:
+    """A launch that must do all there is to do; what it said."""
+    with launch(folder, ranks, *words, **environment) as running:
+        codes = running.wait()
+        assert codes == [0] * ranks, running.said()
+        return running.said()
+
+
+def _rank_main(
+    folder: Path, rank: int, ranks: int, words: list[str], memory_bytes: int, environment: dict[str, str]
+) -> None:
+    os.chdir(folder)
+    out = os.open(f"rank_{rank:05d}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    os.environ.update(environment)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    import torch
+    import torch.distributed as dist
+
+    from pretrain.train import main
+    from tost_lm.config import load_config, run_program
+    from tost_lm.training.config import PretrainConfig
+
+    torch.set_num_threads(1)
+    if memory_bytes:
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+    timeout = load_config(PretrainConfig, Path(words[0]), words[1:]).run.timeout_seconds
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        run_program(main, name="pretrain.train", doc="", takes="CONFIG", config=PretrainConfig, arguments=words)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -1,0 +1,52 @@
+"""The benchmarks of the operator and of the whole model, small: every rival in processes of its own, in one table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import model, operator
+from tost_lm.config import validate
+
+BENCH = {"device": "cpu"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "benchmarks/results"
+
+
+def test_the_operator_and_its_rivals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is torch's affair, and most of a minute
+    tree = {"shape": {"heads": 2, "channels": 8}, "bench": {**BENCH, "lengths": [4096]}}
+    operator.main(None, validate(operator.OperatorBenchmarkConfig, tree, "test"))
+    (path,) = folder.glob("operator_*.json")
+    copy, *cells = json.loads(path.read_text())["cells"]
+    assert copy["bytes_per_second"] > 1e8
+    assert [(cell["work"], cell["rival"]) for cell in cells] == [
+        (work, rival) for work in ("forward", "forward + backward") for rival in operator.RIVALS
+    ]
+    assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
+    assert all(cell["w_bytes"] == 4096 * 16 * 4 for cell in cells)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert "× time" in table[-1]
+    assert "\n".join(table) in path.with_suffix(".md").read_text()
+
+
+def test_the_model_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture):
+    tree = {"shape": {"layers": 1, "width": 8, "heads": 2}, "bench": {**BENCH, "lengths": [64]}}
+    model.main(None, validate(model.ModelBenchmarkConfig, tree, "test"))
+    (path,) = folder.glob("model_*.json")
+    cells = json.loads(path.read_text())["cells"]
+    assert [(cell["work"], cell["rival"]) for cell in cells] == [
+        (work, rival) for work in ("training step", "decoding a token") for rival in model.RIVALS
+    ]
+    assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
+    tost, *gpt2 = (cell["state_bytes"] for cell in cells[3:])
+    assert tost < 4 * 64
+    assert gpt2 == [64 * 2 * 8 * 4] * 2
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert "\n".join(table) in path.with_suffix(".md").read_text()

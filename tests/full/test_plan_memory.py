@@ -1,0 +1,51 @@
+"""The plan's memory beside the peak of CPU ranks that really train: shapes, mixers, accumulation, stages, axes."""
+
+from typing import Any
+
+import pytest
+from memory_of_training import settings_of, train_measured
+
+from tost_lm.config import validate
+from tost_lm.testing import run_on_ranks
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan_memory import fullest
+
+SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower
+DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (1, {}),
+        (1, {"micro_batches": 2}),
+        (2, {"data_ranks": 2}),
+        (1, DEEP),
+        (2, {**DEEP, "data_ranks": 2}),
+        (1, {**DEEP, "vocab_size": 512, "tokens": 2048}),
+        (1, {**DEEP, "layers": 4, "vocab_size": 50304}),
+        (1, {"vocab_size": 512, "pattern": "TTTA"}),
+        (1, {"vocab_size": 512, "pattern": "A", "window": 256}),
+        (1, {"vocab_size": 512, "pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0}),
+        (1, {**DEEP, "parallel": {"zero_stage": 0}}),
+        (2, {**DEEP, "data_ranks": 2, "micro_batches": 2, "parallel": {"zero_stage": 2}}),
+        (2, {**DEEP, "data_ranks": 2, "parallel": {"zero_stage": 3}}),
+        (2, {"micro_batch": 8, "parallel": {"tensor": 2}}),
+        (2, {"micro_batch": 8, "parallel": {"sequence": 2}}),
+        (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
+        (1, {**SLOW, "layers": 2, "vocab_size": 4096, "tokens": 512, "micro_batch": 8}),
+        (1, {**SLOW, "layers": 16, "vocab_size": 512, "tokens": 512, "micro_batch": 8}),
+        (2, {**SLOW, "layers": 1, "vocab_size": 200000, "tokens": 16, "micro_batch": 1, "data_ranks": 2}),
+        (1, {**SLOW, "layers": 1, "vocab_size": 200000, "tokens": 16, "micro_batch": 1, "parallel": {"zero_stage": 2}}),
+    ],
+)
+def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str, Any]):
+    settings = settings_of(**shape)
+    moment = fullest(validate(PretrainConfig, settings, "test"), ranks)
+    for measured in run_on_ranks(train_measured, ranks, settings, timeout_s=600):
+        print(
+            f"{ranks} ranks, {shape or 'defaults'}: planned {moment.total / 1e6:.0f} MB {moment.name}, "
+            f"measured {measured.peak_bytes / 1e6:.0f} MB, {moment.total / measured.peak_bytes - 1:+.1%}"
+        )
+        assert moment.total == pytest.approx(measured.peak_bytes, rel=0.1)

@@ -1,0 +1,117 @@
+"""What a rank that trains takes at most, and what it sends in a step: real steps of a real model on gloo ranks."""
+
+import ctypes
+import gc
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tost_lm.config import validate
+from tost_lm.data.prefetch import MicroBatch
+from tost_lm.model.lm import TostLM
+from tost_lm.optim.adamw import build_adamw
+from tost_lm.parallel.apply import even_split, parallelize
+from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.parallel.zero import build_engine
+from tost_lm.testing import Traffic
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.step import train_step
+
+Settings = dict[str, dict[str, Any]]
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+class Measured(NamedTuple):
+    """Of one rank."""
+
+    peak_bytes: int
+    """The most that was resident in a step, beyond what the process had before the model was built."""
+    sent: dict[str, tuple[int, int]]
+    """Calls and bytes handed over in a step, by kind of collective."""
+
+
+def settings_of(
+    *,
+    width: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    vocab_size: int = 8192,
+    tokens: int = 1024,
+    micro_batch: int = 4,
+    micro_batches: int = 1,
+    data_ranks: int = 1,
+    dtype: str = "float32",
+    parallel: dict[str, Any] | None = None,
+    **model: Any,
+) -> Settings:
+    return {
+        "model": {
+            "width": width, "layers": layers, "heads": heads, "vocab_size": vocab_size, "max_positions": tokens,
+            **model,
+        },
+        "data": {"folder": "none"},
+        "train": {
+            "steps": 9, "sequence_tokens": tokens, "micro_batch_sequences": micro_batch,
+            "batch_sequences": micro_batch * micro_batches * data_ranks, "dtype": dtype,
+        },
+        "parallel": parallel or {},
+        "run": {"name": "r", "device": "cpu"},
+    }  # fmt: skip
+
+
+def train_measured(settings: Settings) -> Measured:
+    """Two steps of a small model first: what torch, DeepSpeed and megatron-core take once is not the model's.
+
+    glibc gives what is freed back at once here; else it would keep some for later, as much as it happens to.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    config = validate(PretrainConfig, settings, "test")
+    mesh = build_mesh(start_world("cpu"), config.parallel)
+    take_steps(2, _small(settings), mesh)
+    gc.collect()
+    before = _resident("VmRSS")
+    return take_steps(2, config, mesh, before)
+
+
+def take_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
+    model = parallelize(TostLM(config.model), mesh)
+    micro_batches = config.accumulation(dist.get_world_size())
+    engine = build_engine(
+        model, build_adamw(model, config.optim), mesh, config.parallel, accumulation=micro_batches,
+        micro_batch_sequences=config.train.micro_batch_sequences, grad_clip=1.0,
+        bfloat16=config.train.dtype == "bfloat16",
+    )  # fmt: skip
+    split = even_split(mesh, config.row_tokens)
+    shape = (config.train.micro_batch_sequences, config.train.sequence_tokens)
+    batches = [split.shard(torch.randint(config.model.vocab_size, shape)) for _ in range(micro_batches)]
+    peak = 0
+    for _ in range(steps):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # forget the peak so far
+        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], split, 1e-3)
+        peak = _resident("VmHWM") - before
+    with Traffic() as traffic:
+        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], split, 1e-3)
+    sent: dict[str, tuple[int, int]] = {}
+    for message in traffic.sent:
+        calls, size = sent.get(message.kind, (0, 0))
+        sent[message.kind] = (calls + 1, size + message.bytes)
+    return Measured(peak, sent)
+
+
+def _small(settings: Settings) -> PretrainConfig:
+    """The same code with next to no memory."""
+    model = settings["model"]
+    shape = {"layers": len(model.get("pattern", "T")), "width": 16 * model["heads"], "vocab_size": 64}
+    model = {**model, **shape, "max_positions": 64}
+    train = {**settings["train"], "sequence_tokens": 64}
+    return validate(PretrainConfig, {**settings, "model": model, "train": train}, "test")
+
+
+def _resident(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))

@@ -1,0 +1,221 @@
+"""Checkpoints of several ranks: resuming on the same mix to the bit, on others to rounding, and saves that go wrong."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed_training import (
+    RUN,
+    Curve,
+    Trainee,
+    Training,
+    assert_kills_lose_nothing,
+    build_mix,
+    checkpoint_files,
+    in_turn,
+    make_corpora,
+    problem_of,
+    small_disk,
+)
+
+from tost_lm.data.mixture import Corpora
+from tost_lm.model.checkpoint import find_checkpoint
+from tost_lm.testing import run_on_ranks
+from tost_lm.training.run_folder import step_folder
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
+    return make_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+def stop_and_go_on(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> list[list[tuple[Curve, Curve]]]:
+    """Each run without a stop in `never`, and in folders `0` and `2` from its checkpoint after so many steps."""
+    outcomes = []
+    for trainee, chosen in zip(trainees, stops, strict=True):
+        training = trainee._replace(folder=trainee.folder / "never").begin(keep=9)
+        training.writer.save(training.progress)
+        curve, outcome = training.train(4, (2, 4)), []
+        for stop in chosen:
+            resumed = trainee._replace(folder=trainee.folder / str(stop))
+            if dist.get_rank() == 0:
+                checkpoint = step_folder(RUN, stop).absolute()
+                shutil.copytree(checkpoint, step_folder(resumed.folder / RUN, stop))
+            dist.barrier()
+            outcome.append((curve[stop:], in_turn(resumed, 4, 4)))
+            os.chdir(training.folder)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def test_stopping_is_not_having_stopped_to_the_bit(tmp_path: Path, corpora: Corpora):
+    # Tensor ranks come last: DeepSpeed never forgets that it was told of some.
+    mixes = {
+        "stage 0": {"zero_stage": 0}, "stage 1": {}, "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2},
+    }  # fmt: skip
+    stops = [(2,), (2,), (0, 2), (2,), (2,)]
+    trainees = [Trainee(tmp_path / name, corpora, build_mix(**mix), name == "bf16") for name, mix in mixes.items()]
+    for outcomes in run_on_ranks(stop_and_go_on, 2, trainees, stops):
+        for name, outcome in zip(mixes, outcomes, strict=True):
+            for expected, found in outcome:
+                assert found == expected, name
+    for trainee, chosen in zip(trainees, stops, strict=True):
+        expected = checkpoint_files(trainee.folder / "never", 4)
+        for stop in chosen:
+            assert checkpoint_files(trainee.folder / str(stop), 4) == expected, (trainee.folder.name, stop)
+
+
+def several(trainees: list[Trainee], until: int) -> list[Curve]:
+    return [in_turn(trainee, until, until) for trainee in trainees]
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, corpora: Corpora):
+    float32, bfloat16, tensor = (
+        Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16") for name in ("float32", "bfloat16", "tensor")
+    )
+    legs = [
+        (4, [{}, {"zero_stage": 3}, {"tensor": 2}]),
+        (2, [{"zero_stage": 3}, {}, {"zero_stage": 0}]),
+        (4, [{"zero_stage": 0}, {"zero_stage": 3}, {"tensor": 2, "sequence": 2, "zero_stage": 3}]),
+        (1, [{}, {}, {}]),
+    ]
+    never_stopped = [run._replace(folder=tmp_path / f"never {run.folder.name}") for run in (float32, bfloat16)]
+    true_wide, true_narrow = run_on_ranks(several, 1, never_stopped, 8)[0]
+    curves: list[Curve] = [[], [], []]
+    for number, (ranks, mixes) in enumerate(legs, start=1):
+        runs = zip((float32, bfloat16, tensor), mixes, strict=True)
+        trainees = [run._replace(parallel=build_mix(**mix)) for run, mix in runs]
+        for curve, more in zip(curves, run_on_ranks(several, ranks, trainees, 2 * number)[0], strict=True):
+            curve += more
+    # Ranks that have fewer sequences each round bfloat16 differently, stopped or not.
+    for curve, expected, relative in zip(curves, (true_wide, true_narrow, true_wide), (1e-6, 1e-4, 1e-6), strict=True):
+        losses, true_losses = (torch.tensor([row[0] for row in rows]) for rows in (curve, expected))
+        torch.testing.assert_close(losses, true_losses, rtol=relative, atol=0)
+
+
+def train_waiting_for_saves(trainee: Trainee) -> list[str]:
+    training, newest = trainee.begin(asynchronous=False), []
+    for _ in range(2):
+        training.step()
+        training.writer.save(training.progress)
+        newest.append(find_checkpoint(RUN).name)
+    return newest
+
+
+def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, corpora: Corpora):
+    for newest in run_on_ranks(train_waiting_for_saves, 2, Trainee(tmp_path, corpora)):
+        assert newest == ["step_00000001", "step_00000002"]
+    files = checkpoint_files(tmp_path, 2)
+    assert files.keys() == {
+        "manifest.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json", "optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors",
+        "model.json", "config.toml", "training.json", "rng.safetensors", "tokenizer.model",
+    }  # fmt: skip
+    sizes = [len(data) for name, data in files.items() if name.startswith("optimizer")]
+    assert max(sizes) < 1.2 * min(sizes)
+    for name, data in files.items():
+        path = step_folder(tmp_path / RUN, 2) / name
+        for place in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+            said: list[str] = []
+            assert find_checkpoint(tmp_path / RUN, said.append).name == "step_00000001"
+            assert [str(path) in line for line in said] == [True]
+        path.write_bytes(data)
+
+
+def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora):
+    assert_kills_lose_nothing(tmp_path / "run", corpora, kills=5)
+
+
+def told_by_poll(training: Training) -> str:
+    """What an asynchronous save ends with, in the main thread of this rank; nothing is left of it."""
+
+    def poll() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            training.writer.poll()
+            time.sleep(0.01)
+
+    training.step()
+    training.writer.save(training.progress)  # raises nothing yet
+    return problem_of(poll)
+
+
+def save_in_vain(trainee: Trainee) -> list[str]:
+    training, told = trainee.begin(), []
+    training.train(1, (1,))
+    home, rank = Path.cwd(), dist.get_rank()
+    if rank == 1:  # a node that does not share the folder
+        os.chdir("/")
+    told.append(told_by_poll(training))
+    os.chdir(home)
+    dist.barrier()
+    if rank == 0:
+        (RUN / "checkpoints").rename(RUN / "elsewhere")
+        (RUN / "checkpoints").touch()
+    told.append(told_by_poll(training))
+    dist.barrier()
+    if rank == 0:
+        (RUN / "checkpoints").unlink()
+        (RUN / "elsewhere").rename(RUN / "checkpoints")
+        training.writer.save(training.progress)
+        told.append(problem_of(training.writer.finish))  # the other rank does not take part
+    dist.barrier()
+    return told
+
+
+def test_a_save_that_fails_in_the_background_is_raised_at_the_next_poll(tmp_path: Path, corpora: Corpora):
+    trainee = Trainee(tmp_path, corpora, build_mix(zero_stage=0), timeout_s=2)
+    mine, other = run_on_ranks(save_in_vain, 2, trainee)
+    part = "runs/r/checkpoints/.step_00000002.tmp/model-00002-of-00002.safetensors: cannot be written: No such file or"
+    assert other[0].startswith(part)
+    assert mine[0].startswith(f"rank 1: {part}")
+    assert mine[1].startswith("runs/r/checkpoints/.step_00000003.tmp: cannot be written: ")
+    assert other[1] == mine[1]
+    assert mine[2].startswith("rank 1 did not write its part of a checkpoint: no word within 2 s; start again")
+    assert [path.name for path in (tmp_path / RUN / "checkpoints").iterdir()] == ["step_00000001"]
+    assert find_checkpoint(tmp_path / RUN).name == "step_00000001"
+
+
+def fill_the_disk(trainee: Trainee) -> list[str]:
+    training = trainee.begin(keep=1)
+    training.train(1, (1,))
+    with Path("filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(".").free - 2**16)
+    told = [problem_of(lambda: training.train(2, (2,))), problem_of(lambda: trainee.begin(keep=1))]
+    Path("filler").unlink()
+    return told
+
+
+def run_out_of_files(trainee: Trainee) -> tuple[Curve, str]:
+    training = trainee.begin(keep=1)
+    return training.curve, problem_of(lambda: training.train(4, (2, 4)))
+
+
+def test_a_full_disk_is_told_before_a_save_and_in_its_midst(tmp_path: Path, corpora: Corpora):
+    with small_disk(tmp_path / "bytes", "size=4m") as disk:
+        (told,) = run_on_ranks(fill_the_disk, 1, Trainee(disk, corpora))
+        assert "runs/r/checkpoints/step_00000002: this checkpoint needs " in told[0]
+        assert "runs/r/checkpoints: a checkpoint needs " in told[1]
+        for line in told:
+            assert "65,536 are free on its disk: free more or lower checkpoint.keep, now 1" in line
+        assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000001"]
+    # Of 22 inodes 4 are for folders, 12 for the first checkpoint and 6 for a part of the second.
+    with small_disk(tmp_path / "files", "size=9m,nr_inodes=22") as disk:
+        trainee = Trainee(disk, corpora)
+        for _, line in run_on_ranks(run_out_of_files, 2, trainee):
+            assert "runs/r/checkpoints/.step_00000004.tmp/" in line
+            assert (
+                "cannot be written: No space left on device; free space or lower checkpoint.keep and start again"
+                in line
+            )
+        assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000002"]
+        subprocess.run(["mount", "-o", "remount,nr_inodes=99", disk], check=True)
+        (went_on, _) = run_on_ranks(in_turn, 2, trainee, 4, 4)
+        (never_stopped, _) = run_on_ranks(in_turn, 2, trainee._replace(folder=tmp_path / "never"), 4)
+        assert went_on == never_stopped[2:]

@@ -1,0 +1,199 @@
+"""A bit that flips in weights or optimizer state is found where it is promised, by name; a sound run hears nothing."""
+
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from training_on_mixes import build_engine, take_steps
+
+from tost_lm.config import validate
+from tost_lm.errors import CorruptionError
+from tost_lm.parallel import zero
+from tost_lm.parallel.agreement import name_ranks
+from tost_lm.parallel.checksums import Checksums, bit_sum
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import run_on_ranks
+
+HOST = socket.gethostname()
+KINDS = ("weights", "exp_avg", "exp_avg_sq")
+FLIPS = 6  # of each kind
+
+Case = tuple[int, bool]
+"""Stage, and whether in bfloat16."""
+
+
+class Flip(NamedTuple):
+    """Of one bit of an engine's own state on one rank; all ranks have the same."""
+
+    rank: int
+    what: str
+    element: int
+    bit: int
+
+    def apply(self, engine: Any) -> None:
+        """And once more, to undo it."""
+        if dist.get_rank() == self.rank:
+            words = dict(zero.own_state(engine))[self.what].view(-1).view(torch.int32)
+            words[self.element] ^= -(2**31) if self.bit == 31 else 2**self.bit
+
+
+class Heard(NamedTuple):
+    """What one rank complained of in one case."""
+
+    in_sound_steps: str
+    after_flips: list[tuple[Flip, str]]
+
+
+def drill(tensor: int, case: Case) -> Heard:
+    """Five steps, the second of them skipped and the last two after a restore; flips between steps, and in one."""
+    stage, bfloat16 = case
+    mix = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test")
+    engine, random = build_engine(mix, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
+    checksums = Checksums(engine, every=2)
+    sound = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
+
+    flips = [draw(engine, kind, random) for kind in KINDS for _ in range(FLIPS)]
+    heard = [(flip, complaint_between_steps(engine, checksums, flip)) for flip in flips]
+    flip = draw(engine, KINDS[stage - 1], random)
+    if not is_replicated(engine):
+        heard.append((flip, take_step(engine, checksums, 2, flip)))
+
+    weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
+    engine = build_engine(mix, "adamw", bfloat16=bfloat16, weights=weights)
+    zero.restore(engine, weights, iter(moments), step=2)
+    checksums = Checksums(engine, every=2)
+    sound += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
+    if is_replicated(engine):
+        [(name, _), *_] = zero.own_state(engine)
+        flip = Flip(dist.get_world_size() - 1, name, element=5, bit=22)
+        flip.apply(engine)
+        heard.append((flip, take_step(engine, checksums, 5)))
+    return Heard(sound, heard)
+
+
+def is_replicated(engine: Any) -> bool:
+    return engine.zero_optimization_stage() == 0 and engine.mesh.replicas.size > 1
+
+
+def draw(engine: Any, kind: str, random: torch.Generator) -> Flip:
+    def number(below: int) -> int:
+        return int(torch.randint(below, (), generator=random))
+
+    tensors = [(what, x) for what, x in zero.own_state(engine) if what.startswith(f"{kind} of ")]
+    if kind == KINDS[0]:
+        tensors = [(what, x) for what, x in zero.own_state(engine) if " of " not in what]
+    what, x = tensors[number(len(tensors))]
+    return Flip(number(dist.get_world_size()), what, number(x.numel()), number(32))
+
+
+def complaint(look: Callable[[], None]) -> str:
+    try:
+        look()
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+def complaint_between_steps(engine: Any, checksums: Checksums, flip: Flip) -> str:
+    flip.apply(engine)
+    if is_replicated(engine):
+        assert complaint(checksums.before_update) == complaint(lambda: checksums.after_update(3)) == ""
+        found = complaint(lambda: checksums.after_update(4))
+    else:
+        found = complaint(checksums.before_update)
+    assert complaint(checksums.check) == found
+    flip.apply(engine)
+    assert complaint(checksums.check) == ""
+    return found
+
+
+def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = None, skip: bool = False) -> str:
+    """What is complained of in a step. A flip comes before it and is undone before the update, so that all ranks can
+    go on; a step is skipped because a gradient is not finite."""
+    complaints, take, before = [], engine.updates.take, copies(engine)
+
+    def watched_take(*arguments: Any) -> float:
+        complaints.append(complaint(checksums.before_update))
+        if flip:
+            flip.apply(engine)
+        return take(*arguments)
+
+    if flip:
+        flip.apply(engine)
+    hook = next(engine.module.parameters()).register_hook(lambda gradient: gradient * (torch.inf if skip else 1))
+    engine.updates.take = watched_take
+    take_steps(engine, "adamw", range(step, step + 1))
+    engine.updates.take = take
+    hook.remove()
+    after = copies(engine)
+    assert flip or skip == all(torch.equal(x, after[what]) for what, x in before.items())
+    complaints.append(complaint(lambda: checksums.after_update(step + 1)))
+    assert len(complaints) == 2
+    return "".join(complaints)
+
+
+def copies(engine: Any) -> dict[str, Tensor]:
+    return {what: x.clone() for what, x in zero.own_state(engine)}
+
+
+def drills(tensor: int, cases: list[Case]) -> list[Heard]:
+    return [drill(tensor, case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "cases"),
+    [
+        (1, 1, [(0, False)]),
+        (2, 1, [(0, False), (1, False), (1, True), (2, False), (3, False)]),
+        (4, 1, [(0, False)]),
+        (4, 2, [(0, False), (3, False)]),
+    ],
+)
+def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: list[Case]):
+    results = run_on_ranks(drills, ranks, tensor, cases)
+    for (stage, _), *heard_by_ranks in zip(cases, *results, strict=True):
+        assert [heard.in_sound_steps for heard in heard_by_ranks] == [""] * ranks
+        everything = list(zip(*(heard.after_flips for heard in heard_by_ranks), strict=True))
+        assert len(everything) == 3 * FLIPS + 1
+        for heard in everything:
+            [flip], messages = {flip for flip, _ in heard}, [message for _, message in heard]
+            who, replicas = f"rank {flip.rank} ({HOST})", range(flip.rank % tensor, ranks, tensor)
+            if len(replicas) == 2 and stage == 0:
+                who = f"one of {name_ranks(replicas, [HOST] * ranks)}, it cannot be told which"
+            expected = f"memory changed by itself on {who}, in {flip.what}: the run goes on from its newest checkpoint"
+            assert messages[flip.rank].startswith(expected), (flip, messages)
+            if len(replicas) > 1 and stage == 0:
+                assert len(set(messages)) == 1
+            else:
+                assert sum(map(bool, messages)) == 1
+
+
+def test_off_means_off():
+    [heard] = run_on_ranks(unwatched_flip, 1)
+    assert heard == ""
+
+
+def unwatched_flip() -> str:
+    engine = build_engine(ParallelConfig(zero_stage=1), "adamw")
+    checksums = Checksums(engine, every=0)
+    Flip(0, "master weights 0", 3, 30).apply(engine)
+    return complaint(checksums.before_update) + complaint(checksums.check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_bit_counts_wherever_a_tensor_lies(dtype: torch.dtype):
+    memory = torch.full((12,), torch.nan, dtype=dtype)
+    for start in range(5):
+        for length in range(8):
+            x = memory[start : start + length]
+            octets, before = x.view(torch.uint8), bit_sum(x)
+            for octet in range(len(octets)):
+                for bit in range(8):
+                    octets[octet] ^= 1 << bit
+                    assert bit_sum(x) != before
+                    octets[octet] ^= 1 << bit
+            assert bit_sum(x) == before

@@ -1,0 +1,38 @@
+"""What the plan says of memory and messages, beside what ranks that train take and send."""
+
+import pytest
+from memory_of_training import Settings, settings_of, train_measured
+
+from tost_lm.config import validate
+from tost_lm.testing import run_on_ranks
+from tost_lm.training import plan
+from tost_lm.training.plan_config import PlanConfig
+from tost_lm.training.plan_memory import fullest
+
+RANKS = 2
+SMALL = {"width": 128, "vocab_size": 4096, "tokens": 256, "pattern": "TA", "micro_batch": 8, "micro_batches": 2}
+# As gloo and torch name them in the dispatcher; beside what the plan knows of, single numbers are summed over ranks.
+COUNTED = {
+    "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},
+    "reduce-scatter": {"reduce_scatter_tensor", "c10d._reduce_scatter_base_"},
+    "all-reduce": {"all_reduce", "c10d.allreduce_"},
+}
+FEW_NUMBERS = 128
+
+
+@pytest.mark.parametrize("axis", ["sequence", "tensor"])
+def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str):
+    settings = settings_of(**SMALL, parallel={axis: RANKS})
+    config = planned(settings)
+    for measured in run_on_ranks(train_measured, RANKS, settings):
+        assert fullest(config, RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
+        for kind, names in COUNTED.items():
+            expected = sum(sending.handed for sending in plan.sendings(config) if sending.kind == kind)
+            if kind == "all-reduce" and axis == "tensor":
+                expected += 4 * plan.numbers_here(config)  # DeepSpeed reduces over its one replica, too
+            sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
+            assert expected <= sent <= expected + FEW_NUMBERS
+
+
+def planned(settings: Settings) -> PlanConfig:
+    return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": RANKS}}, "test")

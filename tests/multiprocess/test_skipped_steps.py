@@ -1,0 +1,84 @@
+"""A step that must not be applied leaves weights and optimizer as they were, on every rank, to the bit."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training_on_mixes import LR, T, build_engine, micro_batches
+
+from tost_lm.config import validate
+from tost_lm.ops.split import SequenceSplit
+from tost_lm.parallel import zero
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import run_on_ranks
+from tost_lm.training.guard import Guard
+from tost_lm.training.progress import Progress
+from tost_lm.training.step import Outcome, train_step
+
+FAULTS = ["loss", "gradient", "spike"]
+
+
+def everything(engine: Any) -> dict[str, Tensor]:
+    # Stage 3 keeps a partition of each and fills in the whole when it likes.
+    weights = {f"model/{n}": getattr(p, "ds_tensor", p).detach().clone() for n, p in engine.module.named_parameters()}
+    masters = {f"master/{name}": tensor for name, tensor in zero.full_weights(engine)}
+    moments = {f"{key}/{name}": tensor for name, key, tensor in zero.full_moments(engine)}
+    return {**weights, **masters, **moments}
+
+
+def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
+    """One step; `fault` strikes on rank `at` alone."""
+    mesh = engine.mesh
+    split = SequenceSplit.even(T, mesh.sequence.size, mesh.sequence.rank)
+    guard = Guard(6.0 if fault == "spike" else None, 10, Progress(0, 0, recent=((4.0, 1e-9),) * 64))
+    handles = []
+    if fault in ("loss", "gradient") and torch.distributed.get_rank() == at:
+        if fault == "loss":
+            forward = engine.module.head.register_forward_hook
+            handles = [forward(lambda module, args, output: (output[0] * math.inf, *output[1:]))]
+        else:
+            grow = engine.module.norm.register_full_backward_hook
+            handles = [grow(lambda module, dx, dy: (dx[0] * math.inf,))]
+    outcome = train_step(engine, micro_batches(mesh, split, number), split, LR["adamw"], guard.objection)
+    for handle in handles:
+        handle.remove()
+    return outcome
+
+
+def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str, bool, bool]]:
+    """Each fault five times over between good steps: (objection, nothing changed, a good step changes things)."""
+    engine = build_engine(validate(ParallelConfig, settings, "test"), "adamw", bfloat16=bfloat16)
+    step(engine, 0)
+    found = []
+    for number in range(5):
+        for fault in FAULTS:
+            before = everything(engine)
+            outcome = step(engine, number, fault, at=number % torch.distributed.get_world_size())
+            after = everything(engine)
+            unchanged = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+            found.append((outcome.objection, unchanged, not step(engine, number).objection))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "bfloat16"),
+    [
+        (2, {"zero_stage": 0}, False),
+        (2, {"zero_stage": 2}, False),
+        (2, {"zero_stage": 1}, True),
+        (4, {"zero_stage": 3, "tensor": 2}, False),
+        (4, {"zero_stage": 1, "sequence": 2}, False),
+    ],
+)
+def test_every_rank_skips_alike_and_nothing_changes(ranks: int, settings: dict[str, Any], bfloat16: bool):
+    results = run_on_ranks(skipped_on_a_mix, ranks, settings, bfloat16)
+    assert all(result == results[0] for result in results)
+    for number, (objection, unchanged, goes_on) in enumerate(results[0]):
+        fault = FAULTS[number % len(FAULTS)]
+        says = {"loss": r"loss is (inf|nan)", "gradient": "gradient norm is", "spike": "standard deviations"}[fault]
+        assert re.search(says, objection), (fault, objection)
+        assert unchanged, (fault, number)
+        assert goes_on

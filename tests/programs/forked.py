@@ -1,0 +1,86 @@
+"""A program in a process forked from one server that has torch, DeepSpeed and megatron-core loaded.
+
+It is what `python -m PROGRAM` is, with a folder, an environment, signals and an exit code of its own, without the
+seconds that an interpreter and its imports take.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tost_lm.testing.ranks import PRELOADED
+
+CHECKOUT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(CHECKOUT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+}
+LIMIT_S = 200
+
+
+class Forked:
+    """A program that has been started; `finish` waits for it."""
+
+    def __init__(self, program: str, *words: object, cwd: Path, **environment: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tost_lm_program_")
+        self._said = [str(Path(self._folder.name, name)) for name in ("stdout", "stderr")]
+        arguments = (program, [str(word) for word in words], cwd, environment, self._said)
+        self._process = _server().Process(target=_main, args=arguments)
+        self._process.start()
+
+    def finish(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; a program that takes longer is killed."""
+        self._process.join(limit_s)
+        self._process.kill()
+        self._process.join()
+        out, err = (Path(path).read_text() for path in self._said)
+        self._folder.cleanup()
+        return self._process.exitcode or 0, out, err
+
+
+def as_rank(rank: int, size: int, port: int, *, ranks_per_node: int) -> dict[str, str]:
+    """The environment in which torchrun starts a rank, without the launcher's store."""
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank % ranks_per_node,
+        "LOCAL_WORLD_SIZE": ranks_per_node,
+        "GROUP_RANK": rank // ranks_per_node,
+        "GROUP_WORLD_SIZE": size // ranks_per_node,
+        "MASTER_PORT": port,
+    }
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@cache
+def _server() -> Any:
+    os.environ.update(ENVIRONMENT, DS_ACCELERATOR="cpu")  # what the server, and with it the programs, start with
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "pytest", "tost_lm.training.loop", "tost_lm.evaluation.scoring"])
+    return context
+
+
+def _main(program: str, words: list[str], cwd: Path, environment: dict[str, str], said: list[str]) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.update(environment)
+    for stream, path in enumerate(said, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.argv = [program, *words]
+    sys.path.insert(0, str(CHECKOUT))
+    runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -1,0 +1,20 @@
+"""The plan as a user asks for it: a table, then what does not fit in one line; nothing is written."""
+
+import os
+
+from forked import CHECKOUT, Forked
+
+RECIPE = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
+
+
+def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
+    code, out, err = Forked(
+        "pretrain.plan", RECIPE, "train.micro_batch_sequences=60", "cluster.memory_gb=40", cwd=tmp_path
+    ).finish()
+    assert code == 2
+    assert "| memory of a GPU " in out
+    assert "| the whole run " in out
+    assert err.startswith("error: a GPU would need ")
+    assert "; what fits: train.micro_batch_sequences=30 (" in err
+    assert len(err.splitlines()) == 1
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,252 @@
+"""The report of several runs: groups by settings, means over seeds, and what forbids or limits a comparison."""
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tost_lm.config import differences, to_toml, validate
+from tost_lm.config.section import leaves
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation.config import ReportConfig
+from tost_lm.evaluation.report import write_comparison
+from tost_lm.evaluation.report.comparison import all_sections
+from tost_lm.evaluation.report.groups import Mean, grouped, read_runs, what_is_trained
+from tost_lm.evaluation.report.page import Page, to_markdown
+from tost_lm.evaluation.subject import HELDOUT, NEEDLE
+from tost_lm.training.config import PretrainConfig
+
+MakeRun = Callable[..., Path]
+
+
+def settings(**sections: dict[str, Any]) -> PretrainConfig:
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"layers": 2, "heads": 2, "width": 16, "vocab_size": 384, "max_positions": 64},
+        "data": {"folder": "out/shards"},
+        "train": {"steps": 100, "batch_sequences": 4, "micro_batch_sequences": 1, "sequence_tokens": 32},
+        "run": {"name": "any"},
+    }
+    return validate(
+        PretrainConfig, {key: {**tree.get(key, {}), **sections.get(key, {})} for key in {**tree, **sections}}, "test"
+    )
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Run folders as training leaves them, without checkpoints, which no comparison reads."""
+
+    def make(name: str, losses: Sequence[float | None], every: int = 10, speed: float = 100.0, **sections: Any) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(to_toml(settings(**sections)))
+        rows = [
+            {"step": step * every, "loss": loss, "tokens_per_second_device": speed}
+            for step, loss in enumerate(losses, start=1)
+        ]
+        write_rows(folder / "metrics.jsonl", rows)
+        return folder
+
+    return make
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def add_validation(folder: Path, step: int, *by_position: float, tokens: int = 128) -> None:
+    row = {"step": step, "loss": by_position[-1], "position_ends": [8, 16], "loss_by_position": by_position}
+    write_rows(folder / "validation.jsonl", [{**row, "tokens": tokens}])
+
+
+def add_results(folder: Path, protocol: str, step: int, score: float, shards: str = "a") -> None:
+    cells = [{"samples": 8, "choice_accuracy": score}]
+    path = folder / "eval" / protocol / "results.json"
+    path.parent.mkdir(parents=True)
+    identity = {"step": step, "shards_fingerprint": shards, "settings": {}}
+    path.write_text(json.dumps({"identity": identity, "model": {"bits_per_byte": score}, "cells": cells}))
+
+
+def compare(*folders: Path) -> tuple[str, Page]:
+    """The text without Markdown's escapes, and the page with its figures, which are not drawn."""
+    page = Page("compared", figures="figures")
+    return to_markdown(all_sections(grouped(read_runs(folders)), page)).replace("\\", ""), page
+
+
+def table(text: str, section: str) -> list[list[str]]:
+    lines = [line for line in text.split(f"## {section}\n")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [header, *rows]
+
+
+def test_runs_are_grouped_by_what_they_train(make_run):
+    carried_out = {"run": {"name": "other", "log_every": 3}, "parallel": {"zero_stage": 2}, "checkpoint": {"every": 7},
+                   "validation": {"every": 5}, "data": {"workers": 3}}  # fmt: skip
+    runs = [
+        make_run("a", [5.0], train={"seed": 1}),
+        make_run("b", [5.0], optim={"lr": 0.5}),
+        make_run("c", [5.0], train={"seed": 2, "micro_batch_sequences": 2}, **carried_out),
+        make_run("d", [5.0], optim={"lr": 0.5}, train={"seed": 1, "skip_spikes": 6.0}),
+    ]
+    text, _ = compare(*runs)
+    lr = settings().optim.lr
+    assert table(text, "Groups") == [
+        ["group", "optim.lr", "train.skip_spikes", "runs"],
+        ["1", str(lr), "–", f"{runs[0]}, {runs[2]}"],
+        ["2", "0.5", "–", str(runs[1])],
+        ["3", "0.5", "6.0", str(runs[3])],
+    ]
+
+
+def test_groups_leave_out_what_resuming_may_change_and_the_seed():
+    config = settings(
+        train={"micro_batch_sequences": 2, "seed": 3}, data={"workers": 2}, checkpoint={"every": 1},
+        run={"log_every": 1}, validation={"every": 1}, parallel={"tensor": 2},
+    )  # fmt: skip
+    changed = {line.split(":")[0] for line in differences(config, config.what_is_trained())}
+    tree = json.loads(config.model_dump_json(exclude_none=True))
+    left_out = {path for path, _ in leaves(tree)} - set(what_is_trained(tree))
+    sections = {"checkpoint", "run", "validation", "parallel"}
+
+    def by_section(paths: set[str]) -> set[str]:
+        return {path.split(".")[0] if path.split(".")[0] in sections else path for path in paths}
+
+    assert by_section(left_out) == by_section(changed) | {"train.seed"}
+
+
+def test_figures_are_means_with_standard_errors(make_run):
+    a = make_run("a", [6.0, 5.0], train={"seed": 0}, speed=100)
+    b = make_run("b", [6.5, 5.5], train={"seed": 1}, speed=300)
+    c = make_run("c", [6.0, 4.0], optim={"lr": 0.5})
+    for run, by_position in ((a, (5.0, 4.0)), (b, (5.5, 4.25))):
+        add_validation(run, 20, *by_position)
+    add_results(a, HELDOUT, 20, 2.0)
+    add_results(b, HELDOUT, 20, 2.5)
+    add_results(b, NEEDLE, 10, 0.25)
+    text, page = compare(a, b, c)
+    header, first, second = table(text, "Results")
+    assert header == [
+        "group", "runs", "step", "training loss", "validation loss", "held-out bits per byte",
+        "needle: right word chosen", "tokens/s a device",
+    ]  # fmt: skip
+    assert first == [
+        "1", "2", "20", "5.2500 ± 0.2500", "4.1250 ± 0.1250", "2.2500 ± 0.2500", "25.0% (step 10, 1 of 2 runs)",
+        "200 ± 100",
+    ]  # fmt: skip
+    assert second == ["2", "1", "20", "4.0000", "–", "–", "–", "100"]
+    assert table(text, "Each run")[2] == [
+        str(b), "1", "1", "20", "5.5000", "4.2500", "2.5000", "25.0% (step 10)", "300",
+    ]  # fmt: skip
+
+    lr = settings().optim.lr
+    first, second = f"1: optim.lr={lr}", "2: optim.lr=0.5"
+    header, *rows = csv.reader(page.charts["figures/loss"].table().splitlines())
+    assert header == [
+        "step", f"{first}: mean (nats/token)", f"{first}: standard error (nats/token)", f"{second}: mean (nats/token)",
+    ]  # fmt: skip
+    assert rows == [["10", "6.25", "0.25", "6.0"], ["20", "5.25", "0.25", "4.0"]]
+    header, *rows = csv.reader(page.charts["figures/position"].table().splitlines())
+    assert header[1] == f"{first}, step 20: mean (nats/token)"
+    assert rows == [["8", "5.25", "0.25"], ["16", "4.125", "0.125"]]
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    values = np.random.default_rng(0).normal(size=5).tolist()
+    mean = Mean.of([*values, None])
+    assert mean is not None
+    assert mean.count == 5
+    assert mean.value == pytest.approx(sum(values) / 5)
+    assert mean.error == pytest.approx((sum((value - mean.value) ** 2 for value in values) / 4 / 5) ** 0.5)
+    assert Mean.of([None]) is None
+
+
+def test_runs_that_stand_apart_are_compared_where_all_were(make_run):
+    a = make_run("a", [6.0, 5.0, 4.0], train={"seed": 0})
+    b = make_run("b", [6.5, 5.5], train={"seed": 1})
+    text, page = compare(a, b)
+    assert f"group 1 stand at different steps ({a} at 30, {b} at 20) and are compared at 20, the last that all" in text
+    assert table(text, "Results")[1][2:4] == ["20", "5.2500 ± 0.2500"]
+    assert [row[0] for row in page.charts["figures/loss"].rows] == [10, 20]
+    assert [row[3:5] for row in table(text, "Each run")[1:]] == [["30", "4.0000"], ["20", "5.5000"]]
+
+    other = make_run("c", [6.0], every=7, train={"seed": 2})
+    text, page = compare(a, other)
+    assert "not compared: they share none" in text
+    assert table(text, "Results")[1][2] == "–"
+    assert not page.charts
+
+
+def test_a_loss_that_is_no_number_is_none_in_the_mean(make_run):
+    text, page = compare(make_run("a", [6.0, None], train={"seed": 0}), make_run("b", [6.5, 5.0], train={"seed": 1}))
+    assert table(text, "Results")[1][3] == "not a number"
+    assert page.charts["figures/loss"].files()["png"].startswith(b"\x89PNG")
+
+
+def test_what_limits_a_comparison_is_said(make_run):
+    a, b = make_run("a", [6.0]), make_run("b", [6.0])
+    c = make_run("c", [6.0], data={"folder": "other/shards"})
+    text, _ = compare(a, b)
+    assert "Some runs of group 1 have the same seed" in text
+    assert "different data" not in text
+    add_results(a, HELDOUT, 10, 2.0)
+    add_results(b, HELDOUT, 20, 2.0)
+    add_results(c, HELDOUT, 10, 2.0, shards="other")
+    add_validation(a, 10, 5.0, 4.0)
+    add_validation(c, 10, 5.0, 4.0, tokens=64)
+    text, _ = compare(a, b, c)
+    assert "trained on different data" in text
+    assert f"Results of {HELDOUT} in group 1 are of different steps ({a} after 10, {b} after 20)" in text
+    assert f"Results of {HELDOUT} were made on different texts" in text
+    assert "Validation losses were measured on different numbers of tokens" in text
+    assert [row[5] for row in table(text, "Results")[1:]] == ["–", "2.0000"]
+
+
+def test_files_are_whole_and_the_same_each_time(make_run, tmp_path):
+    runs = [make_run("a", [6.0, 5.0], train={"seed": 0}), make_run("b", [6.5, 5.5], train={"seed": 1})]
+
+    def written() -> dict[str, bytes]:
+        written = write_comparison(runs, tmp_path / "out")
+        assert written == tmp_path / "out/report.html"
+        return {
+            str(p.relative_to(tmp_path / "out")): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
+        }
+
+    files = written()
+    assert set(files) == {"report.html", "report.md", *[f"figures/loss.{ending}" for ending in ("png", "pdf", "csv")]}
+    assert files["report.html"].count(b"data:image/png;base64,") == 1
+    assert written() == files
+
+
+def test_what_cannot_be_compared_is_refused_in_a_line(make_run, tmp_path):
+    a, b = make_run("a", [6.0]), make_run("b", [6.0])
+    with pytest.raises(ConfigError, match=rf"^{b.parent}: not a run folder"):
+        write_comparison([a, b.parent], tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"runs/a: is there twice; give each run once$"):
+        write_comparison([a, b, b.parent / ".." / "runs" / "a"], tmp_path / "out")
+    with pytest.raises(ConfigError, match=rf"^{b}: a run, .* report\.folder$"):
+        write_comparison([a, b], b)
+    (b / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=rf"^{b}: has no metrics yet"):
+        write_comparison([a, b], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_a_comparison_goes(tmp_path):
+    config = validate(ReportConfig, {}, "test").report
+    assert config.folder_for([Path("runs/a"), Path("runs/b/")]) == Path("reports/a-b")
+    many = [Path(f"runs/sweep-{number:03d}") for number in range(20)]
+    assert config.folder_for(many) == Path("reports/sweep-000-and-19-more")
+    assert validate(ReportConfig, {"report": {"folder": "x"}}, "test").report.folder_for(many) == Path("x")
+
+
+def test_many_groups_have_labels_that_fit(make_run):
+    runs = [make_run(f"r{i}", [6.0], data={"folder": f"data/$\\frac{i}$/{'long' * 20}"}) for i in range(9)]
+    runs += [make_run("s", [6.0], data={"folder": "data/$\\frac$"})]
+    _, page = compare(*runs)
+    chart = page.charts["figures/loss"]
+    assert len(set(chart.header[1:])) == 10
+    assert max(map(len, chart.header)) < 90
+    assert chart.files()["png"].startswith(b"\x89PNG")

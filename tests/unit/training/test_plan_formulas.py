@@ -1,0 +1,144 @@
+"""The plan: what it is made of, what it says where something does not fit, and the tables in docs/plan.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pretrain.plan import main
+from tost_lm.config import load_config
+from tost_lm.errors import ConfigError
+from tost_lm.training import plan
+from tost_lm.training.plan_config import PlanConfig
+from tost_lm.training.plan_memory import fullest, moments
+
+CHECKOUT = Path(__file__).parents[3]
+BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
+N = 110_384_016  # numbers trained by tost-base
+
+
+def planned(path: Path, *overrides: str) -> PlanConfig:
+    return load_config(PlanConfig, path, overrides)
+
+
+def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
+    cluster = planned(BASE).cluster
+    assert (cluster.preset, cluster.ranks, cluster.memory_gb, cluster.device) == (
+        "h100-sxm",
+        8,
+        80,
+        "NVIDIA H100 80GB HBM3",
+    )
+    other = planned(BASE, "cluster.preset=h200-sxm", "cluster.nodes=2", "cluster.memory_gb=100").cluster
+    assert (other.ranks, other.memory_gb, other.memory_gb_s, other.device) == (16, 100, 4800, "NVIDIA H200")
+
+
+def test_memory_of_bfloat16_by_stage():
+    weights, part = 2 * N, N / 8
+    by_stage = {stage: fullest(planned(BASE, f"parallel.zero_stage={stage}"), 8) for stage in (1, 2, 3)}
+    assert all(moment.name == "at the loss" for moment in by_stage.values())
+    assert [by_stage[stage].weights for stage in (1, 2, 3)] == [weights, weights, weights + 2 * part]
+    assert {moment.optimizer for moment in by_stage.values()} == {12 * part}
+    assert [by_stage[stage].gradients for stage in (1, 2, 3)] == [4 * N, 4 * part, 4 * part]
+    assert {moment.loss for moment in by_stage.values()} == {12 * 50304 * 12 * 1024}
+    # 12 layers of 16 tensors, Π, sums of chunks of 32 tokens and norms; and two tensors at the head.
+    layer = 16 * 2 * 768 + 4 * 12 + 4 * (2 * 768 + 12) / 32 + 16
+    assert by_stage[1].activations == (12 * layer + 2 * 2 * 768) * 12 * 1024
+
+
+def test_ranks_that_share_the_model_or_the_tokens_hold_less():
+    whole = fullest(planned(BASE), 8)
+    tokens = fullest(planned(BASE, "parallel.sequence=2"), 8)
+    heads = fullest(planned(BASE, "parallel.tensor=2"), 8)
+    assert (tokens.loss, tokens.activations) == (whole.loss / 2, whole.activations / 2)
+    assert heads.weights < whole.weights * 0.51
+    assert heads.activations == whole.activations / 2
+
+
+def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
+    here = planned(BASE, "parallel.zero_stage=2")
+    offloaded = planned(BASE, "parallel.zero_stage=2", "parallel.offload=optimizer")
+    assert {moment.optimizer for moment in moments(offloaded, 8)} == {0}
+    assert plan.host_bytes(here) == 12 * N
+    assert plan.host_bytes(offloaded) == 12 * N + 8 * 16 * N / 8
+    assert plan.host_bytes(planned(BASE, "checkpoint.asynchronous=false")) == 0
+
+
+def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
+    nothing_shared = {sending.what for sending in plan.sendings(planned(BASE))}
+    assert nothing_shared == {"gradients", "weights"}
+    [statistics] = [x for x in plan.sendings(planned(BASE, "parallel.sequence=8")) if "statistics" in x.what]
+    # One data rank: 40 micro-batches of 12 sequences, 12 layers.
+    assert statistics.handed == 40 * 12 * 12 * 8 * (2 * 768 + 12)
+    assert (statistics.calls, statistics.on_link) == (40 * 12 * 4, 7 * statistics.handed)
+    longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.sequence_tokens=65536")
+    assert statistics in plan.sendings(longer)
+
+
+def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
+    cluster = planned(BASE, "cluster.nodes=2", "cluster.latency_us=0", "cluster.achieved_bandwidth=1").cluster
+    inside = plan.Sending("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
+    across = plan.Sending("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
+    side_by_side = plan.Sending("x", "all-gather", 1, 50e9, ranks=2, stride=8)
+    assert [sending.seconds(cluster) for sending in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
+    assert plan.Sending("x", "all-reduce", 1, 4e9, 4, 1).on_link == 6e9
+    assert plan.Sending("x", "reduce-scatter", 1, 4e9, 4, 1).on_link == 3e9
+
+
+def test_time_follows_from_the_figures_of_the_cluster():
+    step = plan.step_seconds(planned(BASE))
+    assert step.products == pytest.approx(656_474_112 * 491_520 / 8 / (989.4e12 * 0.4))
+    assert step.operator == pytest.approx(12 * (24.75 * 768 + 28 * 12) * 491_520 / 8 / (3350e9 * 0.7))
+    assert step.launching == 0
+    assert plan.step_seconds(planned(BASE, "cluster.achieved_flops=0.8")).products == pytest.approx(step.products / 2)
+    assert plan.step_seconds(planned(BASE, "cluster.launch_us=1000")).launching > step.total
+    faster = planned(BASE, "cluster.device=new", "cluster.peak_tflops=1978.8")
+    assert plan.step_seconds(faster).products == pytest.approx(step.products / 2)
+    with pytest.raises(ConfigError, match=r"cluster.device 'new' is not known: set cluster.peak_tflops"):
+        plan.step_seconds(planned(BASE, "cluster.device=new"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["train.micro_batch_sequences=60"], "train.micro_batch_sequences=30"),
+        (["cluster.memory_gb=14"], "train.micro_batch_sequences=1"),
+        (["cluster.memory_gb=9.5"], "parallel.tensor=2 parallel.zero_stage=2"),
+    ],
+)
+def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], remedy: str):
+    config = planned(LARGE, *overrides)
+    problem = plan.what_does_not_fit(config)
+    assert problem
+    assert f"what fits: {remedy} (" in problem
+    assert plan.what_does_not_fit(planned(LARGE, *overrides, *remedy.split())) is None
+
+
+def test_where_nothing_fits_it_says_so():
+    problem = plan.what_does_not_fit(planned(LARGE, "cluster.memory_gb=5"))
+    assert problem
+    assert "plan for more of them or larger ones" in problem
+    problem = plan.what_does_not_fit(planned(LARGE, "cluster.host_memory_gb=7"))
+    assert problem == (
+        "a node would need 8 GB of cluster.host_memory_gb 7: set checkpoint.asynchronous=false or parallel.offload=none"
+    )
+
+
+def test_ranks_that_the_batch_cannot_be_dealt_to():
+    with pytest.raises(ConfigError) as error:
+        plan.require_even_shares(planned(BASE, "cluster.nodes=64"))
+    line = str(error.value)
+    assert "480 is not divisible by 512 data ranks" in line
+    way, other = line.split("; what can: ")[1].split(", or ")
+    assert way == "train.micro_batch_sequences=5 parallel.sequence=16"
+    for words in (way, other):
+        plan.require_even_shares(planned(BASE, "cluster.nodes=64", *words.split()))
+
+
+def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):
+    text = (CHECKOUT / "docs/plan.md").read_text()
+    found = re.findall(r"```\npython -m pretrain.plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
+    assert len(found) == 6
+    for path, words, table in found:
+        main(Path(path), planned(CHECKOUT / path, *words.split()))
+        assert capsys.readouterr().out == table

@@ -1,0 +1,73 @@
+"""Which names are a secret's, and what a recorded command line or a tree of settings shows of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tost_lm.config import Section
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.redaction import MARK, is_secret, redact_command, redact_text, redact_tree
+
+
+@pytest.mark.parametrize(
+    "name", ["hub.token", "WANDB_API_KEY", "apiKey", "APIKey", "--password", "aws-secret-access-key", "db.secrets"]
+)
+def test_a_word_of_its_own_makes_a_secret(name: str):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["train.sequence_tokens", "tokenizer.path", "monkey", "keyboard", "secretary", "--"])
+def test_a_part_of_a_word_does_not(name: str):
+    assert not is_secret(name)
+
+
+def test_no_setting_of_a_run_is_named_as_a_secret():
+    names = list(setting_names(PretrainConfig, ""))
+    assert "train.sequence_tokens" in names
+    assert [name for name in names if is_secret(name)] == []
+
+
+def test_a_command_line_keeps_everything_but_secrets():
+    command = [
+        "configs/x.toml", "train.sequence_tokens=64", "hub.token=a b=c", "--password", "-x y", "--token=abc",
+        "--dry-run", "data.folder=https://me:pa@ss@host/shards?token=abc&part=1",
+        'hub={name = "n", "api_key" : "x\\"y", token=z}',
+        "WANDB_API_KEY=0123",
+    ]  # fmt: skip
+    assert redact_command(command) == [
+        "configs/x.toml", "train.sequence_tokens=64", f"hub.token={MARK}", "--password", MARK, f"--token={MARK}",
+        "--dry-run", f"data.folder=https://{MARK}@host/shards?token={MARK}&part=1",
+        f'hub={{name = "n", "api_key" : {MARK}, token={MARK}}}', f"WANDB_API_KEY={MARK}",
+    ]  # fmt: skip
+
+
+def test_a_tree_keeps_its_shape_and_its_other_values():
+    tree = {
+        "train": {"sequence_tokens": 64, "lr": 1e-3},
+        "hub": {"token": "abc", "user": "me", "old_token": None},
+        "secrets": {"a": "abc"},
+        "mirrors": ["https://me:abc@host/x", "https://host/y"],
+        "tokenizer": {"path": "data/tokenizer.model"},
+    }
+    assert redact_tree(tree) == {
+        "train": {"sequence_tokens": 64, "lr": 1e-3},
+        "hub": {"token": MARK, "user": "me", "old_token": None},
+        "secrets": MARK,
+        "mirrors": [f"https://{MARK}@host/x", "https://host/y"],
+        "tokenizer": {"path": "data/tokenizer.model"},
+    }
+
+
+def test_a_text_without_secrets_stays_to_the_letter():
+    text = "a: b, c=d; {x: 'y'} https://host:80/a@b /data/tokens=3 tokenizer='k e y'"
+    assert redact_text(text) == text
+
+
+def setting_names(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner: Any = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from setting_names(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,134 @@
+"""The sections of a run's report about evaluations: held-out text, needle grid, generated text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tost_lm.evaluation.report.curves import needle_chart
+from tost_lm.evaluation.report.markdown import escape, fenced, table
+from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE
+from tost_lm.files import sha256_file
+
+ENOUGH_DOCUMENTS = 10
+
+
+def heldout(run: RunRecord) -> str:
+    """The held-out score beside the n-gram baselines."""
+    results = run.results(HELDOUT)
+    if results is None:
+        return f"## Held-out text\n\n{missing('eval.zero_shot', run.folder)}"
+    model, baselines = results["model"], results["baselines"]
+    own = f"{model['bits_per_byte']:.4f} ± {model['bits_per_byte_standard_error']:.4f}"
+    rows = [("this model", f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", own, "")]
+    for row in baselines:
+        lower = f"{row['model_lower_by']:+.4f} ± {row['model_lower_by_standard_error']:.4f}"
+        rows.append((row["name"], "–", "–", f"{row['bits_per_byte']:.4f}", lower))
+    return "\n\n".join([
+        f"## Held-out text ({escape(HELDOUT)})",
+        _of_checkpoint(run, results, "eval.zero_shot"),
+        table(("", "nats per token", "perplexity per token", "bits per byte", "model lower by"), rows),
+        _compared(baselines, model["documents"]),
+        f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
+        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes; each token predicted "
+        "once, end-of-text ids not counted. ± is the bootstrap standard error over documents. The baselines count "
+        f"{results['baseline_training_bytes']:,} bytes of the training text (Witten-Bell interpolation) and are "
+        "scored on the same documents.",
+    ])  # fmt: skip
+
+
+def retrieval(run: RunRecord, page: Page) -> str:
+    """The needle grid beside its control."""
+    results = run.results(NEEDLE)
+    if results is None:
+        return f"## Needle in a haystack\n\n{missing('eval.retrieval', run.folder)}"
+    cells = results["cells"]
+    examples = sum(cell["samples"] for cell in cells)
+    keys = ("choice_accuracy", "control_choice_accuracy", "exact_accuracy", "control_exact_accuracy")
+    means = {key: needle_mean(results, key) for key in keys}
+    parts = [
+        f"## Needle in a haystack ({escape(NEEDLE)})",
+        _of_checkpoint(run, results, "eval.retrieval"),
+        page.show("needle", needle_chart(cells), "Percentage of right words by depth and length, and control"),
+        table(
+            ("mean over all cells", "right word chosen of ten", "greedy text begins with it"),
+            [
+                ("with the needle", f"{means['choice_accuracy']:.1%}", f"{means['exact_accuracy']:.1%}"),
+                (
+                    "control: no needle",
+                    f"{means['control_choice_accuracy']:.1%}",
+                    f"{means['control_exact_accuracy']:.1%}",
+                ),
+            ],
+        ),
+        f"Chance is {results['chance']:.0%}, with {cells[0]['samples']} examples in a cell and {examples} in all: a "
+        f"single cell at chance is off by {_chance_error(results['chance'], cells[0]['samples']):.0%} (one standard "
+        f"error), the mean by {_chance_error(results['chance'], examples):.1%}.",
+    ]
+    if "A" not in results["pattern"]:
+        parts.append(
+            "Pure TSSA keeps statistics of the past, not the tokens themselves: it is not expected to recall a word "
+            "exactly, and chance level here is no defect."
+        )
+    return "\n\n".join(parts)
+
+
+def sample(run: RunRecord) -> str:
+    """A generated text."""
+    results = run.results(SAMPLE)
+    if results is None:
+        return f"## Generated text\n\n{missing('tost_lm.generate', run.folder)}"
+    settings = results["identity"]["settings"]["sample"]
+    how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    if "A" not in results["pattern"]:
+        size = "the same after any number of tokens"
+    elif results["window"]:
+        size = f"it grows up to the attention's window of {results['window']:,} tokens"
+    else:
+        size = "it grows with every token (softmax)"
+    return "\n\n".join([
+        "## Generated text",
+        _of_checkpoint(run, results, "tost_lm.generate"),
+        "Prompt:",
+        fenced(results["prompt"]),
+        f"The model goes on ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
+        fenced(results["text"]),
+        f"State after the {results['prompt_tokens']} tokens of the prompt: "
+        f"{results['state_bytes_after_prompt']:,} bytes; {size}.",
+    ])  # fmt: skip
+
+
+def needle_mean(results: dict[str, Any], key: str) -> float:
+    """The mean of a score over all examples of a needle grid."""
+    cells = results["cells"]
+    return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)
+
+
+def missing(program: str, argument: Any) -> str:
+    """What stands where an evaluation is yet to be made: the command that makes it."""
+    return f"Not there yet; this makes it: `python -m {program} {argument}`"
+
+
+def _compared(baselines: Sequence[dict[str, Any]], documents: int) -> str:
+    """Which baselines the model beats, loses to, or equals within two standard errors of the difference."""
+    if documents < ENOUGH_DOCUMENTS:
+        return f"{documents} documents are too few for a standard error, so nothing is concluded from the difference."
+    groups: dict[str, list[str]] = {"beats": [], "cannot be told from": [], "loses to": []}
+    for row in baselines:
+        certain = abs(row["model_lower_by"]) > 2 * row["model_lower_by_standard_error"]
+        verdict = ("beats" if row["model_lower_by"] > 0 else "loses to") if certain else "cannot be told from"
+        groups[verdict].append(f"the {row['name']}")
+    parts = [f"{verdict} {' and '.join(names)}" for verdict, names in groups.items() if names]
+    return f"In bits per byte, where lower is better, the model {', '.join(parts)} (by two standard errors)."
+
+
+def _of_checkpoint(run: RunRecord, results: dict[str, Any], program: str) -> str:
+    identity = results["identity"]
+    line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."
+    if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
+        line += f" **That is not the run's newest checkpoint**; this evaluates it: `python -m {program} {run.folder}`"
+    return line
+
+
+def _chance_error(chance: float, examples: int) -> float:
+    return (chance * (1 - chance) / examples) ** 0.5

@@ -1,0 +1,165 @@
+"""Parameters and floating-point operations of a model, counted exactly from its settings; and what GPUs can do.
+
+An operation is an addition, subtraction, multiplication, division or exponential; a product of matrices of M×K and K×N
+has 2·M·K·N. Counted are the products of the linear layers and the head, softmax attention's own products, and the
+arithmetic of causal TSSA. Not counted: norms, GELU, LayerScale, rotary embedding, softmax and loss, the optimizer, and
+what is only computed again (sums over time in the operator's backward, scores in attention's).
+
+**Products.** Forward 2 a token and weight; backward twice that, for the gradients of input and weight.
+
+**Softmax attention**, for a token that sees p tokens: q·k and Π·v, 4·C·p; backward twice that. Over a document of T
+tokens p is (T + 1)/2 on average, with a window W < T it is W − W·(W − 1)/(2T). There is no such term in a T layer.
+
+**Causal TSSA**, for each token and layer with C channels in H heads, whatever the length (`ops/chunked.py`; signs and
+comparisons are free):
+
+    forward                                          C    H         backward                            C    H
+    w²                                               1              dy·a                                2
+    S1, running sum                                  1              dy·w·a                              1
+    Σ_d w²/S1                                        2   −1         q = dy·w·Π·a²/N′                    2
+    z: times temp                                         1         R2, running sum                     1
+       times t/D (energy-mean)                           (1)        RN: Σ_d q·S2/N′, running sum        2    1
+       plus bias                                         (1)        dΠ = Σ_d (R2·w² − dy·w·a) + RN      3
+       … times D (energy-share)                          (1)        dz = Π·(dΠ − Σ_h Π·dΠ)                   4 − 1/H
+    Π, softmax over heads                                 4 − 1/H   d temp, summed over tokens               2
+    Π·w²                                             1              u = temp·dz                              1
+    S2, running sum                                  1                times t/D (energy-mean)               (1)
+    N, running sum; N′                                    2         r = −u·w²/S1²                       2
+    y = −Π·N′·w / (S2 + N′)                          3    1         −u/S1 − r; R1, running sum          2
+                                                                    dw = −Π·dy·a + 2w·(Π·R2 + … + R1)   7
+                                                                    d bias, summed over rows                (1)
+                                                                    … times D (energy-share)                (1)
+                                                     9    7         22   8
+
+So 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, and H for each bracket that applies: for tost-base less than 0.1 %
+of the products. `uniform` computes scores like `energy-share` and drops them.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+from tost_lm.model.config import ModelConfig
+
+
+class Parameters(NamedTuple):
+    """How many numbers are trained, by part."""
+
+    embedding: int
+    """Of tokens; the head is the same matrix."""
+    positions: int
+    mixers: int
+    """Projections, temp and denom_bias."""
+    mlps: int
+    scales: int
+    """Norms and LayerScale."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Flops(NamedTuple):
+    """Operations a token, forward and backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+class FlopsPerToken(NamedTuple):
+    """Of the whole model, by kind."""
+
+    products: Flops
+    attention: Flops
+    operator: Flops
+
+    @property
+    def total(self) -> float:
+        return sum(part.total for part in self)
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    C, biased = config.width, int(config.bias)
+    tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
+    softmax = 4 * C * C + 4 * biased * C
+    layers = layers_by_letter(config)
+    return Parameters(
+        embedding=config.vocab_size * C,
+        positions=config.max_positions * C if config.positions == "learned" else 0,
+        mixers=layers["T"] * tssa + layers["A"] * softmax,
+        mlps=config.layers * (8 * C * C + 5 * biased * C),
+        scales=(2 * config.layers + 1) * (1 + biased) * C + (2 * config.layers * C if config.layer_scale else 0),
+    )
+
+
+def layers_by_letter(config: ModelConfig) -> dict[str, int]:
+    """How many layers have each mixer, {"T": …, "A": …}."""
+    repeats = config.layers // len(config.pattern)
+    return {letter: repeats * config.pattern.count(letter) for letter in "TA"}
+
+
+def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
+    """Of training on documents of so many tokens."""
+    return FlopsPerToken(_products(config), _attention(config, tokens), _operator(config))
+
+
+def training_flops_per_token(config: ModelConfig, tokens: int) -> float:
+    """Forward and backward, of a token of documents of so many."""
+    return flops_per_token(config, tokens).total
+
+
+def _products(config: ModelConfig) -> Flops:
+    layers, C = layers_by_letter(config), config.width
+    weights = layers["T"] * 2 * C**2 + layers["A"] * 4 * C**2 + config.layers * 8 * C**2 + config.vocab_size * C
+    return Flops(2 * weights, 4 * weights)
+
+
+def _attention(config: ModelConfig, tokens: int) -> Flops:
+    window = min(config.window or tokens, tokens)
+    seen = window - window * (window - 1) / (2 * tokens)
+    forward = layers_by_letter(config)["A"] * 4 * config.width * seen
+    return Flops(forward, 2 * forward)
+
+
+def _operator(config: ModelConfig) -> Flops:
+    C, H, layers = config.width, config.heads, layers_by_letter(config)["T"]
+    mean, biased = config.membership == "energy-mean", config.denom_bias != "none"
+    extra = H * (mean + biased * (1 if mean else 2))
+    return Flops(layers * (9 * C + 7 * H - 1 + extra), layers * (22 * C + 8 * H - 1 + extra))
+
+
+def _bias_numbers(config: ModelConfig) -> int:
+    return {"position": config.heads * config.max_positions, "head": config.heads, "none": 0}[config.denom_bias]
+
+
+# TFLOP/s of dense products, {dtype: …}, by words of the name that torch.cuda.get_device_name() gives. bfloat16 on
+# tensor cores, where data sheets print twice that "with sparsity"; float32 without TF32, which torch leaves off.
+# Sources: NVIDIA's data sheets of each product (B200: of HGX). The first row whose words are all there counts.
+_PEAKS: list[tuple[set[str], dict[str, float]]] = [
+    ({"GB200"}, {"bfloat16": 2500, "float32": 80}),
+    ({"B200"}, {"bfloat16": 2250, "float32": 75}),
+    ({"H200", "NVL"}, {"bfloat16": 835.5, "float32": 60}),
+    ({"H200"}, {"bfloat16": 989.4, "float32": 66.9}),
+    ({"GH200"}, {"bfloat16": 989.4, "float32": 66.9}),
+    ({"H100", "PCIe"}, {"bfloat16": 756.5, "float32": 51.2}),
+    ({"H100", "NVL"}, {"bfloat16": 835.5, "float32": 60}),
+    ({"H100"}, {"bfloat16": 989.4, "float32": 66.9}),  # SXM: "NVIDIA H100 80GB HBM3"
+    ({"A100"}, {"bfloat16": 312, "float32": 19.5}),
+    ({"L40S"}, {"bfloat16": 362.05, "float32": 91.6}),
+    ({"L40"}, {"bfloat16": 181.05, "float32": 90.5}),
+    ({"L4"}, {"bfloat16": 121, "float32": 30.3}),
+    ({"A40"}, {"bfloat16": 149.7, "float32": 37.4}),
+    ({"A10"}, {"bfloat16": 125, "float32": 31.2}),
+]
+
+
+def peak_flops(device_name: str, dtype: Literal["float32", "bfloat16"]) -> float | None:
+    """Operations a second of dense products on a GPU, as published; None for one not known, or a part of one (MIG)."""
+    words = set(re.split(r"[\s-]+", device_name))
+    if "MIG" in words:
+        return None
+    known = next((peaks for name, peaks in _PEAKS if name <= words), None)
+    return None if known is None else known[dtype] * 1e12

@@ -1,0 +1,71 @@
+"""The loss on held-out documents in the course of training, also by position: what context does for the model.
+
+Shape suffixes: A micro-batches, B rows, T tokens of a row, P stretches of positions.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tost_lm.data.loader import TrainingBatches
+from tost_lm.data.prefetch import MicroBatch, micro_batches
+from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.ops.split import SequenceSplit
+from tost_lm.parallel.apply import shard_of
+from tost_lm.parallel.collectives import all_reduce
+from tost_lm.parallel.mesh import Mesh
+
+FIRST_END = 8
+
+
+class Validation:
+    """The loss of one batch of held-out documents, the same each time."""
+
+    def __init__(self, batches: TrainingBatches, mesh: Mesh, split: SequenceSplit, sequence_tokens: int) -> None:
+        self._batches, self._mesh, self._split = batches, mesh, split
+        self.position_ends = _position_ends(sequence_tokens)
+
+    def measure(self, engine: Any) -> dict[str, Any]:
+        """Nats per token, in all and by position in the document, the same on all ranks; they all call it."""
+        batches = micro_batches(self._batches[0], self._mesh.device)
+        ends_P = torch.tensor(self.position_ends, device=self._mesh.device)
+        nats_P = torch.zeros(len(ends_P), dtype=torch.float64, device=self._mesh.device)
+        count_P = torch.zeros_like(nats_P)
+        engine.eval()
+        with torch.no_grad():
+            for batch in batches:
+                nats_BT, position_BT = self._losses(engine, batch)
+                counted_BT = batch.labels != IGNORED_LABEL
+                stretch = torch.bucketize(position_BT.expand_as(nats_BT)[counted_BT], ends_P, right=True)
+                nats_P.index_add_(0, stretch, nats_BT[counted_BT].double())
+                count_P.index_add_(0, stretch, torch.ones_like(stretch, dtype=torch.float64))
+        engine.train()
+        nats_P, count_P = all_reduce(torch.stack([nats_P, count_P]), self._mesh.replicas).cpu()
+        return {
+            "loss": float(nats_P.sum() / count_P.sum()),
+            "position_ends": self.position_ends,
+            "loss_by_position": [n / c if c else None for n, c in zip(nats_P.tolist(), count_P.tolist(), strict=True)],
+            "tokens": int(count_P.sum()),
+        }
+
+    def _losses(self, engine: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Nats [B, T] of this rank's tokens, and their positions in their documents, [B, T] or [1, T]."""
+        shard = shard_of(self._mesh, self._split)
+        output = engine(batch.tokens, cu_seqlens=batch.cu_seqlens, output_state=False, shard=shard)
+        logits_BTV = output.logits.float()
+        nats_BT = cross_entropy(logits_BTV.transpose(1, 2), batch.labels, ignore_index=IGNORED_LABEL, reduction="none")
+        column_T = torch.arange(self._split.start, self._split.end)
+        if batch.cu_seqlens is not None:
+            starts = batch.cu_seqlens.cpu()
+            column_T = column_T - starts[torch.bucketize(column_T, starts, right=True) - 1]
+        return nats_BT, column_T[None].to(self._mesh.device)
+
+
+def _position_ends(tokens: int) -> list[int]:
+    """8, 16, 32, …, `tokens`."""
+    ends = [FIRST_END]
+    while ends[-1] * 2 < tokens:
+        ends.append(ends[-1] * 2)
+    return [end for end in ends if end < tokens] + [tokens]
