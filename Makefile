@@ -24,11 +24,12 @@ clean-demo:
 test: env
 	$(BIN)/python -m pytest -n 2 tests/unit
 	$(BIN)/python -m pytest tests/multiprocess
+	$(BIN)/python -m pytest tests/faults
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/programs
 
-# The suite, and what takes minutes a test.
+# The suite, what takes minutes a test, and each fault as often as docs/faults.md says; it ends with that table.
 test-full: test
-	$(BIN)/python -m pytest -vv tests/full
+	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/programs/test_lost_rank.py tests/unit/data/test_shards.py
 
 # On a machine with a CUDA device: the kernels' tests on it, then the benchmarks.
 gpu: env

@@ -1,10 +1,13 @@
-"""Holds each tier of tests to its budget and shows the slowest tests of one that passed it."""
+"""Holds each tier of tests to its budget, and prints the table of the faults that were caused."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 
 BUDGET_MINUTES = {"unit": 3, "multiprocess": 5, "faults": 4, "programs": 5}
+
+FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 
 _started = time.monotonic()
 _durations: list[tuple[float, str]] = []
@@ -12,6 +15,29 @@ _durations: list[tuple[float, str]] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="cause faults as often as the table in docs/faults.md says")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FAULTS] = []
+
+
+@pytest.fixture
+def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How often to cause a fault: 5 times, or as often as is given with --full."""
+    return lambda full: full if request.config.getoption("--full") else 5
+
+
+@pytest.fixture
+def survived(request: pytest.FixtureRequest) -> Callable[[str, int, str], None]:
+    """Note down for the table: a fault, how often it was caused, and what became of it."""
+    return lambda fault, count, outcome: request.config.stash[FAULTS].append((fault, count, outcome))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if rows := config.stash[FAULTS]:
+        terminalreporter.write_line("| fault | caused | what became of it |\n|---|---|---|")
+        for fault, count, outcome in rows:
+            terminalreporter.write_line(f"| {fault} | {count} | {outcome} |")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

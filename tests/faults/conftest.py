@@ -1,10 +1,9 @@
-"""A tiny corpus and run, how often each fault is caused, and the table of what became of them."""
+"""A tiny corpus and run, for faults to strike."""
 
 import contextlib
 import io
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,30 +79,3 @@ def never_stopped(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "run.toml").write_text(TINY_RUN)
     train(folder, 2)
     return folder / "runs/tiny"
-
-
-@pytest.fixture
-def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """How often to cause a fault: 5 times, or as often as is given with --full."""
-    return lambda full: full if request.config.getoption("--full") else 5
-
-
-@pytest.fixture
-def survived(request: pytest.FixtureRequest) -> Callable[[str, int, str], None]:
-    """Note down for the table: the fault, how often it was caused, and what became of it."""
-    return lambda fault, count, outcome: request.config.stash[TABLE].append((fault, count, outcome))
-
-
-TABLE = pytest.StashKey[list[tuple[str, int, str]]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[TABLE] = []
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash[TABLE]
-    if rows:
-        terminalreporter.write_line("| fault | caused | what became of it |\n|---|---|---|")
-        for fault, count, outcome in rows:
-            terminalreporter.write_line(f"| {fault} | {count} | {outcome} |")

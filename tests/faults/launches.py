@@ -78,9 +78,25 @@ class Launch:
         return int(self.heartbeat(rank).get("step", -1))
 
 
+def no_fault(rank: int) -> None:
+    """What is injected into sound runs."""
+
+
 @contextmanager
-def launch(folder: Path, ranks: int, *words: object, memory_bytes: int = 0, **environment: str) -> Iterator[Launch]:
-    """`pretrain.train run.toml WORDS` in `folder`; with a limit on the address space, if given."""
+def launch(
+    folder: Path,
+    ranks: int,
+    *words: object,
+    memory_bytes: int = 0,
+    inject: Callable[[int], None] = no_fault,
+    **environment: str,
+) -> Iterator[Launch]:
+    """`pretrain.train run.toml WORDS` in `folder`.
+
+    Args:
+        memory_bytes: what a rank may add to its address space; 0: all there is.
+        inject: called with its rank in each, before anything else; picklable.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     for said in folder.glob("rank_*.said"):
@@ -89,7 +105,7 @@ def launch(folder: Path, ranks: int, *words: object, memory_bytes: int = 0, **en
     everything = ["run.toml", *map(str, words)]
     name = next((word.split("=")[1] for word in reversed(everything) if word.startswith("run.name=")), "tiny")
     processes = [
-        context.Process(target=_rank_main, args=(folder, rank, ranks, everything, memory_bytes, environment))
+        context.Process(target=_rank_main, args=(folder, rank, ranks, everything, memory_bytes, inject, environment))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -113,7 +129,13 @@ def train(folder: Path, ranks: int, *words: object, **environment: str) -> str:
 
 
 def _rank_main(
-    folder: Path, rank: int, ranks: int, words: list[str], memory_bytes: int, environment: dict[str, str]
+    folder: Path,
+    rank: int,
+    ranks: int,
+    words: list[str],
+    memory_bytes: int,
+    inject: Callable[[int], None],
+    environment: dict[str, str],
 ) -> None:
     os.chdir(folder)
     out = os.open(f"rank_{rank:05d}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -129,6 +151,7 @@ def _rank_main(
     from tost_lm.training.config import PretrainConfig
 
     torch.set_num_threads(1)
+    inject(rank)
     if memory_bytes:
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tost_lm.model.checkpoint import find_checkpoint, verify_checkpoint
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.run_folder import step_folder
 
+Survived = Callable[[str, int, str], None]
 KILLS = 50
 BITS = 200
 
@@ -34,12 +36,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
 
 
 @pytest.mark.timeout(1800)
-def test_kills_in_saves_lose_no_complete_checkpoint(tmp_path: Path, corpora: Corpora):
+def test_kills_in_saves_lose_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, survived: Survived):
     torn = assert_kills_lose_nothing(tmp_path / "run", corpora, KILLS)
     assert torn > KILLS / 5
+    survived("SIGKILL at random points of saves", KILLS, f"the newest complete one loads ({torn} saves were torn)")
 
 
-def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: Corpora):
+def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: Corpora, survived: Survived):
     run_on_ranks(in_turn, 2, Trainee(tmp_path, corpora), 1, 1)
     folder, generator = step_folder(tmp_path / RUN, 1), random.Random(0)
     for name, data in checkpoint_files(tmp_path, 1).items():
@@ -52,6 +55,7 @@ def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: C
             assert str(refused.value).startswith(str(folder / name))
         (folder / name).write_bytes(data)
     verify_checkpoint(folder)
+    survived("a bit flipped in a checkpoint", BITS * len(checkpoint_files(tmp_path, 1)), "refused, naming the file")
 
 
 def save_while_another_fills_the_disk(trainee: Trainee) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def curve(run_folder: Path) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.timeout(1800)
-def test_torchrun_carries_a_run_through_twenty_deaths(tmp_path: Path):
+def test_torchrun_carries_a_run_through_twenty_deaths(tmp_path: Path, survived: Callable[[str, int, str], None]):
     make_shards(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     assert launch(tmp_path, "run.name=never_stopped").wait() == 0, (tmp_path / "stderr").read_text()
@@ -99,3 +100,4 @@ def test_torchrun_carries_a_run_through_twenty_deaths(tmp_path: Path):
     assert lost == killed
     assert len(killed) == KILLS
     assert curve(tmp_path / "runs/tiny") == curve(tmp_path / "runs/never_stopped")
+    survived("rank killed under torchrun --max-restarts", KILLS, "named, started again, bit-exact")

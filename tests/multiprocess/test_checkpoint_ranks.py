@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.model.checkpoint import find_checkpoint
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.run_folder import step_folder
+
+Survived = Callable[[str, int, str], None]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,9 @@ def train_waiting_for_saves(trainee: Trainee) -> list[str]:
     return newest
 
 
-def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, corpora: Corpora):
+def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(
+    tmp_path: Path, corpora: Corpora, survived: Survived
+):
     for newest in run_on_ranks(train_waiting_for_saves, 2, Trainee(tmp_path, corpora)):
         assert newest == ["step_00000001", "step_00000002"]
     files = checkpoint_files(tmp_path, 2)
@@ -126,10 +131,14 @@ def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_tak
             assert find_checkpoint(tmp_path / RUN, said.append).name == "step_00000001"
             assert [str(path) in line for line in said] == [True]
         path.write_bytes(data)
+    survived(
+        "a bit flipped in a checkpoint, each kind of file", 3 * len(files), "refused by name; the one before taken"
+    )
 
 
-def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora):
+def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, survived: Survived):
     assert_kills_lose_nothing(tmp_path / "run", corpora, kills=5)
+    survived("SIGKILL at random points of saves", 5, "the newest complete checkpoint loads")
 
 
 def told_by_poll(training: Training) -> str:

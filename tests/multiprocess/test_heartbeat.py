@@ -67,7 +67,7 @@ def test_who_reads_while_a_rank_writes_finds_whole_lines(tmp_path: Path):
 def test_a_heartbeat_outlives_what_happens_to_its_folder(tmp_path: Path):
     folder = tmp_path / "heartbeats"
     folder.mkdir()
-    (folder / "rank_00000.json").write_text("x" * 1000)  # longer than what is to be written
+    (folder / "rank_00000.json").write_text("what an earlier launch left" * 9)
     heart = Heartbeat(folder, 0)
     heart.beat(0, "building")
     assert read_heartbeats(folder)[0] == heart.last

@@ -49,14 +49,14 @@ def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
 
 
 def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str, bool, bool]]:
-    """Each fault five times over between good steps: (objection, nothing changed, a good step changes things)."""
+    """Each fault on two ranks between good steps: (objection, nothing changed, a good step goes through)."""
     engine = build_engine(validate(ParallelConfig, settings, "test"), "adamw", bfloat16=bfloat16)
     step(engine, 0)
     found = []
-    for number in range(5):
+    for number in range(2):
         for fault in FAULTS:
             before = everything(engine)
-            outcome = step(engine, number, fault, at=number % torch.distributed.get_world_size())
+            outcome = step(engine, number, fault, at=number)
             after = everything(engine)
             unchanged = all(torch.equal(after[name], tensor) for name, tensor in before.items())
             found.append((outcome.objection, unchanged, not step(engine, number).objection))

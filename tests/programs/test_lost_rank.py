@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from programs import ENVIRONMENT
 from two_hosts import INTERFACE, two_hosts
 
@@ -97,18 +98,28 @@ def test_each_fault_is_named_once_and_after_each_death_the_restarted_ranks_meet(
     assert not re.search(r"^\[rank|^frame #|terminate called", log.read_text(), re.MULTILINE), log.read_text()
 
 
-def test_when_the_network_is_cut_both_sides_end_and_say_whom_they_lost(tmp_path: Path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    logs = [tmp_path / "host0", tmp_path / "host1"]
+def test_when_the_network_is_cut_both_sides_end_and_say_whom_they_lost(
+    tmp_path: Path, request: pytest.FixtureRequest, survived: Callable[[str, int, str], None]
+):
+    cuts = 5 if request.config.getoption("--full") else 1
+    for number in range(cuts):
+        (tmp_path / str(number)).mkdir()
+        cut_the_network(tmp_path / str(number))
+    survived("network cut between two hosts", cuts, "both sides end and name who is lost")
+
+
+def cut_the_network(folder: Path) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    logs = [folder / "host0", folder / "host1"]
     with two_hosts() as hosts:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += [f"--master-addr={hosts[0].address}", "program.py"]
         environment = {**ENVIRONMENT, "FAULTS": "-1:0", "GLOO_SOCKET_IFNAME": INTERFACE}
         launchers = [
-            host.start([*command[:-1], f"--node-rank={node}", command[-1]], log, cwd=tmp_path, environment=environment)
+            host.start([*command[:-1], f"--node-rank={node}", command[-1]], log, cwd=folder, environment=environment)
             for node, (host, log) in enumerate(zip(hosts, logs, strict=True))
         ]
-        beats = lambda: read_heartbeats(tmp_path / "heartbeats")
+        beats = lambda: read_heartbeats(folder / "heartbeats")
         wait_until(lambda: len(beats()) == 2 and min(beat.step for beat in beats().values()) > 3, *launchers)
         hosts[0].cut_off()
         cut = time.monotonic()

@@ -60,7 +60,9 @@ def train_step(
         ).loss
         engine.backward(loss)
         losses.append(loss.detach())
-    mean_loss = float(all_reduce(torch.stack(losses).mean(), mesh.replicas)) / mesh.replicas.size
+    # Tensor ranks have the same loss, but all must judge it alike, even if one of them went wrong.
+    total = all_reduce(all_reduce(torch.stack(losses).mean(), mesh.replicas), mesh.tensor)
+    mean_loss = float(total) / (mesh.replicas.size * mesh.tensor.size)
     before_update()
     grad_norm = engine.updates.take(lambda norm: not objection(mean_loss, norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"

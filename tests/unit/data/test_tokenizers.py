@@ -92,7 +92,7 @@ def test_long_texts_come_back_and_have_the_ids_that_sentencepiece_gives_the_whol
 
 
 def test_a_long_text_takes_little_more_than_its_ids(tokenizer):
-    text = "some words in a row " * 20_000
+    text = "some words in a row " * 50_000
     tracemalloc.start()
     array = tokenizer.encode_array(text)
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,0 +1,81 @@
+"""Disks that are full, or fail under a save: one line, no partial checkpoint, and the same command goes on."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launches import Launch, launch, train
+from test_stopped_runs import assert_same_run, saved_steps
+
+from tost_lm.model.checkpoint import find_checkpoint
+
+Times = Callable[[int], int]
+Survived = Callable[[str, int, str], None]
+DISK_BYTES = 4 << 20
+
+
+@pytest.fixture
+def small_disk(workplace: Path) -> Iterator[Path]:
+    """The folder of runs on a disk of its own."""
+    runs = workplace / "runs"
+    runs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(runs)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield runs
+    subprocess.run(["umount", "-l", str(runs)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int) -> Path:
+    filler = disk / "filler"
+    free = os.statvfs(disk)
+    filler.write_bytes(b"x" * max(free.f_bavail * free.f_frsize - leave_bytes, 0))
+    return filler
+
+
+def assert_ends_in_one_line(running: Launch, *words: str) -> None:
+    assert set(running.wait(30)) == {2}, running.said()
+    (line,) = running.errors()
+    assert all(word in line for word in words), line
+
+
+def test_a_full_disk_loses_nothing(
+    workplace: Path, small_disk: Path, never_stopped: Path, times: Times, survived: Survived
+):
+    filler = fill(small_disk, leave_bytes=60_000)
+    with launch(workplace, 2) as running:  # there is not even room for a start
+        assert_ends_in_one_line(running, "checkpoint", "bytes", "checkpoint.keep")
+    assert not saved_steps(small_disk / "tiny")
+    for _ in range(times(5)):
+        filler.unlink()
+        with launch(workplace, 2) as running:
+            newest = max(saved_steps(small_disk / "tiny"), default=0)
+            running.until(lambda: max(saved_steps(small_disk / "tiny"), default=0) > newest)  # noqa: B023
+            filler = fill(small_disk, leave_bytes=30_000)
+            assert_ends_in_one_line(running, "checkpoint", "bytes")
+        assert not list((small_disk / "tiny/checkpoints").glob(".step_*"))
+        assert int(find_checkpoint(small_disk / "tiny").name[5:]) == max(saved_steps(small_disk / "tiny"))
+    filler.unlink()
+    train(workplace, 2)
+    assert_same_run(small_disk / "tiny", never_stopped)
+    survived("disk full (tmpfs)", times(5) + 1, "refused at the start, or one line; nothing partial; bit-exact")
+
+
+def test_a_save_that_fails_behind_training_ends_the_run(
+    workplace: Path, never_stopped: Path, times: Times, survived: Survived
+):
+    checkpoints = workplace / "runs/tiny/checkpoints"
+    for _ in range(times(5)):
+        with launch(workplace, 2) as running:
+            newest = max(saved_steps(workplace / "runs/tiny"), default=0)
+            running.until(lambda: max(saved_steps(workplace / "runs/tiny"), default=0) > newest)  # noqa: B023
+            checkpoints.rename(workplace / "aside")
+            checkpoints.write_text("something else has taken the place of the folder")
+            assert_ends_in_one_line(running, "checkpoints")
+        checkpoints.unlink()
+        (workplace / "aside").rename(checkpoints)
+    train(workplace, 2)
+    assert_same_run(workplace / "runs/tiny", never_stopped)
+    survived("an asynchronous save fails", times(5), "raised by a later step, exit code 2; bit-exact afterwards")
