@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ AGAIN = "start again: the run goes on from its newest complete checkpoint"
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """To be put around the writing of a file: what there is of it is removed when that fails.
+    """To be put around the writing of a file.
 
     Raises:
         CheckpointError: the system refuses; the line names the file, its reason and what to do.
@@ -24,9 +24,6 @@ def naming_file(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if path.is_file():
-            with suppress(OSError):
-                path.unlink()
         number = _number(error)
         reason = os.strerror(number) if number else str(error)
         full = number in (errno.ENOSPC, errno.EDQUOT)
