@@ -86,19 +86,22 @@ def test_two_hosts_train_as_one_and_talk_over_the_network_between_them(workplace
     assert min(received) > 12 * 4 * tost_lm.load(workplace / "runs/tiny").parameter_count()
 
 
-def test_sigterm_to_the_launcher_leaves_no_rank_behind(workplace: Path):
+def test_sigterm_to_the_launcher_saves_every_step_and_leaves_no_rank_behind(workplace: Path):
     node = {**ACTIVATED, **NODE, "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    launched = subprocess.Popen([LAUNCH, "run.toml"], cwd=workplace, env=node, stderr=subprocess.DEVNULL)
-    ranks = []
-    deadline = time.monotonic() + 60
-    while len(ranks) < 2 and launched.poll() is None and time.monotonic() < deadline:
+    command = [LAUNCH, "run.toml", "train.steps=100000"]
+    with (workplace / "said").open("w") as said:
+        launched = subprocess.Popen(command, cwd=workplace, env=node, stdout=said, stderr=said)
+    deadline = time.monotonic() + 90
+    while "step 3/" not in (workplace / "said").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
-        ranks = [child for child in psutil.Process(launched.pid).children() if "pretrain.train" in child.cmdline()]
+    processes = psutil.Process(launched.pid).children(recursive=True)
+    assert sum("pretrain.train" in process.cmdline() for process in processes if process.is_running()) >= 2
     launched.terminate()
-    assert launched.wait(timeout=60) != 0
-    assert len(ranks) == 2
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not alive
+    assert launched.wait(timeout=60) == 75, (workplace / "said").read_text()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    newest = max((workplace / "runs/tiny/checkpoints").glob("step_*"))
+    rows = (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == int(newest.name[5:])
 
 
 @pytest.mark.parametrize(

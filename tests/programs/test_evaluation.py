@@ -12,6 +12,10 @@ import pytest
 from forked import ENVIRONMENT
 from programs import interrupt, refusal, run, snapshot
 
+import tost_lm
+from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
+from tost_lm.model.checkpoint import write_checkpoint
+
 HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@words", "eval/sample"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
@@ -157,7 +161,9 @@ def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Pat
 
 
 def test_an_export_keeps_its_own_results(copy: Path):
-    shutil.copytree(copy / "runs/tiny/checkpoints/step_00000012", copy / "export")
+    step = copy / "runs/tiny/checkpoints/step_00000012"
+    model = tost_lm.load(step)
+    write_checkpoint(copy / "export", model.config, model.state_dict(), read_tokenizer(find_tokenizer(step)))
     assert "give heldout.shards=FOLDER" in refusal("eval.zero_shot", "export", cwd=copy)
     run("eval.zero_shot", "export", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
