@@ -61,7 +61,7 @@ class TrainingBenchmarkConfig(Section):
 
     large: ShapeConfig = ShapeConfig(layers=12, heads=12, width=768, vocab_size=50304, tokens=4096)
     """tost-base, where matrix products take most of the time."""
-    bound: ShapeConfig = ShapeConfig(layers=4, heads=2, width=128, vocab_size=256, tokens=16384)
+    bound: ShapeConfig = ShapeConfig(layers=2, heads=4, width=256, vocab_size=256, tokens=131072)
     """A narrow model of a long sequence, where the operator does."""
     bench: BenchConfig = Field(default_factory=BenchConfig)
 

@@ -178,7 +178,7 @@ class _Clock:
 def _make_shards(folder: Path) -> None:
     """Of this Python's own documentation and sources."""
     settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
-    settings += ["shards.folder=shards", "corpus.valid_share=0.05"]
+    settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_share=0.05"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
         command = [sys.executable, "-m", program, *settings]

@@ -1,11 +1,11 @@
-"""The benchmarks of the operator and of the whole model, small: every rival in processes of its own, in one table."""
+"""The benchmarks of the operator, the model and the training step, small: processes of their own, and one table."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import model, operator
+from benchmarks import model, operator, training
 from tost_lm.config import validate
 
 BENCH = {"device": "cpu"}
@@ -50,3 +50,19 @@ def test_the_model_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture):
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2
     assert "\n".join(table) in path.with_suffix(".md").read_text()
+
+
+def test_the_training_step_and_the_engine(folder: Path, capsys: pytest.CaptureFixture):
+    shape = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 384, "tokens": 64}
+    tree = {"large": shape, "bound": shape, "bench": {**BENCH, "rounds": 3, "engine_steps": 12}}
+    training.main(None, validate(training.TrainingBenchmarkConfig, tree, "test"))
+    (path,) = folder.glob("training_*.json")
+    *steps, engine = json.loads(path.read_text())["cells"]
+    for cell in steps:
+        assert {name: len(seconds) for name, seconds in cell["seconds"].items()} == {
+            training.OURS: 3, training.PLAIN: 3, training.WITHOUT: 3,
+        }  # fmt: skip
+    assert len(engine["save_seconds"]) == 4
+    assert len(engine["step_seconds"]) + len(engine["steps_while_writing"]) == 12 - 3 - 1
+    assert engine["checkpoint_bytes"] > 12 * (384 + 64) * 16
+    assert "## The engine" in capsys.readouterr().out

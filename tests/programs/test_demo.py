@@ -29,7 +29,7 @@ def test_the_run_stopped_and_went_on_without_a_step_twice_or_missing():
 
 def test_the_report_holds_its_pictures_and_says_what_it_is():
     page = (RUN / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 4
     assert "smoke run and no benchmark" in page
     assert "beats the byte unigram and the byte bigram" in page
 

@@ -1,7 +1,6 @@
 """What background threads of the ranks tell each other: collectives are the main thread's alone."""
 
 import itertools
-import os
 import threading
 import time
 
@@ -27,9 +26,7 @@ class Board:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # A connection of its own: a request that waits holds up the others on its connection.
         store = _get_default_store().clone() if self.size > 1 else HashStore()  # pyright: ignore[reportAttributeAccessIssue]
-        # torchrun keeps its store when it starts the ranks again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"tost_lm/{name}/{attempt}/{next(_uses)}", store)
+        self._store = PrefixStore(f"tost_lm/{name}/{next(_uses)}", store)
 
     def write(self, key: str, number: int, text: str) -> None:
         """Put up a text of round `number`. Raises NoWordError when the store is gone."""

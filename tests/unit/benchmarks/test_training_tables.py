@@ -1,0 +1,32 @@
+"""What benchmarks.training makes of its measurements."""
+
+from benchmarks.training import OURS, PLAIN, WITHOUT, engine_text, step_row
+
+SHAPE = {"layers": 2, "heads": 4, "width": 256, "vocab_size": 256, "tokens": 1000}
+
+
+def test_ratios_are_medians_of_the_rounds_own():
+    cell = {**SHAPE, "seconds": {OURS: [1.0, 2.0, 4.0], PLAIN: [1.5, 3.2, 5.0], WITHOUT: [1.0, 1.6, 2.0]}}
+    row = step_row(cell)
+    assert (row[f"{OURS}, tokens/s"], row[f"{PLAIN}, tokens/s"]) == ("500", "312")
+    assert (row["ratio"], row["at best"]) == ("1.50", "2.00")
+    assert step_row({**SHAPE, "failed": "out of memory"})["tokens/s"] == "out of memory"
+
+
+def test_the_engine_is_told_in_shares_of_a_step():
+    engine = {
+        "step_seconds": [10.0, 10.0, 11.0],
+        "checksum_seconds": [0.1, 0.1, 0.3],
+        "other_seconds": [0.02, 0.01, 0.02],
+        "save_seconds": [2.0, 2.5, 3.0],
+        "write_seconds": [4.0, 6.0],
+        "steps_while_writing": [10.5],
+        "checkpoint_bytes": 1_500_000_000,
+    }
+    text = engine_text(engine)
+    assert text.startswith(
+        "Of a step of 10.00 s, the engine takes 1.2% more: checksums 1.00%, hooks and reading 0.20%."
+    )
+    assert "An asynchronous save of 1.50 GB stops training for 2.50 s, 0.25 steps, and is on disk 6.0 s" in text
+    assert text.endswith("the steps meanwhile take +5%.")
+    assert engine_text({"failed": "over 5 s"}) == "failed: over 5 s"
