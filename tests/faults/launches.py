@@ -89,7 +89,6 @@ def launch(
     *words: object,
     memory_bytes: int = 0,
     inject: Callable[[int], None] = no_fault,
-    **environment: str,
 ) -> Iterator[Launch]:
     """`pretrain.train run.toml WORDS` in `folder`.
 
@@ -105,7 +104,7 @@ def launch(
     everything = ["run.toml", *map(str, words)]
     name = next((word.split("=")[1] for word in reversed(everything) if word.startswith("run.name=")), "tiny")
     processes = [
-        context.Process(target=_rank_main, args=(folder, rank, ranks, everything, memory_bytes, inject, environment))
+        context.Process(target=_rank_main, args=(folder, rank, ranks, everything, memory_bytes, inject))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -120,9 +119,9 @@ def launch(
             process.join()
 
 
-def train(folder: Path, ranks: int, *words: object, **environment: str) -> str:
+def train(folder: Path, ranks: int, *words: object) -> str:
     """A launch that must do all there is to do; what it said."""
-    with launch(folder, ranks, *words, **environment) as running:
+    with launch(folder, ranks, *words) as running:
         codes = running.wait()
         assert codes == [0] * ranks, running.said()
         return running.said()
@@ -135,13 +134,11 @@ def _rank_main(
     words: list[str],
     memory_bytes: int,
     inject: Callable[[int], None],
-    environment: dict[str, str],
 ) -> None:
     os.chdir(folder)
     out = os.open(f"rank_{rank:05d}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
-    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     import torch
     import torch.distributed as dist

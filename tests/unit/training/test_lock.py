@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(run_folder: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, int]]:
+def holder(run_folder: Path) -> Iterator[tuple[BaseProcess, int]]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(run_folder, theirs, True))
     process.start()
