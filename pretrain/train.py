@@ -9,7 +9,6 @@ from the newest valid one. On SIGTERM, SIGUSR1 and before run.max_minutes are ov
 """
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ def main(path: Path, config: PretrainConfig) -> None:
         if not find_spec(package):
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
     from tost_lm.data.mixture import Corpora
-    from tost_lm.training.departure import EXIT_LEFT, Departure
+    from tost_lm.training.departure import Departure, leave
 
     departure = Departure(config.run.max_minutes)
     departure.listen()
@@ -45,9 +44,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     from tost_lm.training.loop import train
 
     if train(config, corpora, claim, departure):
-        if "LEFT_FILE" in os.environ:  # configs/cluster/launch.sh looks for it
-            Path(os.environ["LEFT_FILE"]).touch()
-        sys.exit(EXIT_LEFT)
+        leave()
 
 
 def check_vocabulary(config: PretrainConfig, corpora: "Corpora") -> None:

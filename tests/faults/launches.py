@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,9 @@ def launch(
         yield Launch(processes, folder, name)
     finally:
         for process in processes:
-            for worker in psutil.Process(process.pid).children() if process.is_alive() else []:
-                worker.kill()
+            with suppress(psutil.NoSuchProcess):
+                for worker in psutil.Process(process.pid).children():
+                    worker.kill()
             process.kill()
             process.join()
 

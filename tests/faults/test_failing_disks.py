@@ -58,9 +58,14 @@ def test_a_full_disk_loses_nothing(
         assert not list((small_disk / "tiny/checkpoints").glob(".step_*"))
         assert int(find_checkpoint(small_disk / "tiny").name[5:]) == max(saved_steps(small_disk / "tiny"))
     filler.unlink()
+    with launch(workplace, 2) as running:  # not even room for a row of metrics
+        running.until(lambda: running.step() > newest + 12)
+        filler = fill(small_disk, leave_bytes=0)
+        assert_ends_in_one_line(running, "runs/tiny/")
+    filler.unlink()
     train(workplace, 2)
     assert_same_run(small_disk / "tiny", never_stopped)
-    survived("disk full (tmpfs)", times(5) + 1, "refused at the start, or one line; nothing partial; bit-exact")
+    survived("disk full (tmpfs)", times(5) + 2, "refused at the start, or one line; nothing partial; bit-exact")
 
 
 def test_a_save_that_fails_behind_training_ends_the_run(

@@ -15,6 +15,7 @@ from tost_lm.config.section import AnySection, Section, load_config, to_toml
 from tost_lm.errors import ConfigError, TostError
 
 EXIT_BAD_INPUT = 2
+EXIT_LEFT = 75  # EX_TEMPFAIL: nothing is lost, and the same command goes on
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 

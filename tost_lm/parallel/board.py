@@ -5,10 +5,10 @@ import threading
 import time
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import _get_default_store
 
-LOOK_S = 0.05  # between two looks at the store
+from tost_lm.parallel.patient_store import PatientStore, SilentStoreError
+
+LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two looks at the store, which serves all ranks
 _uses = itertools.count()  # the store keeps what an earlier use said
 
 
@@ -17,40 +17,39 @@ class NoWordError(Exception):
 
 
 class Board:
-    """Short texts that every rank can read, each under a key; all ranks make it together.
-
-    What is written for a round replaces what the same key held for earlier ones.
-    """
+    """Short texts that every rank can read, each under a key and the number of a round; all ranks make it together."""
 
     def __init__(self, name: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: a request that waits holds up the others on its connection.
-        store = _get_default_store().clone() if self.size > 1 else HashStore()  # pyright: ignore[reportAttributeAccessIssue]
-        self._store = PrefixStore(f"tost_lm/{name}/{next(_uses)}", store)
+        self._store = PatientStore(f"tost_lm/{name}/{next(_uses)}") if self.size > 1 else None
 
     def write(self, key: str, number: int, text: str) -> None:
-        """Put up a text of round `number`. Raises NoWordError when the store is gone."""
+        """Put up a text. Raises NoWordError when the store is gone."""
         try:
-            self._store.set(key, f"{number} {text}")
+            if self._store:
+                self._store.set(f"{number}/{key}", text)
         except dist.DistError:
             raise NoWordError("the store through which the ranks meet was lost") from None
 
     def read(self, key: str, number: int, timeout_s: float) -> str:
-        """The text of round `number`, as soon as it is there.
+        """The text of another rank, as soon as it is there.
 
         Raises:
             NoWordError: it is not within `timeout_s`, the store is gone, or the main thread has ended meanwhile.
         """
-        deadline = time.monotonic() + timeout_s
-        try:
-            while threading.main_thread().is_alive():
-                if self._store.check([key]):
-                    found, _, text = self._store.get(key).decode().partition(" ")
-                    if int(found) == number:
-                        return text
-                if time.monotonic() > deadline:
-                    raise NoWordError(f"no word within {timeout_s:g} s")
-                time.sleep(LOOK_S)
-        except dist.DistError:
-            raise NoWordError("the store through which the ranks meet was lost") from None
+        assert self._store, "a rank alone has nobody to read from"
+        deadline, pause = time.monotonic() + timeout_s, LOOK_S
+        while threading.main_thread().is_alive():
+            try:
+                text = self._store.get(f"{number}/{key}")
+            except SilentStoreError:
+                text = None  # it may come back
+            except dist.DistError:
+                raise NoWordError("the store through which the ranks meet was lost") from None
+            if text is not None:
+                return text
+            if time.monotonic() > deadline:
+                raise NoWordError(f"no word within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_LOOK_S)
         raise NoWordError("the run ended before")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
+from tost_lm.config.program import EXIT_LEFT
 from tost_lm.errors import TostError
 from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.parallel.patient_store import ANSWER_S, SilentStoreError
@@ -71,7 +72,10 @@ def naming_lost_ranks(
             if _is_broken_communication(error):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 raise watch.finding(_first_line(error)) from None
-            watch.leave_with(error)
+            if isinstance(error, SystemExit) and error.code == EXIT_LEFT:
+                watch.leave("left early")  # as the others will: no trouble
+            else:
+                watch.leave_with(error)
             raise
         finally:
             watch.close()

@@ -43,7 +43,7 @@ from tost_lm.training.write_errors import AGAIN, naming_file
 
 RNG_FILE = "rng.safetensors"
 RNG_NAME = "torch.cpu"
-SLOW_DISK, SLOW_COPY = 200e6, 1e9  # bytes a second, until a save has been measured
+SLOW_DISK = 200e6  # bytes a second, until a save has been measured
 
 
 class CheckpointWriter:
@@ -62,8 +62,6 @@ class CheckpointWriter:
         self._saves, self._newest_step = 0, -1
         self.save_seconds = 0.1 + self._bytes / SLOW_DISK
         """What the last save took in all, from the copy to the renamed folder; before the first an estimate."""
-        self.snapshot_seconds = self._bytes / self._board.size / SLOW_COPY
-        """Of these, how long training stood still for the copy."""
 
     def save(self, progress: Progress) -> None:
         """Save the state after a step, all ranks together, after the save before is complete. A step that this writer
@@ -79,7 +77,6 @@ class CheckpointWriter:
             return
         started = time.monotonic()
         self._snapshot.take()
-        self.snapshot_seconds = time.monotonic() - started
         self._saves, self._newest_step = self._saves + 1, progress.step
         # Not a daemon: Python cannot end while one is in the midst of a file. When the main thread ends, so does this.
         self._thread = Thread(target=self._work, args=(progress, started), name="checkpoint")
@@ -136,7 +133,7 @@ class CheckpointWriter:
             rmtree(aside, ignore_errors=True)
             with suppress(NoWordError):
                 for key in ("go", "outcome"):
-                    self._board.write(key, self._saves, str(error))
+                    self._board.write(key, self._saves, str(error) or type(error).__name__)
             raise
         self._board.write("outcome", self._saves, "")
 

@@ -104,7 +104,7 @@ class RunConfig(Section):
     max_minutes: float | None = Field(default=None, gt=0)
     """Leave with a checkpoint before so many minutes are over since the launch, as for a job's limit; exit code 75."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """What a rank may take for a step before it counts as hung, and the run ends."""
+    """What a rank may take for a step, or for its part of a checkpoint, before it counts as hung, and the run ends."""
     check_every: int = Field(default=100, ge=0)
     """Steps between comparisons of all ranks' weights (parallel.zero_stage 0); at stages 1 to 3 the optimizer's state is summed after each step and before the next. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)

@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
-EXIT_LEFT = 75
-"""EX_TEMPFAIL: nothing is lost, and the same command goes on."""
+from tost_lm.config.program import EXIT_LEFT
+
 REASONS = ("", "SIGTERM", "SIGUSR1", "run.max_minutes")
 
 
@@ -29,7 +31,7 @@ class Departure:
     def ask(self, reason: str = "SIGTERM") -> None:
         """Leave after this step, or at once while there is nothing to save."""
         if not self._under_way:
-            sys.exit(EXIT_LEFT)
+            leave()
         self._asked = self._asked or reason
 
     def get_under_way(self) -> None:
@@ -49,6 +51,13 @@ class Departure:
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(signum).name)
+
+
+def leave() -> NoReturn:
+    """End this process as one that left with everything saved."""
+    if "LEFT_FILE" in os.environ:  # configs/cluster/launch.sh looks for it
+        Path(os.environ["LEFT_FILE"]).touch()
+    sys.exit(EXIT_LEFT)
 
 
 def _launched() -> float:

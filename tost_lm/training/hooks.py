@@ -127,7 +127,7 @@ class Validate:
             run.progress = replace(run.progress, validation_loss=row["loss"])
 
 
-def reason_to_leave(departure: Departure, seconds_needed: float = 0.0) -> str:
+def reason_to_leave(departure: Departure, seconds_needed: float) -> str:
     """Of any rank, the same on all of them."""
     return REASONS[max_over_ranks(departure.wish(seconds_needed))]
 
@@ -160,4 +160,3 @@ class Save:
             with run.metrics.paused():
                 self._checksums.check()  # what is damaged must not become the checkpoint to go back to
                 self.writer.save(run.progress)
-            run.metrics.event(step, "saved")

@@ -30,7 +30,7 @@ from tost_lm.training.memory import telling_what_needs_memory
 from tost_lm.training.metrics import Metrics, Silence
 from tost_lm.training.profiling import Profiler
 from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import Claim, set_aside, step_folder, write_run_folder
+from tost_lm.training.run_folder import Claim, require_as_claimed, set_aside, step_folder, write_run_folder
 from tost_lm.training.step import train_step
 from tost_lm.training.validation import Validation
 from tost_lm.version import VERSION
@@ -71,7 +71,8 @@ def _train_together(
     run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart), heart)
 
     departure.get_under_way()
-    run.leaving = reason_to_leave(departure)  # a meeting, too: from here on rank 0 has made the run folder
+    # A meeting, too: from here on rank 0 has made the run folder.
+    run.leaving = reason_to_leave(departure, 2 * writer.save_seconds)
     todo = range(progress.step, progress.step if run.leaving else config.last_step)
     with prefetched(batches, todo, config.data.workers, mesh.device) as steps:
         for step, micro_batches in steps:
@@ -132,6 +133,7 @@ def _open_folder(
     """Let rank 0 take the run folder into use, and say so."""
     if world.rank > 0:
         return Silence()
+    require_as_claimed(config, claim)
     set_aside(config, claim)
     write_run_folder(config, world.size, world.device.type)
     heart.remove_ranks_from(world.size)
@@ -145,8 +147,9 @@ def _say_how_it_ended(run: Run) -> None:
     how = "done" if step == config.train.steps else "stopped at run.stop_step"
     if run.leaving:
         how = f"left on {run.leaving} with everything saved; the same command goes on"
+    where = step_folder(config.run_folder, step) if step else config.run_folder
     run.metrics.event(step, "left" if run.leaving else "done", why=run.leaving)
-    run.metrics.say(f"{how}: {step_folder(config.run_folder, step)}")
+    run.metrics.say(f"{how}: {where}")
     run.metrics.close()
 
 

@@ -10,13 +10,7 @@ from tost_lm.errors import TrainingError
 from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.training.config import PretrainConfig
 
-CPU_SAYS = (
-    "can't allocate memory",
-    "bad_alloc",
-    "Cannot allocate memory",
-    "Resource temporarily unavailable",
-    "new thread",
-)
+TORCH_SAYS = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 @contextmanager
@@ -26,7 +20,7 @@ def telling_what_needs_memory(config: PretrainConfig, heart: Heartbeat) -> Itera
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not full and not any(text in str(error) for text in CPU_SAYS):
+        if not full and not any(text in str(error) for text in TORCH_SAYS):
             raise
         where = f"{heart.last.phase}, step {heart.last.step}"
         raise TrainingError(

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
+from tost_lm.errors import TrainingError
 from tost_lm.model.flops import peak_flops, training_flops_per_token
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
@@ -61,7 +62,8 @@ class Metrics:
     def say(self, line: str) -> None:
         """Print a line and keep it in log.txt."""
         print(line, flush=True)
-        print(line, file=self._log, flush=True)
+        with _naming(self._log):
+            print(line, file=self._log, flush=True)
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
         """Record the state after `step` steps; rates are over the steps since the last record, pauses left out."""
@@ -145,9 +147,22 @@ class Silence:
 def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
     """Add a row, and return it as it is read back: JSON has no NaN and no infinity, so they are null."""
     recorded = json.loads(json.dumps(row), parse_constant=lambda name: None)
-    file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
-    file.flush()
+    with _naming(file):
+        file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
+        file.flush()
     return recorded
+
+
+@contextmanager
+def _naming(file: TextIO) -> Iterator[None]:
+    """Raises TrainingError when a line cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{file.name}: cannot be written: {error.strerror}; mend that and start again: the run goes on from its "
+            "newest complete checkpoint"
+        ) from None
 
 
 def _memory_peak(device: torch.device) -> int:

@@ -20,8 +20,11 @@ def prune(newest: Path, settings: CheckpointConfig) -> None:
     losses = {folder: loss for folder in folders if (loss := _validation_loss(folder)) is not None}
     if losses:
         kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals, nearest to the measurement
-    for folder in [*newest.parent.glob(".step_*"), *(folder for folder in folders if folder not in kept)]:
-        shutil.rmtree(folder)
+    for folder in folders:
+        if folder not in kept:
+            folder.rename(folder.with_name(f".{folder.name}.gone"))  # no reader finds half of it
+    for leftover in newest.parent.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # on NFS, what is still open stays until the next time
 
 
 def require_room(folder: Path, needed: int, settings: CheckpointConfig, what: str) -> None:

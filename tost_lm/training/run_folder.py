@@ -30,6 +30,8 @@ class Claim(NamedTuple):
     """The newest valid checkpoint; None: the run begins."""
     restart_because: str = ""
     """Why the run that is in the folder is set aside first; empty: it is not."""
+    seen: tuple[Path, ...] = ()
+    """The checkpoints that were there."""
 
 
 def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None] = print) -> Claim:
@@ -46,12 +48,19 @@ def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, warn: Call
         if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
             raise ConfigError(f"{folder}: exists and is no run folder (it has no config.toml); choose another run.name")
         return Claim(None)
+    seen = tuple(step_folders(folder))
     try:
-        return Claim(_checkpoint_of_same_run(config, shards_fingerprint, warn))
+        return Claim(_checkpoint_of_same_run(config, shards_fingerprint, warn), seen=seen)
     except (ConfigError, CheckpointError) as error:
         if config.run.if_changed == "refuse":
             raise
-        return Claim(None, restart_because=str(error))
+        return Claim(None, str(error), seen)
+
+
+def require_as_claimed(config: PretrainConfig, claim: Claim) -> None:
+    """Raises ConfigError when another launch, which had the folder until now, has left other checkpoints in it."""
+    if tuple(step_folders(config.run_folder)) != claim.seen:
+        raise ConfigError(f"{config.run_folder}: another launch went on with it meanwhile; start again")
 
 
 def set_aside(config: PretrainConfig, claim: Claim) -> None:

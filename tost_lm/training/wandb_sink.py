@@ -13,6 +13,7 @@ from tost_lm.training.redaction import redact_tree
 from tost_lm.training.wandb_files import cut_back
 
 Row = Mapping[str, Any]
+CLOSE_S = 60.0  # what wandb may take in the end: the other ranks wait, and so may a job's limit
 
 
 class WandbSink:
@@ -60,20 +61,18 @@ class WandbSink:
         self._put(row["step"], _validation_values(row))
 
     def close(self) -> None:
-        """Wait until everything is logged; wandb's process ends."""
+        """Wait until everything is logged, up to CLOSE_S; wandb's process ends."""
         import wandb
 
         self._rows.put(None)
-        self._thread.join()
-        try:
-            if not self._failure:
-                self._run.finish()
-        except Exception as error:
-            self._failure = _first_line(error)
-        try:
-            wandb.teardown()  # else at exit, with a traceback when its process is gone
-        except Exception as error:
-            self._failure = self._failure or _first_line(error)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._failure = f"it did not finish within {CLOSE_S:.0f} s"
+        else:
+            try:
+                wandb.teardown()  # else at exit, with a traceback when its process is gone
+            except Exception as error:
+                self._failure = self._failure or _first_line(error)
         self._tell_of_failure()
 
     def _put(self, step: int, values: Row) -> None:
@@ -87,6 +86,7 @@ class WandbSink:
                 step, values = item
                 if step >= self._run.step:  # online, wandb has the others
                     self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+            self._run.finish()
         except Exception as error:  # of any kind: its process was killed, its disk is full, …
             self._failure = _first_line(error)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tost_lm.training.departure import EXIT_LEFT, REASONS, Departure
+from tost_lm.config.program import EXIT_LEFT
+from tost_lm.training.departure import REASONS, Departure
 
 
 @pytest.fixture(autouse=True)

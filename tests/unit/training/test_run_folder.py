@@ -16,6 +16,7 @@ from tost_lm.training.run_folder import (
     Claim,
     claim_run_folder,
     drop_rows_after,
+    require_as_claimed,
     set_aside,
     step_folder,
     write_run_folder,
@@ -55,7 +56,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
     claim = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc")
-    assert claim == Claim(step_folder(run, 6))
+    assert claim == Claim(step_folder(run, 6), seen=(step_folder(run, 3), step_folder(run, 6)))
+
+
+def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
+    claim = claim_run_folder(config(), "abc")
+    require_as_claimed(config(), claim)
+    step_folder(run, 6).rename(step_folder(run, 8))
+    with pytest.raises(ConfigError, match="another launch went on with it meanwhile; start again"):
+        require_as_claimed(config(), claim)
 
 
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
