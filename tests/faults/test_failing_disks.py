@@ -58,6 +58,7 @@ def test_a_full_disk_loses_nothing(
         assert not list((small_disk / "tiny/checkpoints").glob(".step_*"))
         assert int(find_checkpoint(small_disk / "tiny").name[5:]) == max(saved_steps(small_disk / "tiny"))
     filler.unlink()
+    newest = max(saved_steps(small_disk / "tiny"))
     with launch(workplace, 2) as running:  # not even room for a row of metrics
         running.until(lambda: running.step() > newest + 12)
         filler = fill(small_disk, leave_bytes=0)
