@@ -52,7 +52,7 @@ def test_a_full_disk_loses_nothing(
         filler.unlink()
         with launch(workplace, 2) as running:
             newest = max(saved_steps(small_disk / "tiny"), default=0)
-            running.until(lambda: max(saved_steps(small_disk / "tiny"), default=0) > newest)  # noqa: B023
+            running.until(lambda: max(saved_steps(small_disk / "tiny"), default=0) > newest)
             filler = fill(small_disk, leave_bytes=30_000)
             assert_ends_in_one_line(running, "checkpoint", "bytes")
         assert not list((small_disk / "tiny/checkpoints").glob(".step_*"))
@@ -76,7 +76,7 @@ def test_a_save_that_fails_behind_training_ends_the_run(
     for _ in range(times(5)):
         with launch(workplace, 2) as running:
             newest = max(saved_steps(workplace / "runs/tiny"), default=0)
-            running.until(lambda: max(saved_steps(workplace / "runs/tiny"), default=0) > newest)  # noqa: B023
+            running.until(lambda: max(saved_steps(workplace / "runs/tiny"), default=0) > newest)
             checkpoints.rename(workplace / "aside")
             checkpoints.write_text("something else has taken the place of the folder")
             assert_ends_in_one_line(running, "checkpoints")

@@ -24,7 +24,7 @@ def test_a_stopped_rank_is_named_with_its_last_step(workplace: Path, times: Time
         with launch(workplace, 2, f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000") as running:
             started = max(running.step(), 0)
             at, hung = started + draws.randint(5, 30), draws.randrange(2)
-            running.until(lambda: running.step() >= at)  # noqa: B023
+            running.until(lambda: running.step() >= at)
             running.send(signal.SIGSTOP, hung)
             since = time.monotonic()
             assert running.wait_for(1 - hung) == 2, running.said()
@@ -49,7 +49,7 @@ def test_a_killed_loader_worker_ends_the_run_within_a_second(
     for _ in range(times(5)):
         with launch(workplace, 2, "data.workers=1", "train.steps=300") as running:
             lost, at = draws.randrange(2), draws.randint(3, 15)
-            running.until(lambda: running.step() >= at and worker_of(running, lost))  # noqa: B023
+            running.until(lambda: running.step() >= at and worker_of(running, lost))
             worker = worker_of(running, lost)
             assert worker
             worker.kill()

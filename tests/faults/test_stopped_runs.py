@@ -43,7 +43,7 @@ def test_ranks_killed_at_random(workplace: Path, never_stopped: Path, times: Tim
         kill_at = draws.randint(begin + 1, begin + 300 // (count + 1))
         lost = draws.randrange(2)
         with launch(workplace, 2) as running:
-            running.until(lambda: running.step() >= kill_at)  # noqa: B023
+            running.until(lambda: running.step() >= kill_at)
             running.send(signal.SIGKILL, lost)
             left = running.wait(20)
             assert sorted(left) == [-signal.SIGKILL, 2], running.said()
@@ -77,8 +77,8 @@ def test_preemption_loses_no_step(workplace: Path, never_stopped: Path, survived
         signum = signal.SIGUSR1 if number % 2 else signal.SIGTERM
         with launch(workplace, 2, *words) as running:
             if where != "warm-up":
-                running.until(lambda: running.step() > reached)  # noqa: B023
-            running.until(lambda: is_there(running))  # noqa: B023
+                running.until(lambda: running.step() > reached)
+            running.until(lambda: is_there(running))
             running.send(signum)
             assert running.wait(30) == [75, 75], (where, running.said())
             assert not running.errors()
