@@ -217,6 +217,6 @@ def _batches(shards: Shards, packing: Packing, sequence_tokens: int, batch_token
     sequences = batch_tokens // sequence_tokens
     row = batch_tokens if packing == "best-fit" else sequence_tokens
     return TrainingBatches(
-        Corpora([shards], [1.0]), Share(0, 1, (0, row)), packing=packing, seed=0, batch_sequences=sequences,
+        Corpora([shards], [1.0]), Share(0, 1, ((0, row),)), packing=packing, seed=0, batch_sequences=sequences,
         micro_batch_sequences=sequences, sequence_tokens=sequence_tokens, ignored_label=-100,
     )  # fmt: skip

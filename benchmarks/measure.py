@@ -181,6 +181,15 @@ def peak_extra_bytes(function: Callable[[], object], device: str) -> int:
     return _resident_bytes("VmHWM") - before
 
 
+def peak_bytes(device: str) -> int:
+    """The most memory that this process ever held: on the CPU resident memory (Linux), libraries included."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return _resident_bytes("VmHWM")
+
+
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows of one set of columns as a Markdown table, padded so that it reads well as plain text too."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
-from benchmarks.model import TRAINING
+from benchmarks.model import DECODING, TRAINING
 from tost_lm.config import validate
 from tost_lm.evaluation.generation import state_bytes
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.softmax import KeyValueState
+from tost_lm.model.streaming import PIECE_TOKENS, read
 
 WARM_UP_TOKENS = 64
+TOKENS_IN_ROUND, ROUNDS = 32, 31  # a ratio near 1 is to be told to percents, and one token takes milliseconds
 
 
 def one_call(device: str, work: str, tokens: int, dtype: str, rival: dict[str, Any]) -> dict[str, Any]:
@@ -37,15 +40,37 @@ def take_turns(
     return interleaved_seconds(calls, device, budget_s=budget_s)
 
 
+def contexts_in_turns(
+    device: str, lengths: list[int], dtype: str, rival: dict[str, Any], budget_s: float
+) -> dict[str, Any]:
+    """Decoding after contexts of such lengths in one process, which take turns: the seconds of rounds of tokens and
+    the bytes of the state, a row for each length. A model that is TSSA alone has really read the contexts."""
+    model = _model(rival, device, dtype)
+    constant = set(model.config.pattern) == {"T"}
+    calls, sizes = {}, []
+    for tokens in lengths:
+        call, state = _prepared(model, DECODING, tokens, rival, really=constant)
+        assert state is not None
+        calls[str(tokens)] = partial(_repeat, call, TOKENS_IN_ROUND if constant else 1)
+        sizes.append(state_bytes(state))
+    seconds = interleaved_seconds(calls, device, budget_s=budget_s, repeats=ROUNDS)
+    return {"seconds": [seconds[str(tokens)] for tokens in lengths], "state_bytes": sizes}
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
 def _model(rival: dict[str, Any], device: str, dtype: str) -> TostLM:
     torch.manual_seed(0)
     return TostLM(validate(ModelConfig, rival["settings"], "benchmark")).to(device, getattr(torch, dtype))
 
 
 def _prepared(
-    model: TostLM, work: str, tokens: int, rival: dict[str, Any]
+    model: TostLM, work: str, tokens: int, rival: dict[str, Any], really: bool = False
 ) -> tuple[Callable[[], object], LMState | None]:
-    """What is measured, and the state that decoding goes on from."""
+    """What is measured, and the state that decoding goes on from (`really`: after reading so many tokens)."""
     backend = rival["attention"]
     kernel: Callable[[], Any] = (lambda: sdpa_kernel(getattr(SDPBackend, backend))) if backend else nullcontext
     device = model.embedding.weight.device
@@ -59,7 +84,7 @@ def _prepared(
             model.zero_grad()
 
         return train, None
-    state = _state_after(model, tokens)
+    state = _state_of_reading(model, tokens) if really else _state_after(model, tokens)
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
@@ -68,6 +93,13 @@ def _prepared(
             return model(token_11, state=state).logits
 
     return decode, state
+
+
+def _state_of_reading(model: TostLM, tokens: int) -> LMState:
+    lengths = [min(PIECE_TOKENS, tokens - start) for start in range(0, tokens, PIECE_TOKENS)]
+    state = read(model, (torch.randint(model.config.vocab_size, (1, length)) for length in lengths)).state
+    assert state is not None
+    return state
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from tost_lm.parallel.world import World, mean_over_ranks, start_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.training.step import train_step
+from tost_lm.training.tiled import TiledLM, tile
 
 LIMIT_S = 600
 TOGETHER, ALONE = "together", "alone"
@@ -138,14 +139,15 @@ def _training_step(mesh: Mesh, model: Mapping[str, Any], sequence_tokens: int) -
         spread, build_adamw(spread, optim), mesh, ParallelConfig(zero_stage=1),
         micro_batch_sequences=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=False,
     )  # fmt: skip
-    split = even_split(mesh, sequence_tokens)
+    tiling = tile(mesh, sequence_tokens)
     windows = torch.randint(spread.config.vocab_size, (1, sequence_tokens + 1))
-    tokens, labels = split.shard(windows[:, :-1]), split.shard(windows[:, 1:])
-    return lambda: train_step(engine, [MicroBatch(tokens, labels)], split, optim.lr)
+    here = slice(*tiling.tiles[0].columns)
+    batch = MicroBatch(windows[:, :-1][:, here], windows[:, 1:][:, here])
+    return lambda: train_step(engine, [batch], tiling, optim.lr)
 
 
 def _model(settings: Mapping[str, Any], mesh: Mesh) -> TostLM:
-    return parallelize(TostLM(validate(ModelConfig, dict(settings), "benchmarks.parallel")), mesh)
+    return parallelize(TiledLM(validate(ModelConfig, dict(settings), "benchmarks.parallel")), mesh)
 
 
 def _wait_for_all() -> None:

@@ -21,11 +21,10 @@ from benchmarks.training import OURS, PLAIN, WITHOUT
 from tost_lm.config import validate
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model import ModelConfig
 from tost_lm.ops import causal_tssa
 from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
-from tost_lm.parallel.apply import even_split
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import build_mesh
@@ -36,6 +35,7 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.departure import Departure
 from tost_lm.training.run_folder import claim_run_folder
 from tost_lm.training.step import train_step
+from tost_lm.training.tiled import TiledLM, tile
 
 SAVE_EVERY = 3
 
@@ -57,7 +57,7 @@ def _our_step(settings: ModelConfig, batch: MicroBatch, device: str) -> Callable
         model, build_adamw(model, optim), mesh, ParallelConfig(),
         micro_batch_sequences=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
     )  # fmt: skip
-    return lambda: train_step(engine, [batch], even_split(mesh, batch.tokens.shape[1]), optim.lr)
+    return lambda: train_step(engine, [batch], tile(mesh, batch.tokens.shape[1]), optim.lr)
 
 
 def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[str, Callable[[], object]]:
@@ -79,9 +79,9 @@ def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[
     }
 
 
-def _model(settings: ModelConfig, device: str) -> TostLM:
+def _model(settings: ModelConfig, device: str) -> TiledLM:
     torch.manual_seed(0)
-    return TostLM(settings).to(device)
+    return TiledLM(settings).to(device)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ Row = tuple[str, str, str]
 
 def main(path: Path, config: PlanConfig) -> None:
     plan.require_even_shares(config)
+    config = plan.with_tile_size(config)
     rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
     print(markdown([("", "", "from"), *rows]))
     if problem := plan.what_does_not_fit(config):
@@ -47,7 +48,7 @@ def model_rows(config: PlanConfig) -> Iterator[Row]:
         f"{cluster.ranks}",
         f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; tensor {parallel.tensor} × sequence "
         f"{parallel.sequence} × data {parallel.data_ranks(cluster.ranks)}; "
-        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {_count(sequences, 'sequence')}",
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {_count(sequences, 'sequence')}{_in_tiles(config)}",
     )
 
 
@@ -116,6 +117,11 @@ def duration(seconds: float) -> str:
         ((u, n) for u, n in (("days", 86400), ("hours", 3600), ("minutes", 60)) if seconds >= n), ("s", 1)
     )
     return f"{seconds / size:.3g} {unit}"
+
+
+def _in_tiles(config: PlanConfig) -> str:
+    count = plan.tiles(config)
+    return f", in {count} tiles of {config.held_tokens:,} tokens" if count > 1 else ""
 
 
 def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:

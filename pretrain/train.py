@@ -31,6 +31,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.departure import Departure, leave
+    from tost_lm.training.initial_weights import find_initial_weights
 
     departure = Departure(config.run.max_minutes)
     departure.listen()
@@ -41,6 +42,8 @@ def main(path: Path, config: PretrainConfig) -> None:
         say(f"reusing {claim.resume_from}: nothing is left to train up to step {config.last_step}")
         return
     check_vocabulary(config, corpora)
+    if claim.resume_from is None:
+        claim = claim._replace(initial_weights=find_initial_weights(config, corpora, say))
     from tost_lm.training.loop import train
 
     if train(config, corpora, claim, departure):

@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -38,11 +40,19 @@ def manifest_bytes(manifest: dict[str, Any]) -> bytes:
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader sees the old bytes or the new ones, never a part."""
+    with writing_whole(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to piece by piece; it takes the place of `path` at the end, and if that is not reached, nothing
+    does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -69,9 +79,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def folder_aside(path: Path) -> Path:
     """A fresh, empty sibling of folder `path` to build it in; what an interrupted build left there is removed."""
+    aside = discard_aside(path)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def discard_aside(path: Path) -> Path:
+    """Remove what there is of a folder `path` that is being built, and say where it was."""
     aside = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     return aside
 
 

@@ -1,17 +1,21 @@
-"""Text from a trained model, token by token from its state.
+"""Text from a trained model, token by token from its state: a prompt and a text of any length in constant memory.
 
     python -m tost_lm.generate runs/demo sample.prompt="def main(" sample.tokens=64
+    python -m tost_lm.generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
     torchrun --standalone --nproc-per-node 4 -m tost_lm.generate runs/demo parallel.tensor=2 parallel.sequence=2
 
-Prints the prompt and what the model goes on with; the text, speed and size of the state go to
-eval/sample/results.json beside the checkpoint's other results.
+Prints the prompt (of a long one its end) and, as it comes, what the model goes on with. The text goes to
+eval/sample/text.txt beside the checkpoint's other results, its beginning, speed and size of the state to results.json.
 """
 
+import os
 import time
 from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import GenerateConfig
+
+PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # of what results.json, and the report, show
 
 
 def main(path: Path, config: GenerateConfig) -> None:
@@ -22,40 +26,51 @@ def main(path: Path, config: GenerateConfig) -> None:
     sample = config.sample
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
-        identity = subject.identity(config, None)
+
+        from tost_lm.evaluation.text import TextFile, ids_of
+
+        file = TextFile.check(sample.prompt_file, "sample.prompt_file") if sample.prompt_file else None
+        identity = subject.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}
         if results := ranks.reusable(subject, SAMPLE, identity):
             print(results["prompt"] + results["text"])
+            if results["characters"] > len(results["text"]):
+                print(f"… the whole text is {subject.results_path(SAMPLE).with_name('text.txt')}")
             return
 
-        import torch
-
         from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
-        from tost_lm.evaluation.generation import generate, state_bytes
+        from tost_lm.data.tokenizers.piecewise import decode_ids
+        from tost_lm.evaluation.generation import generate, state_bytes, tell
+        from tost_lm.files import writing_whole
+        from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
 
         tokenizer = read_tokenizer(find_tokenizer(subject.checkpoint))
         model = ranks.load(subject.checkpoint)
-        prompt_ids = [tokenizer.eot, *tokenizer.encode(sample.prompt)]
-        began = time.monotonic()
+        prompt_ids = ids_of(tokenizer, file.blocks() if file else [sample.prompt])
+        output = read(model, in_pieces(prompt_ids, PIECE_TOKENS))
+        prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
+        print(prompt, end="", flush=True)
         ids = generate(
-            model, prompt_ids, sample.tokens, sample.temperature, sample.seed, tokenizer.eot, tokenizer.vocab_size
+            model, output, sample.tokens, sample.temperature, sample.seed, tokenizer.eot, tokenizer.vocab_size
         )
+        began = time.monotonic()
+        whole_text = subject.results_path(SAMPLE).with_name("text.txt")
+        with writing_whole(whole_text) if ranks.rank == 0 else open(os.devnull, "wb") as target:
+            told = tell(decode_ids(tokenizer, ids), target, TEXT_CHARACTERS)
         seconds = time.monotonic() - began
-        with torch.inference_mode():
-            state = model(torch.tensor([prompt_ids], device=next(model.parameters()).device)).state
     if ranks.rank > 0:
         return
 
-    text = tokenizer.decode(ids)
-    print(sample.prompt + text)
+    assert output.state is not None
+    prompt_tokens, kept = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
+    print(f"\nstate after the prompt of {prompt_tokens:,} tokens: {kept:,} bytes")
     results = {
-        "prompt": sample.prompt,
-        "text": text,
-        "prompt_tokens": len(prompt_ids),
-        "tokens": len(ids),
-        "tokens_per_second": len(ids) / seconds,
+        "prompt": prompt,
+        "prompt_tokens": prompt_tokens,
+        **told,
+        "tokens_per_second": told["tokens"] / seconds,
         "pattern": model.config.pattern,
         "window": model.config.window,
-        "state_bytes_after_prompt": state_bytes(state, ranks.tensor_ranks),
+        "state_bytes_after_prompt": kept,
     }
     subject.write_results(SAMPLE, identity, started, results)
 

@@ -65,13 +65,15 @@ def test_a_killed_loader_worker_ends_the_run_within_a_second(
 
 
 def test_out_of_memory_names_what_asked_for_it(workplace: Path, times: Times, survived: Survived):
-    words = ("model.vocab_size=150000", "train.micro_batch_sequences=64", "train.batch_sequences=64")
+    words = ("model.width=256", "train.micro_batch_sequences=4096", "train.batch_sequences=4096")
     for count in range(times(5)):
-        room = (800 + 70 * (count % 5)) << 20  # enough to build the model, not for the logits
+        room = (800 + 70 * (count % 5)) << 20  # enough to build the model, not for a step
         with launch(workplace, 1, *words, f"run.name=short{count}", memory_bytes=room) as running:
             assert running.wait() == [2], running.said()
             (line,) = running.errors()
             assert re.match(r"rank 0 \(.+\) is out of memory \(training, step 0\): ", line)
-            assert "a micro-batch of 64 × 32 tokens has logits of 1.23 GB (64 × 32 × 150000 × 4 bytes)" in line
-            assert "lower train.micro_batch_sequences" in line
-    survived("out of memory", times(5), "batch, T, the logits' size and the options named")
+            assert re.search(
+                r"of a micro-batch of 4096 × 32 tokens here [1-9]\.\d\d GB are kept for the backward", line
+            )
+            assert "lower train.micro_batch_sequences or memory.tile_tokens" in line
+    survived("out of memory", times(5), "batch, T, what is kept of them and the options named")

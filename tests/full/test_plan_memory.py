@@ -11,6 +11,8 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_memory import fullest
 
 SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower
+LONG = {"layers": 8, "vocab_size": 512, "micro_batch": 2, "tokens": 2048}
+BLOCKS, PORTIONS = {"recompute": "blocks"}, {"mlp_tokens": 256}
 DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
 
 
@@ -34,6 +36,12 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {"micro_batch": 8, "parallel": {"tensor": 2}}),
         (2, {"micro_batch": 8, "parallel": {"sequence": 2}}),
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
+        (1, {**LONG, "memory": BLOCKS}),
+        (1, {**LONG, "memory": PORTIONS}),
+        (1, {**LONG, "memory": {**BLOCKS, **PORTIONS}}),
+        (2, {**LONG, "pattern": "TA", "parallel": {"sequence": 2}, "memory": BLOCKS}),
+        (2, {**LONG, "parallel": {"tensor": 2}, "memory": BLOCKS}),
+        (2, {**LONG, "parallel": {"tensor": 2}, "memory": PORTIONS}),
         (1, {**SLOW, "layers": 2, "vocab_size": 4096, "tokens": 512, "micro_batch": 8}),
         (1, {**SLOW, "layers": 16, "vocab_size": 512, "tokens": 512, "micro_batch": 8}),
         (2, {**SLOW, "layers": 1, "vocab_size": 200000, "tokens": 16, "micro_batch": 1, "data_ranks": 2}),

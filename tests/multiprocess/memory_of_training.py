@@ -9,15 +9,13 @@ import torch.distributed as dist
 
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.model.lm import TostLM
-from tost_lm.optim.adamw import build_adamw
-from tost_lm.parallel.apply import even_split, parallelize
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import start_world
-from tost_lm.parallel.zero import build_engine
 from tost_lm.testing import Traffic
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.loop import build_training_engine
 from tost_lm.training.step import train_step
+from tost_lm.training.tile_size import tiling_of
 
 Settings = dict[str, dict[str, Any]]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -44,6 +42,7 @@ def settings_of(
     data_ranks: int = 1,
     dtype: str = "float32",
     parallel: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
     **model: Any,
 ) -> Settings:
     return {
@@ -56,7 +55,7 @@ def settings_of(
             "steps": 9, "sequence_tokens": tokens, "micro_batch_sequences": micro_batch,
             "batch_sequences": micro_batch * micro_batches * data_ranks, "dtype": dtype,
         },
-        "parallel": parallel or {},
+        "parallel": parallel or {}, "memory": memory or {},
         "run": {"name": "r", "device": "cpu"},
     }  # fmt: skip
 
@@ -78,24 +77,19 @@ def train_measured(settings: Settings) -> Measured:
 
 
 def take_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
-    model = parallelize(TostLM(config.model), mesh)
-    micro_batches = config.accumulation(dist.get_world_size())
-    engine = build_engine(
-        model, build_adamw(model, config.optim), mesh, config.parallel, accumulation=micro_batches,
-        micro_batch_sequences=config.train.micro_batch_sequences, grad_clip=1.0,
-        bfloat16=config.train.dtype == "bfloat16",
-    )  # fmt: skip
-    split = even_split(mesh, config.row_tokens)
+    engine, tiling = build_training_engine(config, mesh, None), tiling_of(config, mesh)
     shape = (config.train.micro_batch_sequences, config.train.sequence_tokens)
-    batches = [split.shard(torch.randint(config.model.vocab_size, shape)) for _ in range(micro_batches)]
+    columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
+    micro_batches = range(config.accumulation(dist.get_world_size()))
+    batches = [torch.randint(config.model.vocab_size, shape)[:, columns] for _ in micro_batches]
     peak = 0
     for _ in range(steps):
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # forget the peak so far
-        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], split, 1e-3)
+        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], tiling, 1e-3)
         peak = _resident("VmHWM") - before
     with Traffic() as traffic:
-        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], split, 1e-3)
+        train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], tiling, 1e-3)
     sent: dict[str, tuple[int, int]] = {}
     for message in traffic.sent:
         calls, size = sent.get(message.kind, (0, 0))

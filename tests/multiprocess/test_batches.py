@@ -14,14 +14,15 @@ from tost_lm.config import validate
 from tost_lm.data.loader import Batch, Packing
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import micro_batches, prefetched
-from tost_lm.model.lm import IGNORED_LABEL, TostLM
+from tost_lm.model.lm import TostLM
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import zero
-from tost_lm.parallel.apply import even_split
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.step import train_step
+from tost_lm.training.tile_size import tiling_of
 from tost_lm.training.validation import Validation
 
 STEPS = 3
@@ -63,13 +64,13 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
     engine = build_engine(parallel, "adamw")
     mesh, records = engine.mesh, []
     config = settings(folder, packing, parallel, micro_batch_sequences(mesh))
-    split = even_split(mesh, config.row_tokens)
-    batches = build_batches(config, corpora, mesh, split)
-    validation = Validation(batches, mesh, split, T).measure(engine)
+    tiling = tiling_of(config, mesh)
+    batches = build_batches(config, corpora, mesh, tiling)
+    validation = Validation(batches, mesh, tiling, T).measure(engine)
     by_hand = loss_by_position_by_hand(engine.module, batches[0]) if dist.get_world_size() == 1 else []
     with prefetched(batches, range(STEPS), config.data.workers, mesh.device) as steps:
         for _, portions in steps:
-            outcome = train_step(engine, portions, split, LR["adamw"])
+            outcome = train_step(engine, portions, tiling, LR["adamw"])
             records.append((outcome.loss, outcome.grad_norm))
     return Trained(validation, records, dict(zero.full_weights(engine)), by_hand)
 

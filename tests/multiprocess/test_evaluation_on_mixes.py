@@ -10,7 +10,8 @@ from training_on_mixes import VOCAB, T, build_model
 from tost_lm.evaluation.generation import generate
 from tost_lm.evaluation.needle import model_scorer
 from tost_lm.evaluation.scoring import score_documents
-from tost_lm.model import LMOutput, TostLM
+from tost_lm.model import LMOutput, LMState, TostLM
+from tost_lm.model.streaming import TokenStream, in_pieces, read
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
@@ -43,7 +44,7 @@ def on_mesh(model: TostLM, mesh: Mesh) -> WholeModel:
 
 
 @torch.inference_mode()
-def read(model: LanguageModel) -> list[LMOutput]:
+def read_all(model: LanguageModel) -> list[LMOutput]:
     """Prompt, chunk and single tokens of two rows; packed documents, then chunk and token of each of them."""
     tokens_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(0))
     outputs = [model(tokens_BT[:, :13])]
@@ -63,6 +64,13 @@ def score(model: LanguageModel) -> np.ndarray:
     return score_documents(model, documents, [1] * len(documents), EOT, batch_sequences=2).nats
 
 
+def stream(model: LanguageModel) -> tuple[Tensor, LMState | None]:
+    """Nats of a text in pieces, the last of which has fewer tokens than there are sequence ranks; and the state."""
+    ids = torch.randint(VOCAB, (T,), generator=torch.Generator().manual_seed(2))
+    pieces = TokenStream(model, ids, piece_tokens=8)
+    return torch.cat(list(pieces)), pieces.state
+
+
 def find_needles(model: LanguageModel) -> tuple[np.ndarray, list[list[int]]]:
     """Candidates of one to three tokens after two prompts."""
     draws = np.random.default_rng(1)
@@ -71,19 +79,22 @@ def find_needles(model: LanguageModel) -> tuple[np.ndarray, list[list[int]]]:
 
 def go_on(model: LanguageModel) -> list[list[int]]:
     """Greedy; drawn, after a single token; and the same until a token that ends it."""
-    greedy = generate(model, [EOT, 7, 23, 5, 9], 10, 0, 3, VOCAB, 60)
-    drawn = generate(model, [EOT], 10, 0.05, 3, VOCAB, 60)
-    return [greedy, drawn, generate(model, [EOT], 10, 0.05, 3, drawn[7], 60)]
+    read_ids, read_eot = (read(model, in_pieces(ids, 3)) for ids in ([EOT, 7, 23, 5, 9], [EOT]))
+    greedy = list(generate(model, read_ids, 10, 0, 3, VOCAB, 60))
+    drawn = list(generate(model, read_eot, 10, 0.05, 3, VOCAB, 60))
+    return [greedy, drawn, list(generate(model, read_eot, 10, 0.05, 3, drawn[7], 60))]
 
 
 def assert_same_reading(ours: LMOutput, whole: LMOutput, mesh: Mesh) -> None:
-    assert ours.logits is not None
-    assert whole.logits is not None
-    assert ours.state
-    assert whole.state
     assert_close(ours.logits, whole.logits, 1e-10, "logits")
-    assert ours.state.positions == whole.state.positions
-    for layer, whole_layer in zip(ours.state.layers, whole.state.layers, strict=True):
+    assert_same_state(ours.state, whole.state, mesh)
+
+
+def assert_same_state(ours: LMState | None, whole: LMState | None, mesh: Mesh) -> None:
+    assert ours
+    assert whole
+    assert ours.positions == whole.positions
+    for layer, whole_layer in zip(ours.layers, whole.layers, strict=True):
         assert type(layer) is type(whole_layer)
         for name, x, whole_x in zip(layer._fields, layer, whole_layer, strict=True):
             has_heads = whole_x.dim() > 1
@@ -96,16 +107,21 @@ def evaluate_on(mixes: list[tuple[int, int]]) -> list[Tensor]:
     logits = []
     for settings in MODELS:
         plain = build(settings)
-        readings, scores, texts = read(plain), score(plain), go_on(plain)
+        readings, scores, texts = read_all(plain), score(plain), go_on(plain)
+        nats, state = stream(plain)
         log_probs, words = find_needles(plain)
         assert all(len(set(text)) > 3 for text in texts), "a text that repeats a token says little"
         for tensor, sequence in mixes:
             mesh = build_mesh(start_world("cpu"), ParallelConfig(tensor=tensor, sequence=sequence))
             model = on_mesh(build(settings), mesh)
-            for ours, whole in zip(read(model), readings, strict=True):
+            for ours, whole in zip(read_all(model), readings, strict=True):
                 assert_same_reading(ours, whole, mesh)
                 logits.append(ours.logits)
             np.testing.assert_allclose(score(model), scores, rtol=1e-10)
+            streamed, streamed_state = stream(model)
+            assert_close(streamed, nats, 1e-10, "streamed nats")
+            assert_same_state(streamed_state, state, mesh)
+            logits.append(streamed)
             assert go_on(model) == texts
             found = find_needles(model)
             np.testing.assert_allclose(found[0], log_probs, rtol=1e-10)

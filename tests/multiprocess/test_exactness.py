@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from training_on_mixes import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
 
 from tost_lm.config import validate
-from tost_lm.model.lm import IGNORED_LABEL, TostLM
+from tost_lm.model.lm import TostLM
+from tost_lm.model.recompute import hold_less
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.split import SequenceSplit
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.collectives import all_reduce, keep_received
@@ -123,7 +124,7 @@ def train_packed_on_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]) 
 def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool) -> list[Any]:
     model = parallelize(drawn_model("hybrid as published"), mesh)
     if recomputed:
-        recompute_blocks(model)
+        hold_less(model, recompute="blocks", mlp_tokens=3, context_fn=keep_received)
     tokens, labels = packed_batch()
     count = (labels != IGNORED_LABEL).sum()
     split = SequenceSplit(lengths, mesh.sequence.rank) if lengths else even_split(mesh, T)
@@ -136,14 +137,6 @@ def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool)
         gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
         record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
     return record
-
-
-def recompute_blocks(model: TostLM) -> None:
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda *x, forward=forward: checkpoint(
-            forward, *x, use_reentrant=False, context_fn=keep_received
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the plan says of memory and messages, beside what ranks that train take and send."""
 
 import pytest
-from memory_of_training import Settings, settings_of, train_measured
+from memory_of_training import Measured, Settings, settings_of, train_measured
 
 from tost_lm.config import validate
 from tost_lm.testing import run_on_ranks
@@ -23,15 +23,36 @@ FEW_NUMBERS = 128
 @pytest.mark.parametrize("axis", ["sequence", "tensor"])
 def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str):
     settings = settings_of(**SMALL, parallel={axis: RANKS})
-    config = planned(settings)
     for measured in run_on_ranks(train_measured, RANKS, settings):
-        assert fullest(config, RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
-        for kind, names in COUNTED.items():
-            expected = sum(sending.handed for sending in plan.sendings(config) if sending.kind == kind)
-            if kind == "all-reduce" and axis == "tensor":
-                expected += 4 * plan.numbers_here(config)  # DeepSpeed reduces over its one replica, too
-            sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
-            assert expected <= sent <= expected + FEW_NUMBERS
+        assert fullest(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
+        assert_sent_as_planned(measured, settings)
+
+
+def test_messages_of_what_is_computed_again():
+    settings = settings_of(**SMALL, parallel={"tensor": RANKS}, memory={"recompute": "blocks", "mlp_tokens": 32})
+    for measured in run_on_ranks(train_measured, RANKS, settings):
+        assert_sent_as_planned(measured, settings)
+
+
+def test_messages_of_tiles():
+    settings = settings_of(
+        **{**SMALL, "tokens": 1024, "micro_batch": 2},
+        window=100,
+        parallel={"sequence": RANKS},
+        memory={"tile_tokens": 300},
+    )
+    for measured in run_on_ranks(train_measured, RANKS, settings):
+        assert_sent_as_planned(measured, settings)
+
+
+def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
+    config = planned(settings)
+    for kind, names in COUNTED.items():
+        expected = sum(sending.handed for sending in plan.sendings(config) if sending.kind == kind)
+        if kind == "all-reduce" and config.parallel.tensor > 1:
+            expected += 4 * plan.numbers_here(config)  # DeepSpeed reduces over its one replica, too
+        sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
+        assert expected <= sent <= expected + FEW_NUMBERS
 
 
 def planned(settings: Settings) -> PlanConfig:

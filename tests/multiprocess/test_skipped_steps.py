@@ -10,13 +10,13 @@ from torch import Tensor
 from training_on_mixes import LR, T, build_engine, micro_batches
 
 from tost_lm.config import validate
-from tost_lm.ops.split import SequenceSplit
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.guard import Guard
 from tost_lm.training.progress import Progress
 from tost_lm.training.step import Outcome, train_step
+from tost_lm.training.tiled import tile
 
 FAULTS = ["loss", "gradient", "spike"]
 
@@ -32,7 +32,7 @@ def everything(engine: Any) -> dict[str, Tensor]:
 def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
     """One step; `fault` strikes on rank `at` alone."""
     mesh = engine.mesh
-    split = SequenceSplit.even(T, mesh.sequence.size, mesh.sequence.rank)
+    tiling = tile(mesh, T)
     guard = Guard(6.0 if fault == "spike" else None, 10, Progress(0, 0, recent=((4.0, 1e-9),) * 64))
     handles = []
     if fault in ("loss", "gradient") and torch.distributed.get_rank() == at:
@@ -42,7 +42,7 @@ def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
         else:
             grow = engine.module.norm.register_full_backward_hook
             handles = [grow(lambda module, dx, dy: (dx[0] * math.inf,))]
-    outcome = train_step(engine, micro_batches(mesh, split, number), split, LR["adamw"], guard.objection)
+    outcome = train_step(engine, micro_batches(mesh, tiling, number), tiling, LR["adamw"], guard.objection)
     for handle in handles:
         handle.remove()
     return outcome

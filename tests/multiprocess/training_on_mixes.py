@@ -9,17 +9,19 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.model.recompute import hold_less
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.split import SequenceSplit
 from tost_lm.optim.adamw import parameter_groups
 from tost_lm.parallel import zero
-from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.apply import kept_of_blocks, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.part import part_of
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close
 from tost_lm.training.step import train_step
+from tost_lm.training.tiled import Tile, TiledLM, Tiling, tile
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
 LR = {"adamw": 1e-3, "sgd": 0.05}
@@ -43,10 +45,10 @@ class Record(NamedTuple):
             assert_close(self.weights[name], weight, relative, name)
 
 
-def build_model(**settings: Any) -> TostLM:
+def build_model(**settings: Any) -> TiledLM:
     torch.manual_seed(0)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
-    model = TostLM(validate(ModelConfig, {"pattern": "TTA", "bias": True, **shape, **settings}, "test"))
+    model = TiledLM(validate(ModelConfig, {"pattern": "TTA", "bias": True, **shape, **settings}, "test"))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -75,8 +77,8 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def plain_training(optimizer_name: str, grad_clip: float, steps: int = STEPS) -> Record:
-    model = build_model()
+def plain_training(optimizer_name: str, grad_clip: float, steps: int = STEPS, window: int = 0) -> Record:
+    model = build_model(window=window)
     optimizer = build_optimizer(model, optimizer_name)
     losses, norms, gradients = [], [], []
     for step in range(steps):
@@ -98,13 +100,15 @@ def build_engine(
     grad_clip: float = 1.0,
     bfloat16: bool = False,
     weights: dict[str, Tensor] | None = None,
+    less: dict[str, Any] | None = None,
+    window: int = 0,
 ) -> Any:
-    """DeepSpeed around this rank's part of the model."""
+    """DeepSpeed around this rank's part of the model, which holds `less`."""
     mesh = build_mesh(start_world("cpu"), parallel)
-    model = build_model()
+    model = build_model(window=window)
     if weights:
         model.load_state_dict(weights)
-    parallelize(model, mesh)
+    hold_less(parallelize(model, mesh), context_fn=kept_of_blocks(mesh), **(less or {}))
     return zero.build_engine(
         model,
         build_optimizer(model, optimizer),
@@ -121,31 +125,42 @@ def micro_batch_sequences(mesh: Mesh) -> int:
     return 2 if BATCH // mesh.data.size > 1 else 1
 
 
-def micro_batches(mesh: Mesh, split: SequenceSplit, step: int) -> list[MicroBatch]:
+def micro_batches(mesh: Mesh, tiling: Tiling, step: int) -> list[MicroBatch]:
     """A rank's part of the batch of a step."""
-    tokens, labels = (split.shard(x.chunk(mesh.data.size)[mesh.data.rank]) for x in global_batch(step))
+    columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
+    tokens, labels = (x.chunk(mesh.data.size)[mesh.data.rank][:, columns] for x in global_batch(step))
     portions = [x.split(micro_batch_sequences(mesh)) for x in (tokens, labels)]
     return [MicroBatch(*x) for x in zip(*portions, strict=True)]
 
 
-def take_steps(engine: Any, optimizer: str, steps: range, lengths: tuple[int, ...] = ()) -> list[tuple[float, float]]:
+def take_steps(
+    engine: Any, optimizer: str, steps: range, lengths: tuple[int, ...] = (), tile_tokens: int | None = None
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step on this rank's shards of its sequences; `lengths` of uneven ones."""
     mesh, records = engine.mesh, []
-    split = SequenceSplit.even(T, mesh.sequence.size, mesh.sequence.rank)
+    tiling = tile(mesh, T, tile_tokens)
     if lengths:
         split = SequenceSplit(lengths, mesh.sequence.rank)
+        tiling = Tiling((Tile(0, split, shard_of(mesh, split)),))
     for step in steps:
-        outcome = train_step(engine, micro_batches(mesh, split, step), split, LR[optimizer])
+        outcome = train_step(engine, micro_batches(mesh, tiling, step), tiling, LR[optimizer])
         records.append((outcome.loss, outcome.grad_norm))
     return records
 
 
 def training_on_mix(
-    parallel: ParallelConfig, optimizer: str, grad_clip: float, steps: int = STEPS, lengths: tuple[int, ...] = ()
+    parallel: ParallelConfig,
+    optimizer: str,
+    grad_clip: float,
+    steps: int = STEPS,
+    lengths: tuple[int, ...] = (),
+    less: dict[str, Any] | None = None,
+    tile_tokens: int | None = None,
+    window: int = 0,
 ) -> Record:
-    engine = build_engine(parallel, optimizer, grad_clip=grad_clip)
+    engine = build_engine(parallel, optimizer, grad_clip=grad_clip, less=less, window=window)
     gradients = record_gradients(engine)
-    losses, norms = zip(*take_steps(engine, optimizer, range(steps), lengths), strict=True)
+    losses, norms = zip(*take_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
     return Record([*losses], [*norms], gradients, dict(zero.full_weights(engine)))
 
 

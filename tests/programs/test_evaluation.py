@@ -16,7 +16,7 @@ import tost_lm
 from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.model.checkpoint import write_checkpoint
 
-HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@words", "eval/sample"
+HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
     "eval.zero_shot": (),
@@ -92,6 +92,34 @@ def test_two_ranks_find_what_one_process_finds_and_reuse_it(copy: Path):
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
         assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=1e-6)
     assert "reusing runs/tiny/eval/" in run("eval.zero_shot", "runs/tiny", cwd=copy)
+
+
+def test_two_ranks_score_a_text_in_one_stream(copy: Path):
+    words = "some words of a text.\n"
+    (copy / "text.txt").write_text(words)
+    said = run("eval.text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
+    checkpoint = copy / "runs/tiny/checkpoints/step_00000012"
+    tokenizer = read_tokenizer(find_tokenizer(checkpoint))
+    ids = tokenizer.encode(words)
+    stream = tost_lm.load(checkpoint).stream([tokenizer.eot, *ids], piece_tokens=5)
+    nats = sum(float(piece.sum()) for piece in stream)
+    found = results(copy / "runs/tiny", TEXT)
+    assert found["model"]["nats"] == pytest.approx(nats, rel=1e-6)
+    assert (found["model"]["tokens"], found["model"]["bytes"]) == (len(ids), len(words))
+    assert said.count(f"state after them: {found['state_bytes']:,} bytes") == 1
+    (copy / "text.txt").write_text(f"{words}{words}")
+    assert "reusing" not in run("eval.text", "runs/tiny", "text.file=text.txt", cwd=copy)
+    assert results(copy / "runs/tiny", TEXT)["model"]["bytes"] == 2 * len(words)
+
+
+def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
+    (copy / "prompt.txt").write_text("some words")  # what it was generated from before
+    before = results(copy / "runs/tiny", SAMPLE)
+    said = run("tost_lm.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
+    sample = results(copy / "runs/tiny", SAMPLE)
+    assert (sample["prompt"], sample["text"]) == (before["prompt"], before["text"])
+    assert (copy / "runs/tiny" / SAMPLE / "text.txt").read_text() == sample["text"]
+    assert said.startswith(f"some words{sample['text']}\nstate after the prompt of {sample['prompt_tokens']} tokens: ")
 
 
 def test_ranks_and_their_mix_must_fit(evaluated: Path):
@@ -202,6 +230,8 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         ("eval.retrieval", ["runs/tiny", "needle.lengths=[10]"], "10 tokens are too few"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
+        ("eval.text", ["runs/tiny"], "text.file: must be set"),
+        ("eval.text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
         ("eval.report", ["out"], "out: not a run folder"),
         ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder: is for several runs"),
     ],

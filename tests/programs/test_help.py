@@ -10,26 +10,40 @@ PROGRAMS = [
     "data_prep.train_tokenizer",
     "data_prep.build_shards",
     "data_prep.inspect_shards",
+    "pretrain.extend",
     "pretrain.plan",
     "pretrain.preflight",
     "pretrain.train",
     "eval.zero_shot",
     "eval.retrieval",
+    "eval.recall",
+    "eval.analyze",
+    "eval.text",
     "eval.report",
     "tost_lm.generate",
     "benchmarks.data",
+    "benchmarks.long",
+    "benchmarks.loss",
     "benchmarks.model",
     "benchmarks.operator",
     "benchmarks.parallel",
     "benchmarks.training",
 ]
-PATHS = {"data_prep": ["configs/data/embedded.toml"], "pretrain": ["configs/pretrain/demo.toml"], "benchmarks": []}
+PATHS = {
+    "data_prep": ["configs/data/embedded.toml"],
+    "pretrain": ["configs/pretrain/demo.toml"],
+    "pretrain.extend": ["runs/some", "extend.folder=longer", "extend.max_positions=9"],
+    "eval.recall": ["configs/eval/mqar.toml"],
+    "eval.text": ["runs/some", "text.file=some.txt"],
+    "benchmarks": [],
+}
 HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_answers_without_heavy_imports(program: str):
-    mistake = [*PATHS.get(program.split(".")[0], ["runs/some"]), "--dry-run", "no_such.key=1"]
+    words = PATHS.get(program) or PATHS.get(program.split(".")[0], ["runs/some"])
+    mistake = [*words, "--dry-run", "no_such.key=1"]
     script = (
         f"import runpy, sys\nfor words in (['--help'], {mistake!r}):\n    sys.argv = ['program', *words]\n"
         f"    try:\n        runpy.run_module({program!r}, run_name='__main__')\n"

@@ -24,8 +24,8 @@ class Share(NamedTuple):
     data_rank: int
     data_ranks: int
     """Each has as many samples of a step, contiguous ones."""
-    columns: tuple[int, int]
-    """The tokens [start, end) of every row."""
+    columns: tuple[tuple[int, int], ...]
+    """The tokens [start, end) of every row, some here and some there."""
 
 
 class Batch(NamedTuple):
@@ -99,9 +99,10 @@ class TrainingBatches:
 
         rows = 1 if self._packed else self._micro_batch_sequences
         row_tokens = self._micro_batch_sequences * self._sequence_tokens // rows
-        tokens, labels = self._read(_within_columns(spans, row_tokens, *self._share.columns))
         shape = (samples // self._micro_batch_sequences, rows, -1)
-        return Batch(tokens.reshape(shape), labels.reshape(shape), ends)
+        stripes = [self._read(_within_columns(spans, row_tokens, *columns)) for columns in self._share.columns]
+        tokens, labels = (np.concatenate([x.reshape(shape) for x in xs], -1) for xs in zip(*stripes, strict=True))
+        return Batch(tokens, labels, ends)
 
     def _spans(self, sample_N: "np.ndarray") -> Spans:
         """What fills these samples of the run, one after another, as spans of `_tokens`."""

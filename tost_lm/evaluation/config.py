@@ -1,11 +1,15 @@
-"""Settings of the evaluation programs; each takes a run folder, so the model's own settings are not among them."""
+"""Settings of the evaluation programs; all but `eval.recall` take a run folder, which brings those of the model."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from tost_lm.config import Section
+from tost_lm.model.config import ModelConfig
+from tost_lm.optim.config import OptimConfig
 
 NAME_CHARACTERS = 100
 
@@ -44,6 +48,26 @@ class ZeroShotConfig(Section):
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
+class TextFileConfig(Section):
+    """Protocol `text@bpb`."""
+
+    file: Path
+    """A UTF-8 text of any size, scored as one document."""
+
+
+class ScoreTextConfig(Section):
+    """What `eval.text` reads."""
+
+    text: TextFileConfig
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _the_file_is_missed(cls, values: Any) -> Any:
+        """And not its section, where that is not there."""
+        return {"text": {}, **values} if isinstance(values, dict) else values
+
+
 class NeedleConfig(Section):
     """Protocol `needle@words`."""
 
@@ -73,11 +97,102 @@ class RetrievalConfig(Section):
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
+class MqarConfig(Section):
+    """Protocol `mqar@zoology`."""
+
+    pairs: int = Field(default=4, gt=0)
+    """Keys of an example, each given with its value once and asked for once."""
+    sequence_tokens: int = Field(default=64, gt=0)
+    """Tokens of an example."""
+    vocab_size: int = Field(default=256, gt=0)
+    """Ids; the lower half are keys, the upper half values."""
+    power: float = Field(default=0.01, ge=0, le=1)
+    """A query stands in slot g after the pairs with a weight of g^(power − 1); 1: evenly in all."""
+    examples: int = Field(default=1000, gt=1)
+    """Held-out examples, on which trained models are tested; training draws its own."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of all examples."""
+
+    @property
+    def slots(self) -> int:
+        """Places for a query: the tokens after the pairs, two by two."""
+        return (self.sequence_tokens - 2 * self.pairs) // 2
+
+    @model_validator(mode="after")
+    def _pairs_fit(self) -> "MqarConfig":
+        if self.vocab_size % 2:
+            raise ValueError(f"mqar.vocab_size {self.vocab_size} is odd: half of it are keys, half values")
+        if self.pairs > self.vocab_size // 2:
+            raise ValueError(
+                f"mqar.pairs: {self.pairs} distinct keys need an mqar.vocab_size of {2 * self.pairs} or more"
+            )
+        if self.pairs > self.slots:
+            raise ValueError(
+                f"mqar.pairs: {self.pairs} need mqar.sequence_tokens of {4 * self.pairs} or more, two for each pair and "
+                "two for its query"
+            )
+        return self
+
+
+class RecallTrainConfig(Section):
+    """How long `eval.recall` trains."""
+
+    steps: int = Field(default=1000, gt=0)
+    """Updates of a model."""
+    batch_examples: int = Field(default=64, gt=0)
+    """Examples of a step."""
+
+
+class RecallModelsConfig(Section):
+    """Which models `eval.recall` trains; they share all other settings, and a result is kept for each."""
+
+    name: str = Field(default="mqar", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Results go to runs/NAME/eval/mqar@zoology."""
+    patterns: list[str] = Field(default=["A", "TA", "AT", "T"], min_length=1)
+    """In place of model.pattern."""
+    seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
+    """Each pattern is trained with each; a seed draws weights and training examples."""
+
+
+class RecallConfig(Section):
+    """What `eval.recall` reads."""
+
+    model: ModelConfig
+    mqar: MqarConfig = Field(default_factory=MqarConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: RecallTrainConfig = Field(default_factory=RecallTrainConfig)
+    recall: RecallModelsConfig = Field(default_factory=RecallModelsConfig)
+
+    def model_of(self, pattern: str) -> ModelConfig:
+        return ModelConfig.model_validate({**self.model.model_dump(), "pattern": pattern})
+
+    @model_validator(mode="after")
+    def _models_fit(self) -> "RecallConfig":
+        if self.model.vocab_size != self.mqar.vocab_size:
+            raise ValueError(
+                f"model.vocab_size {self.model.vocab_size} is not mqar.vocab_size {self.mqar.vocab_size}: make them equal"
+            )
+        for pattern in self.recall.patterns:
+            try:
+                limit = self.model_of(pattern).position_limit
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"recall.patterns {pattern!r}: {message}") from None
+            if limit is not None and limit < self.mqar.sequence_tokens:
+                raise ValueError(
+                    f"mqar.sequence_tokens {self.mqar.sequence_tokens} pass the model's positions "
+                    f"(model.max_positions = {limit})"
+                )
+        return self
+
+
 class SampleConfig(Section):
     """One generated text."""
 
     prompt: str = 'def read_lines(path):\n    """Return the lines of a text file'
     """Text that the model goes on from."""
+    prompt_file: Path | None = None
+    """A UTF-8 file of any size with that text, in place of `prompt`."""
     tokens: int = Field(default=64, gt=0)
     """Tokens to generate; it ends earlier where the model ends the document."""
     temperature: float = Field(default=0.0, ge=0)
@@ -85,12 +200,43 @@ class SampleConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""
 
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "SampleConfig":
+        if {"prompt", "prompt_file"} <= self.model_fields_set:
+            raise ValueError("sample.prompt_file stands in place of sample.prompt: give one of them")
+        return self
+
 
 class GenerateConfig(Section):
     """What `tost_lm.generate` reads."""
 
     sample: SampleConfig = Field(default_factory=SampleConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
+
+
+class MembershipsConfig(Section):
+    """Protocol `memberships`."""
+
+    sequences: int = Field(default=16, gt=0)
+    """Held-out sequences of model.max_positions tokens over which means are taken."""
+    probe_tokens: int = Field(default=256, gt=0)
+    """The first so many tokens of each are read again behind other text."""
+    context_tokens: list[int] = Field(default=[500, 1000, 10_000, 100_000])
+    """How much other held-out text is read before them; amounts that the model cannot read together with them are left out."""
+
+    @field_validator("context_tokens")
+    @classmethod
+    def _amounts_rise(cls, amounts: list[int]) -> list[int]:
+        if any(later <= earlier for earlier, later in pairwise([0, *amounts])):
+            raise ValueError(f"memberships.context_tokens: {amounts} must be above 0 and rise")
+        return amounts
+
+
+class AnalyzeConfig(Section):
+    """What `eval.analyze` reads."""
+
+    heldout: TextConfig = Field(default_factory=TextConfig)
+    memberships: MembershipsConfig = Field(default_factory=MembershipsConfig)
 
 
 class ComparisonConfig(Section):

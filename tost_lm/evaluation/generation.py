@@ -1,6 +1,7 @@
-"""Text generation in the recurrent form: the prompt in one pass, then one token at a time from the model's state."""
+"""Text generation in the recurrent form: one token at a time from the model's state, in constant memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ Choose = Callable[[Tensor], Tensor]
 @torch.inference_mode()
 def generate(
     model: LanguageModel,
-    prompt_ids: list[int],
+    output: LMOutput,
     tokens: int,
     temperature: float,
     seed: int,
     stop_id: int,
     vocab_size: int,
-) -> list[int]:
-    """Go on from a prompt; the new ids, without the prompt and without `stop_id`, which ends them early.
+) -> Iterator[int]:
+    """Go on from what was read; the new ids one by one, without `stop_id`, which ends them early.
 
     Args:
         model: in evaluation mode.
-        prompt_ids: at least one id.
+        output: of the model on one sequence (`tost_lm.model.streaming.read` takes a prompt of any length).
         tokens: most ids to generate.
         temperature: 0: the most likely id each time; else logits are divided by it and an id is drawn.
         seed: of the draws.
@@ -35,29 +36,26 @@ def generate(
         vocab_size: ids that the tokenizer has; rows of a padded vocabulary beyond it are never chosen.
 
     Raises:
-        ConfigError: prompt and new tokens together pass the model's positions.
+        ConfigError: before the first id: prompt and new tokens together pass the model's positions.
     """
-    limit = model.config.position_limit
-    if limit is not None and len(prompt_ids) + tokens > limit:
+    assert output.state is not None
+    limit, prompt_tokens = model.config.position_limit, output.state.positions[0]
+    if limit is not None and prompt_tokens + tokens > limit:
         raise ConfigError(
-            f"{len(prompt_ids)} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
+            f"{prompt_tokens} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
             "shorten sample.prompt or lower sample.tokens"
         )
-    device = next(model.parameters()).device
-    choose = greedy if temperature == 0 else sampler(temperature, torch.Generator(device).manual_seed(seed))
-    output = model(torch.tensor([prompt_ids], device=device))
-    ids: list[int] = []
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    choose = greedy if temperature == 0 else sampler(temperature, generator)
     for next_B in continuations(model, output, tokens, lambda logits_BV: choose(logits_BV[:, :vocab_size])):
         if next_B.item() == stop_id:
-            break
-        ids.append(int(next_B.item()))
-    return ids
+            return
+        yield int(next_B.item())
 
 
 def continuations(model: LanguageModel, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
     """Up to `tokens` times the next id of each sequence [B], from the model's output on what came before."""
     for done in range(1, tokens + 1):
-        assert output.logits is not None
         next_B = choose(output.logits[:, -1])
         yield next_B
         if done < tokens:
@@ -79,6 +77,21 @@ def sampler(temperature: float, generator: torch.Generator) -> Choose:
         return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
 
     return choose
+
+
+def tell(parts: Iterable[str], target: BinaryIO, shown: int) -> dict[str, Any]:
+    """Print a text as it comes, in the parts that `decode_ids` gives, and write it to `target`.
+
+    Returns:
+        `text`, its first `shown` characters; and how many `characters` and `tokens` it has.
+    """
+    text, characters, tokens = "", 0, -1  # there is a part for each token, and one more
+    for part in parts:
+        print(part, end="", flush=True)
+        target.write(part.encode())
+        text += part[: shown - len(text)]
+        characters, tokens = characters + len(part), tokens + 1
+    return {"text": text, "characters": characters, "tokens": tokens}
 
 
 def state_bytes(state: LMState, tensor_ranks: int = 1) -> int:

@@ -22,6 +22,7 @@ from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import NeedleConfig
 from tost_lm.evaluation.generation import continuations, greedy
 from tost_lm.model import LMState
+from tost_lm.model.streaming import PIECE_TOKENS, read
 from tost_lm.parallel.whole import LanguageModel
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack")
@@ -135,8 +136,8 @@ def model_scorer(model: LanguageModel, vocab_size: int) -> Scorer:
 
     @torch.inference_mode()
     def score(prompts: list[list[int]], candidates: list[list[int]]) -> tuple[np.ndarray, list[list[int]]]:
-        device = next(model.parameters()).device
-        output = model(torch.tensor(prompts, device=device))
+        output = read(model, torch.tensor(prompts).split(PIECE_TOKENS, 1))
+        assert output.state is not None
         log_probs = [_log_probs(model, output.logits[:, -1], output.state, ids) for ids in candidates]
         longest = max(map(len, candidates))
         generated = list(continuations(model, output, longest, lambda logits_BV: greedy(logits_BV[:, :vocab_size])))

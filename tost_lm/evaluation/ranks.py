@@ -1,10 +1,10 @@
 """The ranks of an evaluation: together they hold one model, and the first of them speaks and writes."""
 
-import io
 import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +40,11 @@ def joined_ranks(parallel: RanksConfig) -> Iterator["Ranks"]:
     from tost_lm.parallel.world import start_world, stop_world
 
     world = start_world(pick_device())
-    with naming_lost_ranks(), redirect_stdout(io.StringIO()) if world.rank else nullcontext():
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        naming_lost_ranks(),
+        redirect_stdout(nowhere if world.rank else sys.stdout),
+    ):
         mesh = build_mesh(world, ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence))
         yield Ranks(world.rank, mesh)
         stop_world()

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.whole import LanguageModel
 
 BOOTSTRAP_RESAMPLES = 1000
@@ -31,15 +30,9 @@ class DocumentScores:
 
     def totals(self) -> dict[str, Any]:
         """Nats a token, perplexity a token and bits a byte, with their denominators and a standard error."""
-        nats, tokens, size = float(self.nats.sum()), int(self.tokens.sum()), int(self.bytes.sum())
         return {
             "documents": len(self.nats),
-            "tokens": tokens,
-            "bytes": size,
-            "nats": nats,
-            "nats_per_token": nats / tokens,
-            "perplexity_per_token": math.exp(nats / tokens) if nats / tokens < 700 else math.inf,
-            "bits_per_byte": bits_per_byte(nats, size),
+            **rates(float(self.nats.sum()), int(self.tokens.sum()), int(self.bytes.sum())),
             "bits_per_byte_standard_error": bootstrap_error(self.nats / math.log(2), self.bytes),
         }
 
@@ -79,9 +72,16 @@ def score_documents(
     return DocumentScores(nats, counts, np.array(sizes, dtype=np.int64))
 
 
-def bits_per_byte(nats: float, size: int) -> float:
-    """Σ nats / (ln 2 · Σ bytes)."""
-    return nats / (math.log(2) * size)
+def rates(nats: float, tokens: int, size: int) -> dict[str, Any]:
+    """Nats a token, perplexity a token and bits a byte, Σ nats / (ln 2 · Σ bytes), with their denominators."""
+    return {
+        "tokens": tokens,
+        "bytes": size,
+        "nats": nats,
+        "nats_per_token": nats / tokens,
+        "perplexity_per_token": math.exp(nats / tokens) if nats / tokens < 700 else math.inf,
+        "bits_per_byte": nats / (math.log(2) * size),
+    }
 
 
 def bootstrap_error(bits: np.ndarray, sizes: np.ndarray) -> float:
@@ -111,9 +111,5 @@ def _padded(rows: list[np.ndarray], filler: int) -> Tensor:
 def _window_nats(model: LanguageModel, inputs_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Summed nats of each row [B], float64."""
     device = next(model.parameters()).device
-    logits_BTV = model(inputs_BT.to(device)).logits
-    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    nats = cross_entropy(
-        logits_BTV.flatten(0, 1), labels_BT.to(device).flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
-    return nats.view(labels_BT.shape).double().sum(dim=1)
+    nats_BT = model(inputs_BT.to(device), labels_BT.to(device)).nats
+    return nats_BT.double().sum(dim=1)

@@ -21,7 +21,7 @@ from tost_lm.version import VERSION
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
 
-HELDOUT, NEEDLE, SAMPLE = "heldout@bpb", "needle@words", "sample"
+HELDOUT, NEEDLE, SAMPLE, MEMBERSHIPS, TEXT = "heldout@bpb", "needle@words", "sample", "memberships", "text@bpb"
 """The protocols; a new version of one gets a new name."""
 
 

@@ -1,5 +1,8 @@
 """A block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x))."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
@@ -11,6 +14,13 @@ from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
 MixerState = TssaState | KeyValueState
+
+Way = Callable[..., Any]
+"""How to compute something: called with a function and its arguments, gives what the function gives."""
+
+
+def plainly(compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
 
 
 class LayerScale(nn.Module):
@@ -45,11 +55,20 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)
         self.mlp_scale = _layer_scale(config)
+        self.way: Way = plainly
+        """Of all of it."""
+        self.mlp_way: Way = plainly
+        """Of the MLP's branch, whose tokens know nothing of each other: it may be called on some of them."""
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState | None]:
+        return self.way(self._compute, x_BTC, state, places)
+
+    def _compute(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState | None]:
         mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, places)
-        x_BTC = x_BTC + self.mixer_scale(mixed_BTC)
-        return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC))), new_state
+        return self.mlp_way(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
+
+    def _add_mlp(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC)))
 
 
 def _layer_scale(config: ModelConfig) -> nn.Module:

@@ -6,13 +6,15 @@ that reads one reads the other.
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.files import flush, folder_aside, manifest_bytes, publish_folder, xxh3_file
+from tost_lm.files import discard_aside, flush, folder_aside, manifest_bytes, publish_folder, xxh3_file
 from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -87,15 +89,32 @@ def write_checkpoint(
     tokenizer: TokenizerFile,
     write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write a model folder aside, hash it and rename it into place. `write_more(folder)` adds files to it."""
-    aside = folder_aside(folder)
+    """Write a model folder aside, hash it and rename it into place. `write_more(folder)` adds files to it.
+
+    Raises:
+        CheckpointError: the system refuses; nothing is left of it.
+    """
+    from safetensors import SafetensorError
+
     shard = shard_name("model", 0, 1)
-    write_tensors(aside / shard, weights)
     total_bytes = sum(tensor.nbytes for tensor in weights.values())
-    for name, content in describe(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
-        (aside / name).write_bytes(content)
-    write_more(aside)
-    publish_checkpoint(aside, folder, {file.name: sealed(file) for file in aside.iterdir()})
+    try:
+        aside = folder_aside(folder)
+        write_tensors(aside / shard, weights)
+        for name, content in describe(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
+            (aside / name).write_bytes(content)
+        write_more(aside)
+        publish_checkpoint(aside, folder, {file.name: sealed(file) for file in aside.iterdir()})
+    except (OSError, SafetensorError) as error:
+        discard_aside(folder)
+        raise CheckpointError(f"{folder}: cannot be written: {why_not_written(error)[1]}") from None
+
+
+def why_not_written(error: Exception) -> tuple[int, str]:
+    """The system's number of an error of a file's writer, 0 if there is none, and what it means."""
+    found = re.search(r"os error (\d+)", str(error))  # safetensors' errors are no OSErrors
+    number = (error.errno or 0) if isinstance(error, OSError) else int(found[1]) if found else 0
+    return number, os.strerror(number) if number else str(error)
 
 
 def shard_name(kind: Literal["model", "optimizer"], index: int, count: int) -> str:

@@ -3,22 +3,24 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block, MixerState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places, rotation, sinusoidal
 from tost_lm.model.softmax import KeyValueState
+from tost_lm.model.streaming import PIECE_TOKENS, Tokens, TokenStream
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from tost_lm.ops.phases import SequenceShard
 
-IGNORED_LABEL = -100
 INITIAL_STD = 0.02
 
 
@@ -32,23 +34,34 @@ class LMState(NamedTuple):
 
 
 class LMOutput(NamedTuple):
-    """`loss`: mean nats per labelled token (None without labels); `logits` [B, T, V]; `state` after the last token."""
+    """What a call of the model gives."""
 
     loss: Tensor | None
-    logits: Tensor | None
-    """None where the vocabulary lies on several ranks and there are labels: then no rank has them."""
+    """Mean nats per labelled token; None without labels."""
+    nats: Tensor | None
+    """Of each token [B, T], 0 where its label is not counted, in float32 at least; without a gradient."""
     state: LMState | None
-    """None unless wanted."""
+    """After the last token; None unless wanted."""
+    read_logits: Callable[[], Tensor]
+    """Computes the logits; on tensor or sequence ranks all of them call it."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, T, V], computed each time they are asked for: a call that does not ask never holds them."""
+        return self.read_logits()
 
 
 class TiedHead(nn.Module):
-    """Logits by the token embedding, and the loss."""
+    """The loss and the logits, by the token embedding."""
 
-    def forward(
-        self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor | None, label_count: Tensor | float | None
-    ) -> tuple[Tensor | None, Tensor]:
-        logits_BTV = linear(x_BTC, weight_VC)
-        return None if labels_BT is None else next_token_loss(logits_BTV, labels_BT, label_count), logits_BTV
+    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over labels in nats, and the nats of each token [B, T], without a gradient."""
+        total, nats_M = linear_cross_entropy(x_BTC.flatten(0, 1), weight_VC, labels_BT.flatten())
+        return total, nats_M.view(labels_BT.shape)
+
+    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
+        """[B, T, V] of a call of T `tokens`, which x holds a share of where the residual stream is shared out."""
+        return linear(x_BTC, weight_VC)
 
 
 class TostLM(nn.Module):
@@ -64,7 +77,7 @@ class TostLM(nn.Module):
         letters = config.pattern * (config.layers // len(config.pattern))
         self.blocks = nn.ModuleList(Block(config, letter) for letter in letters)
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.head: nn.Module = TiedHead()
+        self.head: Any = TiedHead()
         self.share_of_residual: Callable[[Tensor], Tensor] = lambda position: position
         """Positions of the tokens that stand in the residual stream here."""
         self.apply(_init_linear_and_embedding)
@@ -80,7 +93,7 @@ class TostLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         label_count: Tensor | float | None = None,
-        output_state: bool = True,
+        output_state: bool | Literal["last"] = True,
         shard: SequenceShard | None = None,
     ) -> LMOutput:
         """Read tokens, going on from `state` if given.
@@ -97,9 +110,10 @@ class TostLM(nn.Module):
             labels: [B, T], the token that follows each position (so tokens shifted by one); −100 is not counted.
             state: of an earlier call on the tokens before these, a row for each document.
             cu_seqlens: int32 [N + 1], offsets of N documents packed into one row (B == 1). They know nothing of each
-                other, and `state` has N rows. None: every row is a document, N = B.
+                other, and `state` has N rows, or one, of the first document: the others begin. None: every row is a
+                document, N = B.
             label_count: what the sum of losses is divided by; None: the labels counted here.
-            output_state: whether the state is wanted.
+            output_state: whether the state is wanted, of all documents or (`last`) of the last of packed ones.
             shard: tokens and labels are a shard of sequences that lie on several ranks; cu_seqlens, `state` and the
                 state that comes out are of the whole sequences, as in `causal_tssa`.
 
@@ -126,8 +140,18 @@ class TostLM(nn.Module):
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, places)
             states.append(mixer_state)
-        loss, logits_BTV = self.head(self.norm(x_BTC), self.embedding.weight, labels, label_count)
-        return LMOutput(loss, logits_BTV, LMState(tuple(states), places.ends) if output_state else None)
+        x_BTC, weight_VC = self.norm(x_BTC), self.embedding.weight
+        loss = nats_BT = None
+        if labels is not None:
+            total, nats_BT = self.head(x_BTC, weight_VC, labels)
+            loss = total / ((labels != IGNORED_LABEL).sum() if label_count is None else label_count)
+        ends = places.ends[-1:] if output_state == "last" else places.ends
+        state = LMState(tuple(states), ends) if output_state else None
+        return LMOutput(loss, nats_BT, state, _later(partial(self.head.logits, x_BTC, weight_VC, tokens_BT.shape[1])))
+
+    def stream(self, tokens: Tokens, state: LMState | None = None, piece_tokens: int = PIECE_TOKENS) -> TokenStream:
+        """The nats of each token of a text of any length, in constant memory: see `TokenStream`."""
+        return TokenStream(self, tokens, state, piece_tokens)
 
     def parameter_count(self) -> int:
         """Parameters without the learned positions, the way the published figures are counted."""
@@ -151,12 +175,15 @@ class TostLM(nn.Module):
             )
 
 
-def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, label_count: Tensor | float | None = None) -> Tensor:
-    """Cross-entropy in nats over labels other than −100, in float32 at least: the mean, or the sum / label_count."""
-    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    how = "mean" if label_count is None else "sum"
-    loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction=how)
-    return loss if label_count is None else loss / label_count
+def _later(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`compute` with gradients as they are on or off now."""
+    with_grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def computed() -> Tensor:
+        with torch.inference_mode(inference), torch.set_grad_enabled(with_grad):
+            return compute()
+
+    return computed
 
 
 def _init_linear_and_embedding(module: nn.Module) -> None:

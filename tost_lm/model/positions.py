@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class Places:
     """Of each token here in its document, int64: [T] if all rows are alike, else [B, T]."""
     shard: SequenceShard | None = None
     """The tokens here among those of whole sequences; None: they are all here."""
-    output_state: bool = True
-    """Whether the state after the last token is wanted."""
+    output_state: bool | Literal["last"] = True
+    """Whether the state after the last token is wanted, of all documents or of the last of packed ones."""
     turn: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: there is no
     such embedding."""
@@ -42,9 +43,11 @@ class Places:
         starts: Sequence[int] | None,
         cu_seqlens: Tensor | None,
         shard: SequenceShard | None = None,
-        output_state: bool = True,
+        output_state: bool | Literal["last"] = True,
     ) -> "Places":
         """Places of tokens that go on from `starts` (None: documents begin), without a rotary embedding.
+
+        One start for several packed documents is that of the first, the others begin.
 
         Raises:
             ValueError: cu_seqlens or the shard does not fit the tokens, or `starts` not the documents.
@@ -57,6 +60,8 @@ class Places:
         pieces = Pieces.of(cu_seqlens, B, T, shard.split if shard else None)
         documents = len(pieces.whole_lengths)
         starts = tuple(starts or (0,) * documents)
+        if cu_seqlens is not None and len(starts) == 1:
+            starts += (0,) * (documents - 1)
         if len(starts) != documents:
             raise ValueError(f"state holds {len(starts)} rows, the input {documents}: give a row for each document")
         first_n = [start + before for start, before in zip(starts[pieces.documents], pieces.before, strict=True)]

@@ -58,7 +58,7 @@ class SoftmaxMixer(nn.Module):
         pieces = places.pieces
         keys, values = list(k.split(pieces.whole_lengths, 2)), list(v.split(pieces.whole_lengths, 2))
         if state is not None:
-            for n, start in enumerate(places.starts):
+            for n, start in enumerate(places.starts[: len(state.key)]):
                 row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
                 keys[n], values[n] = _after(row, start, keys[n], values[n])
         here = pieces.documents
@@ -70,7 +70,8 @@ class SoftmaxMixer(nn.Module):
             ys.append(causal_attention(q_n, _without_last(k_n, later), _without_last(v_n, later), self.window))
         if not places.output_state:
             return torch.cat(ys, 2), None
-        kept = (_on_the_right([self._kept(x) for x in rows]) for rows in (keys, values))
+        wanted = slice(-1, None) if places.output_state == "last" else slice(None)
+        kept = (_on_the_right([self._kept(x) for x in rows[wanted]]) for rows in (keys, values))
         return torch.cat(ys, 2), KeyValueState(*kept)
 
     def _kept(self, x_BHSD: Tensor) -> Tensor:

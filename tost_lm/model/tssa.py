@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places
@@ -26,7 +27,8 @@ class TssaMixer(nn.Module):
     def forward(self, x_BTC: Tensor, state: TssaState | None, places: Places) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of those before them; recurrently if one each."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        bias = self._bias_of(places)
+        bias = self.bias_of(places)
+        state = _of_all(state, len(places.starts))
         if state is not None and max(places.lengths) == 1 and places.shard is None:
             if bias is not None:
                 bias = bias[..., 0] if places.cu_seqlens is None else bias.T
@@ -37,15 +39,24 @@ class TssaMixer(nn.Module):
         else:
             y_BTHD, state = causal_tssa(
                 w_BTHD, self.temp, bias, membership=self.membership, initial_state=state,
-                output_final_state=places.output_state, cu_seqlens=places.cu_seqlens, shard=places.shard,
+                output_final_state=bool(places.output_state), cu_seqlens=places.cu_seqlens, shard=places.shard,
                 heads=self.softmax,
             )  # fmt: skip
+        if state is not None and places.output_state == "last":
+            state = TssaState(*(x_N[-1:] for x_N in state))
         return self.out_proj(y_BTHD.flatten(-2)), state
 
-    def _bias_of(self, places: Places) -> Tensor | None:
+    def bias_of(self, places: Places) -> Tensor | None:
         """denom_bias of each token: [H, T], or [B, H, T] where rows stand at different positions."""
         if self.denom_bias is None:
             return None
         if self.denom_bias.dim() == 1:
             return self.denom_bias[:, None].expand(-1, places.position.shape[-1])
         return self.denom_bias[:, places.position].movedim(0, -2)
+
+
+def _of_all(state: TssaState | None, documents: int) -> TssaState | None:
+    """With empty rows for the documents that begin."""
+    if state is None or len(state.mass) == documents:
+        return state
+    return TssaState(*(pad(x, (0, 0) * (x.dim() - 1) + (0, documents - len(x))) for x in state))

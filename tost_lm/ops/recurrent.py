@@ -50,7 +50,7 @@ def tssa_step(
     if temp.shape != (H,) or (bias_t is not None and bias_t.shape not in ((H,), (B, H))):
         raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_t}")
     dtype = statistics_dtype(w_t)
-    running = torch.float32 if w_t.device.type == "mps" else torch.float64
+    running = running_dtype(w_t.device)
     with torch.autocast(w_t.device.type, enabled=False):
         w_BHD = w_t.to(dtype)
         w_sq_BHD = w_BHD.square()
@@ -64,3 +64,8 @@ def tssa_step(
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
         y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
     return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
+
+
+def running_dtype(device: torch.device) -> torch.dtype:
+    """Of sums that go on for good: float64, or float32 on mps, which has no other."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,7 +1,13 @@
 """The one order in which a model is spread over ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import noop_context_fn
+
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.split import SequenceSplit
+from tost_lm.parallel.collectives import keep_received
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
 
@@ -21,6 +27,12 @@ def parallelize(model: TostLM, mesh: Mesh) -> TostLM:
 
         split_over_heads(model, mesh.tensor)
     return model
+
+
+def kept_of_blocks(mesh: Mesh) -> Callable[[], Any]:
+    """What `hold_less` is to keep of blocks that are computed again (its `context_fn`): what they received."""
+    # To look at each operation takes as long as a small one: not where nothing is received.
+    return keep_received if mesh.tensor.size * mesh.sequence.size > 1 else noop_context_fn
 
 
 def shard_of(mesh: Mesh, split: SequenceSplit) -> RankShard | None:

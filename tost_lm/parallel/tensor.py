@@ -15,19 +15,20 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
-    vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.lm import IGNORED_LABEL, TostLM, next_token_loss
+from tost_lm.model.lm import TostLM
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
+from tost_lm.ops.cross_entropy import linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
@@ -79,7 +80,9 @@ class Residual:
         return -self.tokens % self.axis.size
 
     def fill(self, x_BTC: Tensor) -> Tensor:
-        return pad(x_BTC, (0, 0, 0, self.filling)) if self.filling else x_BTC
+        """Of all tokens, or of a portion of the stream on each rank, which is as it was gathered."""
+        filling = -x_BTC.shape[1] % self.axis.size
+        return pad(x_BTC, (0, 0, 0, filling)) if filling else x_BTC
 
     def share(self, position_T: Tensor) -> Tensor:
         """Positions [T] or [B, T] of the tokens that stand here in the stream; those that fill up have the last."""
@@ -139,30 +142,41 @@ class VocabularyEmbedding(VocabParallelEmbedding):
         return super().forward(pad(tokens_BT, (0, self.residual.filling))).transpose(0, 1)
 
 
-class VocabularyHead(ColumnParallelLinear):
-    """The tied head: the loss from logits that stay where they are, or the logits of all words, on every rank."""
+class VocabularyHead(nn.Module):
+    """The tied head: the loss from logits that stay where they are, and the logits of all words, on every rank."""
 
     def __init__(self, config: ModelConfig, residual: Residual):
-        super().__init__(
-            config.width, config.vocab_size, config=_megatron(residual.axis, torch.float32), init_method=_no_init,
-            bias=False, gather_output=False, skip_weight_param_allocation=True, tp_group=residual.axis.group,
-        )  # fmt: skip
+        super().__init__()
         self.residual = residual
+        self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor | None, label_count: Tensor | float | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        logits_TBV, _ = super().forward(x_BTC.transpose(0, 1).contiguous(), weight=weight_VC)
-        logits_TBV = logits_TBV[: self.residual.tokens]
-        if labels_BT is not None and logits_TBV.dtype != torch.float64:
-            labels_TB = labels_BT.T.contiguous()
-            counted_TB = labels_TB != IGNORED_LABEL
-            # Megatron's overwrites its input where that is float32 already, so nobody may see the logits afterwards.
-            nats_TB = vocab_parallel_cross_entropy(logits_TBV.float(), labels_TB)
-            return nats_TB.where(counted_TB, 0).sum() / (counted_TB.sum() if label_count is None else label_count), None
-        # float64 has no such loss in megatron-core: it computes in float32.
-        logits_BTV = gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
-        return None if labels_BT is None else next_token_loss(logits_BTV, labels_BT, label_count), logits_BTV
+    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """As `TiedHead.forward`, the same on all ranks."""
+        x_MC = self._gathered(x_BTC, labels_BT.shape[1]).flatten(0, 1)
+        total, nats_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
+        return total, nats_M.view(labels_BT.T.shape).T
+
+    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
+        """As `TiedHead.logits`."""
+        logits_TBV = linear(self._gathered(x_BTC, tokens), weight_VC)
+        return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
+
+    def _gathered(self, x_BTC: Tensor, tokens: int) -> Tensor:
+        """[B, T/R, C] → [T, B, C]; its gradient is summed over the ranks."""
+        x_TBC = x_BTC.transpose(0, 1).contiguous()
+        return gather_from_sequence_parallel_region(x_TBC, group=self.residual.axis.group)[:tokens]
+
+
+class VocabularyOverRanks:
+    """The words of each rank one after another (a `tost_lm.ops.cross_entropy.VocabularyShard`)."""
+
+    def __init__(self, axis: Axis, words: int):
+        self.axis, self.first_word = axis, axis.rank * words
+
+    def join(self, log_sum_m: Tensor, label_m: Tensor) -> tuple[Tensor, Tensor]:
+        """As `VocabularyShard.join`; two numbers a token are gathered."""
+        log_sum_Rm, label_Rm = all_gather(torch.stack([log_sum_m, label_m]), self.axis)().unbind(1)
+        return log_sum_Rm.logsumexp(0), label_Rm.sum(0)
 
 
 class SoftmaxOverRanks:

@@ -1,5 +1,6 @@
 """A model on tensor × sequence ranks, called as on one: whole tokens in, whole logits out, on every rank alike."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,33 +37,46 @@ class WholeModel(nn.Module):
         self.config = model.config
         self.model, self.mesh = model, mesh
 
-    def forward(self, tokens_BT: Tensor, state: LMState | None = None, cu_seqlens: Tensor | None = None) -> LMOutput:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels: Tensor | None = None,
+        state: LMState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LMOutput:
         """Read whole sequences, as `TostLM` does: each sequence rank its part of the tokens.
 
         Fewer tokens than sequence ranks, such as one in decoding, are read by all of them alike.
 
         Args:
             tokens_BT: ids, int64, all of them on every rank.
+            labels: [B, T], as in `TostLM`.
             state: of an earlier call.
             cu_seqlens: int32 [N + 1], offsets of packed documents in all tokens.
 
         Returns:
-            Logits [B, T, V], and the state after the last token; no loss.
+            Logits [B, T, V] and, with labels, nats [B, T], and the state after the last token; no loss.
 
         Raises:
             ConfigError, ValueError: as `TostLM`.
         """
         ranks = self.mesh.sequence
         if ranks.size == 1:
-            return self.model(tokens_BT, state=state, cu_seqlens=cu_seqlens)
+            return self.model(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
         if tokens_BT.shape[1] < ranks.size:
-            output = self.model(tokens_BT, state=state, cu_seqlens=cu_seqlens)
+            output: LMOutput = self.model(tokens_BT, labels, state, cu_seqlens)
             # One rank's, since rounding may differ between them, and the choice of a token must not.
-            return output._replace(logits=all_gather(output.logits, ranks)()[0])
+            return _joined(output, lambda x_BTX: all_gather(x_BTX, ranks)()[0])
         split = even_split(self.mesh, tokens_BT.shape[1])
         shard = RankShard(ranks, split)
-        output = self.model(split.shard(tokens_BT), state=state, cu_seqlens=cu_seqlens, shard=shard)
-        return output._replace(logits=shard.gather(output.logits[:, None])[:, 0])
+        here = None if labels is None else split.shard(labels)
+        output = self.model(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
+        return _joined(output, lambda x_BTX: shard.gather(x_BTX[:, None])[:, 0])
+
+
+def _joined(output: LMOutput, join: Callable[[Tensor], Tensor]) -> LMOutput:
+    nats_BT = None if output.nats is None else join(output.nats[..., None])[..., 0]
+    return output._replace(loss=None, nats=nats_BT, read_logits=lambda: join(output.logits))
 
 
 LanguageModel: TypeAlias = TostLM | WholeModel

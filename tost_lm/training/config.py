@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -60,12 +60,29 @@ class TrainConfig(Section):
     """Sequences that a rank holds at once; the rest of its share is accumulated."""
     sequence_tokens: int = Field(gt=1)
     """Tokens of a sequence; at most model.max_positions, where the model learns something for each position."""
+    truncate_tokens: int | None = Field(default=None, gt=0)
+    """Truncated back-propagation through time, an approximation: states go on through the whole row, gradients stop at every multiple of so many tokens, which are all that is held at once. Without it gradients are exact."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the initial weights and of the order of the data."""
+    initial_weights: Path | None = None
+    """Begin from the weights of this run folder (its newest valid checkpoint), step folder or export, with a fresh optimizer and schedule; their [model] must be this one. Without it they are drawn."""
     skip_spikes: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm lies this many standard deviations above the mean of the last 128 (6 is usual); without it only those that are not finite."""
+
+
+class MemoryConfig(Section):
+    """What a rank holds at once and what it computes again; nothing here changes what is trained."""
+
+    tile_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    """Train tile by tile through all layers, exactly: so many tokens of each row are held at once (over all sequence ranks), with the layers' states between tiles, whatever the length; auto: as many as free memory has room for; without it whole rows."""
+    boundary_states: Literal["device", "host"] = "device"
+    """Where the states between tiles wait; those of A layers, a window of keys and values each, may be many on a GPU."""
+    recompute: Literal["nothing", "blocks"] = "nothing"
+    """`blocks`: keep each block's input alone for the backward, and what it received from other sequence ranks, and compute the block again there: a third more work in products."""
+    mlp_tokens: int | None = Field(default=None, gt=0)
+    """Take the MLP of each block in portions of so many tokens of a row on a rank, each computed again in the backward: what is 4 times as wide as the model is held for one portion only; without it whole rows, held."""
 
 
 class CheckpointConfig(Section):
@@ -132,6 +149,7 @@ class PretrainConfig(Section):
     train: TrainConfig
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
 
@@ -160,6 +178,24 @@ class PretrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tiles_are_possible(self) -> "PretrainConfig":
+        setting = "memory.tile_tokens" if self.memory.tile_tokens else "train.truncate_tokens"
+        if self.memory.tile_tokens and self.train.truncate_tokens:
+            raise ValueError(
+                "memory.tile_tokens trains exactly, train.truncate_tokens in stretches whose gradients end at their "
+                "first token: give one of them"
+            )
+        if self.memory.tile_tokens or self.train.truncate_tokens:
+            if obstacle := self.model.obstacle_to_tiles:
+                raise ValueError(f"{setting}: {obstacle}")
+            if self.parallel.zero_stage == 3:
+                raise ValueError(
+                    f"{setting} goes through all layers for each tile, and parallel.zero_stage 3 gathers the weights "
+                    "of each layer anew: choose stage 0, 1 or 2"
+                )
+        return self
+
     @property
     def run_folder(self) -> Path:
         return Path("runs") / self.run.name
@@ -175,6 +211,12 @@ class PretrainConfig(Section):
         return self.train.sequence_tokens * (self.train.micro_batch_sequences if packed else 1)
 
     @property
+    def held_tokens(self) -> int:
+        """Of each row, in memory at once on all sequence ranks; memory.tile_tokens = auto counts as whole rows."""
+        tile = self.train.truncate_tokens or self.memory.tile_tokens
+        return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
+
+    @property
     def last_step(self) -> int:
         """The step after which this launch leaves."""
         return min(self.train.steps, self.run.stop_step or self.train.steps)
@@ -184,6 +226,7 @@ class PretrainConfig(Section):
         carried_out = {
             "validation": ValidationConfig(),
             "parallel": ParallelConfig(),
+            "memory": MemoryConfig(),
             "checkpoint": CheckpointConfig(),
             "run": RunConfig(name="any"),
         }

@@ -8,10 +8,10 @@ import torch
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model.lm import TostLM
-from tost_lm.ops.split import SequenceSplit
+from tost_lm.model.recompute import hold_less
 from tost_lm.optim.adamw import build_adamw, learning_rate
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
-from tost_lm.parallel.apply import even_split, parallelize
+from tost_lm.parallel.apply import kept_of_blocks, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.failures import naming_lost_ranks
 from tost_lm.parallel.heartbeat import Heartbeat
@@ -32,6 +32,8 @@ from tost_lm.training.profiling import Profiler
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import Claim, require_as_claimed, set_aside, step_folder, write_run_folder
 from tost_lm.training.step import train_step
+from tost_lm.training.tile_size import tiling_of, with_tile_size
+from tost_lm.training.tiled import TiledLM, Tiling
 from tost_lm.training.validation import Validation
 from tost_lm.version import VERSION
 
@@ -46,6 +48,7 @@ def train(config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Dep
     heart = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with naming_lost_ranks(heart, config.run.timeout_seconds, departure.ask):
         _require_agreement(config, corpora, claim)
+        config = with_tile_size(config, world)
         with only_launch(config.run_folder, world.rank), telling_what_needs_memory(config, heart):
             leaving = _train_together(config, corpora, claim, departure, world, heart)
             stop_world()
@@ -56,19 +59,19 @@ def _train_together(
     config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Departure, world: World, heart: Heartbeat
 ) -> str:
     mesh = build_mesh(world, config.parallel)
-    split = even_split(mesh, config.row_tokens)
-    batches = build_batches(config, corpora, mesh, split)
-    engine = build_training_engine(config, mesh, claim.resume_from)
+    tiling = tiling_of(config, mesh)
+    batches = build_batches(config, corpora, mesh, tiling)
+    engine = build_training_engine(config, mesh, claim.weights_from)
     progress = Progress(0, 0, shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256)
     if claim.resume_from:
         progress = checkpoint.restore(engine, claim.resume_from)
     guard = Guard(config.train.skip_spikes, config.run.abort_after_skips, progress)
     checksums = Checksums(engine, config.run.check_every)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
-    validation = _build_validation(config, corpora, mesh, split)
+    validation = _build_validation(config, corpora, mesh, tiling)
     writer = CheckpointWriter(engine, config, corpora)
     hooks = build_hooks(guard, checksums, profiler, validation, departure, writer)
-    run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart), heart)
+    run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart, tiling), heart)
 
     departure.get_under_way()
     # A meeting, too: from here on rank 0 has made the run folder.
@@ -79,7 +82,7 @@ def _train_together(
             heart.beat(step, "training")
             profiler.before_step(step + 1)
             lr = learning_rate(step, config.train.steps, config.optim)
-            run.take(train_step(engine, micro_batches, split, lr, guard.objection, checksums.before_update), lr)
+            run.take(train_step(engine, micro_batches, tiling, lr, guard.objection, checksums.before_update), lr)
             for hook in hooks:
                 hook.after_step(run)
             if run.is_over:
@@ -96,10 +99,13 @@ def _train_together(
 def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
     """The model with a checkpoint's or its seeded initial weights, spread over ranks, AdamW and DeepSpeed around it."""
     torch.manual_seed(config.train.seed)
-    model = TostLM(config.model)
+    model = TiledLM(config.model)
     if checkpoint_folder:
         model.load_state_dict(checkpoint.read_weights(checkpoint_folder))
     model = parallelize(model, mesh).to(mesh.device)
+    hold_less(
+        model, recompute=config.memory.recompute, mlp_tokens=config.memory.mlp_tokens, context_fn=kept_of_blocks(mesh)
+    )
     return build_engine(
         model,
         build_adamw(model, config.optim),
@@ -114,21 +120,23 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
 
 def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
     facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(claim.resume_from)}
+    if claim.initial_weights:
+        facts["initial weights"] = claim.initial_weights.manifest_sha256
     require_agreement(
         {**facts, "tost_lm": VERSION, "torch": torch.__version__},
         "start all ranks with the same settings, shards and packages, from one shared folder",
     )
 
 
-def _build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, split: SequenceSplit) -> Validation | None:
+def _build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling) -> Validation | None:
     if config.validation.every is None:
         return None
-    held_out = build_batches(config, corpora, mesh, split, "valid")
-    return Validation(held_out, mesh, split, config.train.sequence_tokens)
+    held_out = build_batches(config, corpora, mesh, tiling, "valid")
+    return Validation(held_out, mesh, tiling, config.train.sequence_tokens)
 
 
 def _open_folder(
-    config: PretrainConfig, claim: Claim, progress: Progress, world: World, heart: Heartbeat
+    config: PretrainConfig, claim: Claim, progress: Progress, world: World, heart: Heartbeat, tiling: Tiling
 ) -> Metrics | Silence:
     """Let rank 0 take the run folder into use, and say so."""
     if world.rank > 0:
@@ -138,7 +146,10 @@ def _open_folder(
     write_run_folder(config, world.size, world.device.type)
     heart.remove_ranks_from(world.size)
     metrics = Metrics(config, progress if claim.resume_from else None, world.size, world.device)
-    metrics.say(_opening_line(config, world, claim.resume_from))
+    metrics.say(_opening_line(config, world, claim, tiling))
+    if claim.initial_weights:
+        folder, sha256 = claim.initial_weights
+        metrics.event(0, "initial weights", folder=str(folder), manifest_sha256=sha256)
     return metrics
 
 
@@ -153,14 +164,23 @@ def _say_how_it_ended(run: Run) -> None:
     run.metrics.close()
 
 
-def _opening_line(config: PretrainConfig, world: World, resume_from: Path | None) -> str:
-    how = f"resuming from {resume_from}" if resume_from else "from the start"
+def _opening_line(config: PretrainConfig, world: World, claim: Claim, tiling: Tiling) -> str:
+    begins = f"with the weights of {claim.initial_weights.folder}" if claim.initial_weights else "from the start"
+    how = f"resuming from {claim.resume_from}" if claim.resume_from else begins
     with torch.device("meta"):
         parameters = TostLM(config.model).parameter_count()
     return (
         f"{config.run_folder}: {parameters / 1e6:.2f}M parameters (positions apart), {_ranks(config, world)} on "
-        f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, {how}"
+        f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
+        f"{_tiles(tiling)}{how}"
     )
+
+
+def _tiles(tiling: Tiling) -> str:
+    if len(tiling.tiles) == 1:
+        return ""
+    exactly = "truncated back-propagation" if tiling.truncated else "exactly"
+    return f"{exactly} in {len(tiling.tiles)} tiles of {tiling.tiles[0].split.tokens:,} tokens, "
 
 
 def _ranks(config: PretrainConfig, world: World) -> str:

@@ -9,6 +9,7 @@ import torch
 from tost_lm.errors import TrainingError
 from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan_memory import bytes_a_token, tokens_here
 
 TORCH_SAYS = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 
@@ -30,9 +31,9 @@ def telling_what_needs_memory(config: PretrainConfig, heart: Heartbeat) -> Itera
 
 def _needs(config: PretrainConfig) -> str:
     rows, tokens = config.train.micro_batch_sequences, config.train.sequence_tokens // config.parallel.sequence
-    words = config.model.vocab_size // config.parallel.tensor
+    kept = bytes_a_token(config) * tokens_here(config) / 1e9
     return (
-        f"a micro-batch of {rows} × {tokens} tokens has logits of {rows * tokens * words * 4 / 1e9:.2f} GB ({rows} × "
-        f"{tokens} × {words} × 4 bytes), backward as much again; lower train.micro_batch_sequences, or share more out: "
+        f"of a micro-batch of {rows} × {tokens} tokens here {kept:.2f} GB are kept for the backward; lower "
+        "train.micro_batch_sequences or memory.tile_tokens, compute again (memory.recompute), or share more out: "
         "parallel.sequence, parallel.tensor, parallel.zero_stage; python -m pretrain.plan shows what needs how much"
     )

@@ -6,6 +6,7 @@ Times are sums: nothing is taken to overlap. How near the hardware comes to its 
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from tost_lm.config import differences
@@ -17,7 +18,10 @@ from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     BUCKET,
     ELEMENT_BYTES,
+    LOGITS_BYTES,
     fullest,
+    held_here,
+    largest_tile,
     numbers_here,
     tokens_here,
     weights_and_optimizer,
@@ -81,10 +85,11 @@ def step_seconds(config: PlanConfig) -> Step:
     cluster, flops = config.cluster, work(config)
     tokens = config.batch_tokens / cluster.ranks  # of a rank, were all work shared out
     bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_bandwidth
-    products = (flops.products.total + flops.attention.total) * tokens / (peak(config) * cluster.achieved_flops)
+    again = products_again(config)
+    products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
     operator = operator_bytes_a_token(config) * tokens / bandwidth
     elementwise = elementwise_bytes_a_token(config) * tokens / bandwidth
-    launches = config.micro_batches * config.model.layers * OPERATIONS * cluster.launch_us * 1e-6
+    launches = config.micro_batches * tiles(config) * config.model.layers * OPERATIONS * cluster.launch_us * 1e-6
     return Step(
         products,
         operator,
@@ -104,21 +109,70 @@ def peak(config: PlanConfig) -> float:
     return known
 
 
+def tiles(config: PlanConfig) -> int:
+    """Of a row."""
+    return math.ceil(config.row_tokens / config.held_tokens)
+
+
+def read_twice(config: PlanConfig) -> float:
+    """Share of the tokens that are read once more, for the states between tiles: those of all tiles but the last."""
+    before_last = (tiles(config) - 1) * config.held_tokens
+    return 0.0 if config.train.truncate_tokens else before_last / config.row_tokens
+
+
+def forwards_for_backward(config: PlanConfig) -> int:
+    """How often a block's forward is computed from its tile's state on."""
+    return 2 if config.memory.recompute == "blocks" else 1
+
+
+def forwards(config: PlanConfig) -> float:
+    """How often a block's forward is computed."""
+    return forwards_for_backward(config) + read_twice(config)
+
+
+def mlp_portions(config: PlanConfig) -> int:
+    """Of the tokens of a row in a rank's residual stream."""
+    tokens = math.ceil(config.held_tokens / config.parallel.sequence / config.parallel.tensor)
+    return math.ceil(tokens / (config.memory.mlp_tokens or tokens))
+
+
+def mlp_forwards(config: PlanConfig) -> float:
+    """Portions, taken as equal, are computed again by themselves; a block that is so stops at the last one's input."""
+    if config.memory.mlp_tokens is None:
+        return forwards(config)
+    return forwards(config) + 1 - (forwards_for_backward(config) - 1) / mlp_portions(config)
+
+
+def products_again(config: PlanConfig) -> float:
+    """Operations a token that the backward computes again."""
+    model, flops = config.model, work(config)
+    forward = flops.products.forward + flops.attention.forward - 2 * model.vocab_size * model.width
+    mlps = 16 * model.layers * model.width**2
+    return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
+
+
 def operator_bytes_a_token(config: PlanConfig) -> float:
     """What the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`)."""
     e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
-    return layers_by_letter(config.model)["T"] * (4 * e * C + C + 8 * H + 7 * e * C + 1.75 * C + 20 * H)
+    forward, backward = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H
+    return layers_by_letter(config.model)["T"] * (forwards(config) * forward + backward)
 
 
 def elementwise_bytes_a_token(config: PlanConfig) -> float:
     """What runs outside products and operator reads and writes, an eager operation at a time.
 
-    A layer, in tensors of e·C: norms 4 and 6, GELU 8 and 12, residual sums 6 and 6, LayerScales 4 and 12. The loss, in
-    V: float32 log-softmax 8, backward 4 + 12, and to and from bfloat16 12.
+    Each half of a layer, in tensors of e·C: its norm 2 and 3, residual sum 3 and 3, LayerScale 2 and 6; GELU 8 and 12.
+    The loss, in V: largest, difference, exponential, sum and gradient in float32 32, to and from bfloat16 12; and the
+    gradient of its weight, summed over portions, 8 (in bfloat16 10) a portion and channel.
     """
     e, model = ELEMENT_BYTES[config.train.dtype], config.model
-    scales = 16 if model.layer_scale else 0
-    return model.layers * (42 + scales) * e * model.width + (24 if e == 4 else 36) * model.vocab_size
+    forward, backward = (7, 12) if model.layer_scale else (5, 6)
+    half = forwards(config) * forward + backward
+    mlp_half = mlp_forwards(config) * (forward + 8) + backward + 12
+    words = model.vocab_size / config.parallel.tensor
+    portion = min(held_here(config), LOGITS_BYTES / (words * (4 if e == 4 else 6)))
+    loss = (32 + 8 * model.width / portion) if e == 4 else (44 + 10 * model.width / portion)
+    return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
 
 
 def optimizer_bytes(config: PlanConfig) -> float:
@@ -154,34 +208,43 @@ def _of_replicas(config: PlanConfig) -> Iterator[Sending]:
 
 def _of_tensor_ranks(config: PlanConfig) -> Iterator[Sending]:
     """Megatron's, with its sequence parallelism: the residual stream is gathered before each pair of linears and
-    scattered after it, gathered once more in the backward for the weights' gradients; three sums of the loss. Ours: one
-    number a token for the softmax over heads, and three backward; gradients of what every rank has whole."""
+    scattered after it, gathered once more in the backward for the weights' gradients, and both again where a block or
+    an MLP is computed again. Ours: one number a token for the softmax over heads, and three backward, and two for the
+    loss; gradients of what every rank has whole."""
     model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, tokens_here(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
     layers, tssa, parts = model.layers, layers_by_letter(model)["T"], parameters(model)
-    gathers, scatters = 6 * layers + 3, 4 * layers + 2  # the head: 2 and 1; the embedding: 1 and 1
+    mixers, mlps, portions = layers * forwards(config), layers * mlp_forwards(config), mlp_portions(config)
     whole = (4 if model.layer_scale else 2) * layers + 1 + (parts.positions > 0)
-    yield Sending("residual stream", "all-gather", k * gathers, k * gathers * stream / ranks, ranks, 1)
-    yield Sending("residual stream", "reduce-scatter", k * scatters, k * scatters * stream, ranks, 1)
+    # Of mixers, embedding and head, and of MLPs.
+    whole_rows, in_portions = mixers + 2 * layers + 2, mlps + 2 * layers
+    calls, handed = whole_rows + portions * in_portions, (whole_rows + in_portions) * stream / ranks
+    yield Sending("residual stream", "all-gather", k * calls, k * handed, ranks, 1)
+    whole_rows, in_portions = mixers + layers + 2, mlps + layers
+    calls, handed = whole_rows + portions * in_portions, (whole_rows + in_portions) * stream
+    yield Sending("residual stream", "reduce-scatter", k * calls, k * handed, ranks, 1)
     yield Sending("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
-    yield Sending("loss", "all-reduce", 3 * k, 3 * k * 4 * M, ranks, 1)
+    loss_calls = math.ceil(M * model.vocab_size / ranks * (4 if config.train.dtype == "float32" else 6) / LOGITS_BYTES)
+    yield Sending("loss", "all-gather", k * loss_calls, k * 8 * M, ranks, 1)
     yield Sending("norms, positions", "all-reduce", k * whole, k * 4 * (parts.positions + parts.scales), ranks, 1)
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Sending]:
-    """Statistics of T layers, 8·(2C + H) bytes a row whatever the length; keys and values of A layers."""
+    """Statistics of T layers, 8·(2C + H) bytes a row whatever the length, and a tile; keys and values of A layers.
+    In the forward both are sent again for the tiles that are read twice."""
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_sequences
-    statistics = 8 * (2 * model.width + model.heads) / tensor * rows
-    yield Sending("sequence statistics", "all-gather", 4 * k * layers["T"], k * layers["T"] * statistics, ranks, tensor)
+    statistics = 4 * (2 * model.width + model.heads) / tensor * rows  # one way
+    ways = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
+    calls = 2 * ways * k * layers["T"]
+    yield Sending("sequence statistics", "all-gather", calls, k * layers["T"] * ways * statistics, ranks, tensor)
     if layers["A"]:
-        key_value = 2 * tokens_here(config) * model.width / tensor
-        e = ELEMENT_BYTES[config.train.dtype]
-        yield Sending("keys and values", "all-gather", k * layers["A"], k * layers["A"] * e * key_value, ranks, tensor)
-        yield Sending(
-            "their gradients", "reduce-scatter", k * layers["A"], k * layers["A"] * 4 * key_value * ranks, ranks, tensor
-        )
+        key_value, calls = 2 * tokens_here(config) * model.width / tensor, k * layers["A"] * tiles(config)
+        e, times = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
+        again = 1 + read_twice(config)
+        yield Sending("keys and values", "all-gather", calls * again, times * again * e * key_value, ranks, tensor)
+        yield Sending("their gradients", "reduce-scatter", calls, times * 4 * key_value * ranks, ranks, tensor)
 
 
 def host_bytes(config: PlanConfig) -> float:
@@ -198,6 +261,16 @@ def host_bytes(config: PlanConfig) -> float:
 def gpu_bytes(config: PlanConfig) -> float:
     """Of a GPU at its fullest, with what is reserved."""
     return fullest(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
+
+
+def with_tile_size(config: PlanConfig) -> PlanConfig:
+    """With a number for memory.tile_tokens = auto. Raises ConfigError when no tile fits."""
+    return _in_tiles(config) if config.memory.tile_tokens == "auto" else config
+
+
+def _in_tiles(config: PlanConfig) -> PlanConfig:
+    cluster = config.cluster
+    return largest_tile(config, cluster.ranks, (cluster.memory_gb - cluster.reserved_gb) * 1e9)
 
 
 def what_does_not_fit(config: PlanConfig) -> str | None:
@@ -235,14 +308,15 @@ def require_even_shares(config: PlanConfig) -> None:
 
 def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Settings as overrides, those that cost little first: the micro-batch is made smaller, then the ZeRO stage is
-    raised, then sequence ranks are added, then tensor ranks."""
+    raised, then rows are cut into tiles, then sequence ranks are added, then tensor ranks."""
     train, parallel, ranks = config.train, config.parallel, config.cluster.ranks
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.sequence_tokens + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
         if obstacle_to_tensor_ranks(config.model, tensor):
             continue
-        for stage in range(parallel.zero_stage, 4):
+        tiled = tiles(config) > 1
+        for stage in range(parallel.zero_stage, 3 if tiled else 4):
             for micro_batch in range(train.micro_batch_sequences, 0, -1):
                 other = _changed(
                     config,
@@ -253,6 +327,11 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
                 if changes and _can_be_shared(other):
                     new = dict(leaves(other.model_dump()))
                     yield " ".join(f"{path}={new[path]}" for path in changes), other
+        if (tensor, sequence) == (parallel.tensor, parallel.sequence) and not tiled and parallel.zero_stage < 3:
+            with suppress(ConfigError):
+                if config.model.obstacle_to_tiles is None and _can_be_shared(config):
+                    other = _in_tiles(config)
+                    yield f"memory.tile_tokens={other.memory.tile_tokens}", other
 
 
 def _changed(config: PlanConfig, **sections: dict[str, int]) -> PlanConfig:

@@ -16,6 +16,7 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import read_rows, write_rows, write_whole
 from tost_lm.model.checkpoint import find_checkpoint, step_folders
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.initial_weights import InitialWeights
 from tost_lm.training.progress import Progress
 from tost_lm.training.redaction import redact_command
 from tost_lm.version import VERSION
@@ -32,6 +33,13 @@ class Claim(NamedTuple):
     """Why the run that is in the folder is set aside first; empty: it is not."""
     seen: tuple[Path, ...] = ()
     """The checkpoints that were there."""
+    initial_weights: InitialWeights | None = None
+    """What a run that begins begins from; None: it draws its weights."""
+
+    @property
+    def weights_from(self) -> Path | None:
+        """The checkpoint whose weights the launch starts with; None: it draws them."""
+        return self.resume_from or (self.initial_weights and self.initial_weights.folder)
 
 
 def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None] = print) -> Claim:

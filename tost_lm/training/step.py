@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.model.lm import IGNORED_LABEL
-from tost_lm.ops.split import SequenceSplit
-from tost_lm.parallel.apply import shard_of
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
+from tost_lm.training.tiled import Tiling
 
 
 class Outcome(NamedTuple):
@@ -29,19 +28,18 @@ class Outcome(NamedTuple):
 def train_step(
     engine: Any,
     micro_batches: Sequence[MicroBatch],
-    split: SequenceSplit,
+    tiling: Tiling,
     lr: float,
     objection: Callable[[float, float], str] = lambda loss, grad_norm: "",
     before_update: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One optimizer step on this rank's shards of its sequences, as `split` says of each row.
+    """One optimizer step on this rank's tokens of its sequences, the stripes of each row that `tiling` says.
 
     Args:
         objection: what speaks against applying the step, given loss and gradient norm; alike on all ranks.
         before_update: called between the last backward and the update.
     """
     mesh: Mesh = engine.mesh
-    shard = shard_of(mesh, split)
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
     label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
     for group in engine.optimizer.param_groups:
@@ -55,8 +53,7 @@ def train_step(
             labels=batch.labels,
             cu_seqlens=batch.cu_seqlens,
             label_count=label_count,
-            output_state=False,
-            shard=shard,
+            tiling=tiling,
         ).loss
         engine.backward(loss)
         losses.append(loss.detach())

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from tost_lm.data.loader import TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
-from tost_lm.model.lm import IGNORED_LABEL
-from tost_lm.ops.split import SequenceSplit
-from tost_lm.parallel.apply import shard_of
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
+from tost_lm.training.tiled import Tiling
 
 FIRST_END = 8
 
@@ -23,8 +21,8 @@ FIRST_END = 8
 class Validation:
     """The loss of one batch of held-out documents, the same each time."""
 
-    def __init__(self, batches: TrainingBatches, mesh: Mesh, split: SequenceSplit, sequence_tokens: int) -> None:
-        self._batches, self._mesh, self._split = batches, mesh, split
+    def __init__(self, batches: TrainingBatches, mesh: Mesh, tiling: Tiling, sequence_tokens: int) -> None:
+        self._batches, self._mesh, self._tiling = batches, mesh, tiling
         self.position_ends = _position_ends(sequence_tokens)
 
     def measure(self, engine: Any) -> dict[str, Any]:
@@ -52,11 +50,10 @@ class Validation:
 
     def _losses(self, engine: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Nats [B, T] of this rank's tokens, and their positions in their documents, [B, T] or [1, T]."""
-        shard = shard_of(self._mesh, self._split)
-        output = engine(batch.tokens, cu_seqlens=batch.cu_seqlens, output_state=False, shard=shard)
-        logits_BTV = output.logits.float()
-        nats_BT = cross_entropy(logits_BTV.transpose(1, 2), batch.labels, ignore_index=IGNORED_LABEL, reduction="none")
-        column_T = torch.arange(self._split.start, self._split.end)
+        nats_BT = engine(
+            batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens, label_count=1.0, tiling=self._tiling
+        ).nats
+        column_T = torch.cat([torch.arange(*tile.columns) for tile in self._tiling.tiles])
         if batch.cu_seqlens is not None:
             starts = batch.cu_seqlens.cpu()
             column_T = column_T - starts[torch.bucketize(column_T, starts, right=True) - 1]

@@ -45,3 +45,21 @@ def test_every_rival_of_the_model_is_measured(work: str):
     assert tost < 4 * TOKENS
     assert gpt2 == ([0, 0] if work == model.TRAINING else [TOKENS * 2 * 8 * 4] * 2)
     assert len(model.table_rows(cells)) == 1
+
+
+def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_cells, "ROUNDS", 7)
+    monkeypatch.setattr(model_cells, "TOKENS_IN_ROUND", 2)
+    shape = {"layers": 1, "width": 8, "heads": 2, "vocab_size": 256}
+    cells = []
+    for name in ("ToST", "GPT-2, plain attention"):
+        rival = {"settings": {**model.COMMON, **model.RIVALS[name], **shape}, "attention": model.ATTENTION.get(name)}
+        cell = model_cells.contexts_in_turns("cpu", [TOKENS, 4 * TOKENS], "float32", rival, budget_s=10)
+        assert [len(seconds) for seconds in cell["seconds"]] == [7, 7]
+        cells.append(
+            {"work": model.COST_OF_LENGTH, "tokens": 4 * TOKENS, "shortest_tokens": TOKENS, "rival": name, **cell}
+        )
+    (row,) = model.table_rows(cells)
+    assert row["tokens"] == "256 ÷ 64"
+    assert row["ToST"].endswith("×, 1×")
+    assert row["GPT-2, plain attention"].endswith("×, 4×")

@@ -40,7 +40,7 @@ def batches_of(corpora: Corpora, packing: Packing, ranks: str = "0/1 0/1", **cha
     settings = {"seed": 1, "batch_sequences": BATCH, "micro_batch_sequences": 2, "sequence_tokens": T, **changes}
     row = settings["sequence_tokens"] * (settings["micro_batch_sequences"] if packing == "best-fit" else 1)
     split = SequenceSplit.even(row, sequence_ranks, sequence)
-    share = Share(data, data_ranks, (split.start, split.end))
+    share = Share(data, data_ranks, ((split.start, split.end),))
     return TrainingBatches(corpora, share, packing=packing, ignored_label=IGNORED, **settings)
 
 

@@ -27,7 +27,7 @@ LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 def batches_of(folder: Path, packing: Packing = "best-fit") -> TrainingBatches:
     return TrainingBatches(
         Corpora([hand_made(folder / "a", LENGTHS), hand_made(folder / "b", LENGTHS[7:])], [2, 1]),
-        Share(0, 1, (0, 40 if packing == "best-fit" else 20)),
+        Share(0, 1, ((0, 40 if packing == "best-fit" else 20),)),
         packing=packing, seed=1, batch_sequences=8, micro_batch_sequences=2, sequence_tokens=20, ignored_label=-100,
     )  # fmt: skip
 

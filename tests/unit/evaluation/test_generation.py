@@ -1,10 +1,13 @@
 """Generation from the state gives what recomputing the whole text for every token gives."""
 
+import io
+
 import pytest
 import torch
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.generation import generate, sampler, state_bytes
+from tost_lm.evaluation.generation import generate, sampler, state_bytes, tell
+from tost_lm.model.streaming import read
 
 PROMPT = [1, 7, 23, 5]
 NO_STOP = 10**6
@@ -12,7 +15,8 @@ PATTERNS = pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 
 
 def go_on(model, tokens: int = 12, temperature: float = 0.0, seed: int = 0, stop_id: int = NO_STOP, vocab_size=40):
-    return generate(model, PROMPT, tokens, temperature, seed, stop_id, vocab_size)
+    output = read(model, [torch.tensor([PROMPT])])
+    return list(generate(model, output, tokens, temperature, seed, stop_id, vocab_size))
 
 
 @torch.inference_mode()
@@ -105,3 +109,17 @@ def test_the_state_of_a_window_stops_growing(make_model):
 def test_without_a_limit_any_number_of_tokens_is_generated(make_model):
     model = make_model("TA", max_positions=8, positions="none", denom_bias="head", window=4)
     assert len(go_on(model, tokens=30)) == 30
+
+
+def test_a_text_is_told_as_it_comes_and_only_its_beginning_kept(capsys):
+    target = io.BytesIO()
+    said = []
+
+    def parts():
+        for part in ("ab", "", "çd", "e"):
+            yield part
+            said.append(capsys.readouterr().out)
+
+    assert tell(parts(), target, 3) == {"text": "abç", "characters": 5, "tokens": 3}
+    assert said == ["ab", "", "çd", "e"]
+    assert target.getvalue().decode() == "abçde"

@@ -12,13 +12,13 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.evaluation.config import GenerateConfig
+from tost_lm.evaluation.config import GenerateConfig, ScoreTextConfig
 from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page as ReportPage
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import all_sections
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, Subject
+from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, TEXT, Subject
 
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
@@ -57,7 +57,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     SAMPLE: {
         "prompt": NASTY, "text": f"{NASTY} again", "prompt_tokens": 9, "tokens": 5, "tokens_per_second": 100.0,
-        "pattern": "T", "window": 0, "state_bytes_after_prompt": 288,
+        "characters": len(NASTY) + 6, "pattern": "T", "window": 0, "state_bytes_after_prompt": 288,
     },
 }  # fmt: skip
 
@@ -253,3 +253,40 @@ def test_layers_and_positions_are_described(run_folder, lines, layers, positions
     text = " ".join(text_of(run_folder).text.split())
     assert f"layers {layers} shape" in text
     assert f"330, {positions} parameters" in text
+
+
+def test_a_text_in_one_stream_is_shown(run_folder):
+    assert "in one stream" not in text_of(run_folder).text  # its model reads 16 tokens
+    subject = Subject.find(run_folder)
+    settings = validate(ScoreTextConfig, {"text": {"file": "a_book.txt"}}, "test")
+    results = {
+        "model": {
+            "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
+            "bits_per_byte": 1.0655,
+        },
+        "pattern": "T", "window": 0, "state_bytes": 4321,
+    }  # fmt: skip
+    subject.write_results(TEXT, subject.identity(settings, None), 0.0, results)
+    page = text_of(run_folder)
+    for words in (
+        "a_book.txt",
+        "3.2500",
+        "25.79",
+        "1.0655",
+        "12,345 tokens, 54,321 bytes",
+        "4,321 bytes; the same after",
+    ):
+        assert words in page.text
+
+
+def test_a_model_that_reads_any_length_may_score_a_text(run_folder):
+    config = run_folder / "config.toml"
+    unlimited = config.read_text().replace('positions = "learned"', 'positions = "none"')
+    config.write_text(unlimited.replace('denom_bias = "position"', 'denom_bias = "none"'))
+    assert f"python -m eval.text {run_folder} text.file=PATH" in text_of(run_folder).text
+
+
+def test_of_a_long_generated_text_the_beginning_is_shown(evaluated):
+    path = Subject.find(evaluated).results_path(SAMPLE)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"characters": 1_234_567}))
+    assert "the first of 1,234,567 characters; all are in eval/sample/text.txt" in text_of(evaluated).text

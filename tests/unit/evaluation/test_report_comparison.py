@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tost_lm.config import differences, to_toml, validate
 from tost_lm.config.section import leaves
@@ -17,10 +18,12 @@ from tost_lm.evaluation.report import write_comparison
 from tost_lm.evaluation.report.comparison import all_sections
 from tost_lm.evaluation.report.groups import Mean, grouped, read_runs, what_is_trained
 from tost_lm.evaluation.report.page import Page, to_markdown
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE
+from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, NEEDLE
+from tost_lm.model import TostLM
 from tost_lm.training.config import PretrainConfig
 
 MakeRun = Callable[..., Path]
+PARAMETERS = "12,692 (1,024 of positions)"
 
 
 def settings(**sections: dict[str, Any]) -> PretrainConfig:
@@ -70,6 +73,22 @@ def add_results(folder: Path, protocol: str, step: int, score: float, shards: st
     path.write_text(json.dumps({"identity": identity, "model": {"bits_per_byte": score}, "cells": cells}))
 
 
+def add_memberships(folder: Path, step: int, first: float, moved: float) -> None:
+    """Of two layers, of which the other has 0 everywhere."""
+    results = {
+        "identity": {"step": step, "shards_fingerprint": "a", "settings": {}},
+        "position_ends": [8, 1024],
+        "concentration_by_position": [[first, 0.25], [0, 0]],
+        "after_context": [
+            {"context_tokens": 0, "moved": [0, 0], "concentration": [1, 0], "nats_per_token": 5.0},
+            {"context_tokens": 1000, "moved": [moved, 0], "concentration": [0.5, 0], "nats_per_token": 4.0},
+        ],
+    }
+    path = folder / "eval" / MEMBERSHIPS / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(results))
+
+
 def compare(*folders: Path) -> tuple[str, Page]:
     """The text without Markdown's escapes, and the page with its figures, which are not drawn."""
     page = Page("compared", figures="figures")
@@ -94,11 +113,18 @@ def test_runs_are_grouped_by_what_they_train(make_run):
     text, _ = compare(*runs)
     lr = settings().optim.lr
     assert table(text, "Groups") == [
-        ["group", "optim.lr", "train.skip_spikes", "runs"],
-        ["1", str(lr), "–", f"{runs[0]}, {runs[2]}"],
-        ["2", "0.5", "–", str(runs[1])],
-        ["3", "0.5", "6.0", str(runs[3])],
+        ["group", "optim.lr", "train.skip_spikes", "parameters", "runs"],
+        ["1", str(lr), "–", PARAMETERS, f"{runs[0]}, {runs[2]}"],
+        ["2", "0.5", "–", PARAMETERS, str(runs[1])],
+        ["3", "0.5", "6.0", PARAMETERS, str(runs[3])],
     ]
+
+
+def test_parameters_are_those_of_the_model(make_run):
+    text, _ = compare(make_run("a", [5.0]), make_run("b", [5.0], model={"positions": "none"}))
+    with torch.device("meta"):
+        model = TostLM(settings(model={"positions": "none"}).model)
+    assert [row[-2] for row in table(text, "Groups")[1:]] == [PARAMETERS, f"{model.parameter_count():,}"]
 
 
 def test_groups_leave_out_what_resuming_may_change_and_the_seed():
@@ -151,6 +177,64 @@ def test_figures_are_means_with_standard_errors(make_run):
     header, *rows = csv.reader(page.charts["figures/position"].table().splitlines())
     assert header[1] == f"{first}, step 20: mean (nats/token)"
     assert rows == [["8", "5.25", "0.25"], ["16", "4.125", "0.125"]]
+
+
+def test_memory_is_the_most_that_a_run_took(make_run):
+    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+    for folder, peaks in ((a, [1e9, 3e9, 2e9]), (b, [4e9])):
+        write_rows(folder / "metrics.jsonl", [
+            {"step": step, "loss": 6.0, "memory_peak_bytes": peak} for step, peak in enumerate(peaks, start=1)
+        ])  # fmt: skip
+    text, _ = compare(a, b, c)
+    header, first, second = table(text, "Results")
+    assert (header[-1], first[-1], second[-1]) == ("memory peak (GB)", "3.50 ± 0.50", "–")
+
+
+def test_losses_by_position_stand_in_a_table_too(make_run):
+    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+    for run, by_position in ((a, (5.0, 4.0)), (b, (5.5, 4.25)), (c, (3.0, 2.0))):
+        add_validation(run, 10, *by_position)
+    text, _ = compare(a, b, c)
+    header, first, second = table(text, "Loss by position")
+    assert header == ["group", "positions up to 8", "positions up to 16"]
+    assert first[1:] == ["5.250 ± 0.250", "4.125 ± 0.125"]
+    assert second[1:] == ["3.000", "2.000"]
+
+
+def test_groups_of_the_same_seeds_are_compared_seed_by_seed(make_run):
+    a = [make_run(f"a{seed}", [6.0], train={"seed": seed}) for seed in range(3)]
+    b = [make_run(f"b{seed}", [6.0], train={"seed": seed}, optim={"lr": 0.5}) for seed in (2, 1)]
+    for run, loss in zip([*a, *b], (3.0, 4.0, 5.5, 5.0, 3.75), strict=True):
+        add_validation(run, 10, 9.0, loss)
+    _, first, second = table(compare(*a, *b)[0], "Seed by seed")
+    assert first[1:] == ["3", "0.0000 ± 0.0000"]
+    assert second[1:] == ["2", "-0.3750 ± 0.1250"]
+    assert "Seed by seed" not in compare(*a)[0]
+    assert "Seed by seed" not in compare(a[0], *b)[0]
+
+
+def test_memberships_are_means_over_layers_and_runs(make_run):
+    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+    assert "Memberships" not in compare(a, b, c)[0]
+    add_memberships(a, 10, first=0.5, moved=0.25)
+    add_memberships(b, 10, first=0.75, moved=0.75)
+    text, _ = compare(a, b, c)
+    section = text.split(f"## Memberships ({MEMBERSHIPS})")[1].split("\n## ")[0]
+    rows = [line.split(" | ", 1)[1].rstrip(" |") for line in section.splitlines() if line.startswith("| 1:")]
+    assert "positions up to 8 | positions up to 1,024 |" in section
+    assert rows == [
+        "0.312 ± 0.062 | 0.125 ± 0.000",
+        "0.000 ± 0.000 | 0.250 ± 0.125",
+        "0.500 ± 0.000 | 0.250 ± 0.000",
+        "5.000 ± 0.000 | 4.000 ± 0.000",
+    ]
+    assert "| 2:" not in section
+    (b / "eval" / MEMBERSHIPS / "results.json").unlink()
+    (b / "eval" / MEMBERSHIPS).rmdir()
+    add_memberships(b, 20, first=0.5, moved=0.25)
+    text, _ = compare(a, b)
+    assert f"Results of {MEMBERSHIPS} in group 1 are of different steps" in text
+    assert "## Memberships" not in text
 
 
 def test_the_standard_error_is_that_of_the_mean():

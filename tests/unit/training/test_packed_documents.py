@@ -11,7 +11,7 @@ from tost_lm.data.loader import Share, TrainingBatches
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.lm import IGNORED_LABEL
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.testing import assert_close
 
 VOCAB, T, MICRO_BATCH = 50, 16, 3
@@ -23,7 +23,7 @@ def test_a_packed_document_costs_what_it_costs_alone(tmp_path: Path):
     model = TostLM(validate(ModelConfig, {**tree, "layer_scale": 1.0}, "test")).double()
     corpora = Corpora([hand_made(tmp_path, [1 + 7 * i % 15 for i in range(40)], vocab_size=VOCAB)], [1.0])
     batches = TrainingBatches(
-        corpora, Share(0, 1, (0, MICRO_BATCH * T)), packing="best-fit", seed=0, batch_sequences=2 * MICRO_BATCH,
+        corpora, Share(0, 1, ((0, MICRO_BATCH * T),)), packing="best-fit", seed=0, batch_sequences=2 * MICRO_BATCH,
         micro_batch_sequences=MICRO_BATCH, sequence_tokens=T, ignored_label=IGNORED_LABEL,
     )  # fmt: skip
     documents = 0

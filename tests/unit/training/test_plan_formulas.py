@@ -8,17 +8,26 @@ import pytest
 from pretrain.plan import main
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
+from tost_lm.ops import cross_entropy
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import fullest, moments
+from tost_lm.training.plan_memory import LOGITS_BYTES, Moment, moments
 
 CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
 N = 110_384_016  # numbers trained by tost-base
+TOKENS = 12 * 1024  # of its micro-batch
+LAYER = 16 * 2 * 768 + 4 * 12 + 4 * (2 * 768 + 12) / 32 + 16
+"""Bytes a token that one of its layers keeps: 16 tensors, Π, sums of chunks of 32 tokens and norms."""
 
 
 def planned(path: Path, *overrides: str) -> PlanConfig:
     return load_config(PlanConfig, path, overrides)
+
+
+def at(name: str, *overrides: str) -> Moment:
+    """The moment of tost-base on 8 ranks."""
+    return next(moment for moment in moments(planned(BASE, *overrides), 8) if moment.name == name)
 
 
 def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
@@ -35,24 +44,59 @@ def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
 
 def test_memory_of_bfloat16_by_stage():
     weights, part = 2 * N, N / 8
-    by_stage = {stage: fullest(planned(BASE, f"parallel.zero_stage={stage}"), 8) for stage in (1, 2, 3)}
-    assert all(moment.name == "at the loss" for moment in by_stage.values())
+    by_stage = {stage: at("at the loss", f"parallel.zero_stage={stage}") for stage in (1, 2, 3)}
     assert [by_stage[stage].weights for stage in (1, 2, 3)] == [weights, weights, weights + 2 * part]
     assert {moment.optimizer for moment in by_stage.values()} == {12 * part}
     assert [by_stage[stage].gradients for stage in (1, 2, 3)] == [4 * N, 4 * part, 4 * part]
-    assert {moment.loss for moment in by_stage.values()} == {12 * 50304 * 12 * 1024}
-    # 12 layers of 16 tensors, Π, sums of chunks of 32 tokens and norms; and two tensors at the head.
-    layer = 16 * 2 * 768 + 4 * 12 + 4 * (2 * 768 + 12) / 32 + 16
-    assert by_stage[1].activations == (12 * layer + 2 * 2 * 768) * 12 * 1024
+    # A portion's logits; the gradient of the head's weight, and the portion's; the head's input and its gradient.
+    in_portion = 2**28 + 2 * 768 * 2**28 / (6 * 50304)
+    assert {moment.loss for moment in by_stage.values()} == {in_portion + 6 * 50304 * 768 + 2 * 2 * 768 * TOKENS}
+    assert by_stage[1].activations == (12 * LAYER + 2 * 768) * TOKENS
 
 
 def test_ranks_that_share_the_model_or_the_tokens_hold_less():
-    whole = fullest(planned(BASE), 8)
-    tokens = fullest(planned(BASE, "parallel.sequence=2"), 8)
-    heads = fullest(planned(BASE, "parallel.tensor=2"), 8)
-    assert (tokens.loss, tokens.activations) == (whole.loss / 2, whole.activations / 2)
+    whole, tokens, heads = (
+        at("at the loss", words) for words in ("run.name=x", "parallel.sequence=2", "parallel.tensor=2")
+    )
+    assert tokens.loss == whole.loss - 2 * 768 * TOKENS
+    assert tokens.activations == whole.activations / 2
+    # Half the words: twice the tokens in a portion.
+    assert heads.loss == pytest.approx(whole.loss - 3 * 50304 * 768 + 2 * 768 * 2**28 / (6 * 50304))
     assert heads.weights < whole.weights * 0.51
     assert heads.activations == whole.activations / 2
+
+
+def test_a_portion_of_logits_is_as_large_as_the_loss_makes_it():
+    assert LOGITS_BYTES == cross_entropy.LOGITS_BYTES
+    few = "train.micro_batch_sequences=1", "train.batch_sequences=8", "train.sequence_tokens=512"
+    assert at("at the loss", *few).loss == 6 * 50304 * 512 + 6 * 50304 * 768 + 3 * 2 * 768 * 512
+
+
+def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
+    last_norm, mlp = 2 * 768, 11 * 2 * 768 + 8
+    blocks, mlps, both = (
+        "memory.recompute=blocks",
+        "memory.mlp_tokens=256",
+        ("memory.recompute=blocks", "memory.mlp_tokens=256"),
+    )
+    for words, a_layer in (((blocks,), 2 * 768), ((mlps,), LAYER - mlp + 2 * 768), (both, 2 * 768)):
+        assert at("at the loss", *words).activations == (12 * a_layer + last_norm) * TOKENS
+    begins = "as the blocks' backward begins"
+    kept = at("at the loss", blocks).activations
+    # All of one block, its input but once, and the gradients in its MLP; in portions these are 12 × 256 tokens'.
+    assert at(begins, blocks).activations == kept + (LAYER - 2 * 768 + 4 * 2 * 768) * TOKENS
+    in_portions = (LAYER - mlp + 3 * 2 * 768) * TOKENS + (mlp + 4 * 2 * 768) * 12 * 256
+    assert at(begins, *both).activations == kept + in_portions
+
+
+def test_recomputed_blocks_keep_what_they_received():
+    hybrid = ("model.pattern=TA", "model.rope_theta=10000", "parallel.sequence=2")
+    apart = at("at the loss", *hybrid, "memory.recompute=blocks").activations
+    # Six A layers: keys and values of both ranks.
+    assert apart == (13 * 2 * 768 + 6 * 4 * 2 * 768) * TOKENS / 2
+    tensor = at("at the loss", "parallel.tensor=2", "memory.recompute=blocks").activations
+    # The softmax over heads: a float32 number a token of each rank.
+    assert tensor == (13 * 768 + 12 * 8) * TOKENS
 
 
 def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
@@ -83,6 +127,20 @@ def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
     assert [sending.seconds(cluster) for sending in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
     assert plan.Sending("x", "all-reduce", 1, 4e9, 4, 1).on_link == 6e9
     assert plan.Sending("x", "reduce-scatter", 1, 4e9, 4, 1).on_link == 3e9
+
+
+def test_what_is_computed_again_takes_time():
+    def work_again(*words: str) -> float:
+        return plan.products_again(planned(BASE, *words)) / plan.work(planned(BASE)).products.forward
+
+    mlps, mixers = 12 * 8 * 768**2, 12 * 2 * 768**2
+    whole = mlps + mixers + 50304 * 768
+    blocks, portions = "memory.recompute=blocks", "memory.mlp_tokens=256"
+    assert work_again() == 0
+    assert work_again(blocks) == pytest.approx((mlps + mixers) / whole)
+    assert work_again(portions) == pytest.approx(mlps / whole)
+    # Of four portions the last is not computed when the block is, only when its own backward comes.
+    assert work_again(blocks, portions) == pytest.approx((1.75 * mlps + mixers) / whole)
 
 
 def test_time_follows_from_the_figures_of_the_cluster():

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.config import validate
 from tost_lm.evaluation.report.compared import position_curves_chart, step_chart
-from tost_lm.evaluation.report.groups import Curve, Group, at_step, common_steps, curve, mean_curve, seed
+from tost_lm.evaluation.report.groups import Curve, Group, Mean, at_step, common_steps, curve, mean_curve, seed
 from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.memberships import memberships_of_groups, places_table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.report.scores import FIGURES, Figure, Score, limits
+from tost_lm.evaluation.report.scores import FIGURES, Figure, Score, behind_the_best, limits
+from tost_lm.model import ModelConfig
+from tost_lm.model.flops import parameters
 
 BAND = "Lines are means over the runs of a group at the steps that all of them have, bands their standard error."
 
@@ -26,9 +30,11 @@ def all_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
     yield f"# {escape(page.title)}"
     yield members(groups)
     yield results(groups)
+    yield seed_by_seed(groups)
     yield training_loss(groups, page)
     yield validation_loss(groups, page)
     yield loss_by_position(groups, page)
+    yield memberships_of_groups(groups)
     yield each_run(groups)
     yield page.whereabouts()
 
@@ -40,6 +46,7 @@ def members(groups: Sequence[Group]) -> str:
         (
             str(group.number),
             *[str(group.settings.get(path, "–")) for path in paths],
+            _parameters(group),
             ", ".join(str(run.folder) for run in group.runs),
         )
         for group in groups
@@ -47,8 +54,9 @@ def members(groups: Sequence[Group]) -> str:
     return "\n\n".join([
         "## Groups",
         "Runs of a group were trained with the same settings but for the seed; how that was carried out (ranks, "
-        "micro-batches, checkpoints) does not count. The columns are the settings in which groups differ.",
-        table(("group", *paths, "runs"), rows),
+        "micro-batches, checkpoints) does not count. The columns are the settings in which groups differ, and how many "
+        "numbers are trained, with those of learned positions among them.",
+        table(("group", *paths, "parameters", "runs"), rows),
     ])  # fmt: skip
 
 
@@ -60,7 +68,25 @@ def results(groups: Sequence[Group]) -> str:
         *[f"> {escape(limit)}" for limit in limits(groups)],
         _figures(("group", "runs"), firsts, groups),
         "Mean ± standard error over the runs of a group; a single run has none. Losses are in nats per token, the "
-        "training loss that of one batch as logged. Speed is the median of what a run logged.",
+        "training loss that of one batch as logged. Speed is the median of what a run logged, memory the "
+        "most (of tensors on a GPU, else of the process).",
+    ])  # fmt: skip
+
+
+def seed_by_seed(groups: Sequence[Group]) -> str:
+    """How far the groups lie behind the best, of groups that were trained with the same seeds."""
+    if not (behind := behind_the_best(groups)):
+        return ""
+    rows = [
+        (group.label, str(behind[group.number].count), _mean(behind[group.number], ".4f"))
+        for group in groups
+        if group.number in behind
+    ]
+    return "\n\n".join([
+        "## Seed by seed",
+        "The last validation loss less that of the group with the lowest, run against run of the same seed, which read "
+        "the same data in the same order.",
+        table(("group", "seeds", "nats per token behind the best"), rows),
     ])  # fmt: skip
 
 
@@ -87,7 +113,8 @@ def loss_by_position(groups: Sequence[Group], page: Page) -> str:
     if not curves:
         return ""
     alternative = "Validation loss in nats per token by position in the document, a line for each group"
-    return f"## Loss by position\n\n{page.show('position', position_curves_chart(curves), alternative)}"
+    picture = page.show("position", position_curves_chart(curves), alternative)
+    return f"## Loss by position\n\n{picture}\n\n{places_table('group', 'positions up to', curves, '.3f')}"
 
 
 def each_run(groups: Sequence[Group]) -> str:
@@ -95,6 +122,12 @@ def each_run(groups: Sequence[Group]) -> str:
     alone = [replace(group, runs=(run,)) for group in groups for run in group.runs]
     firsts = [(str(group.runs[0].folder), str(group.number), str(seed(group.runs[0]))) for group in alone]
     return f"## Each run\n\n{_figures(('run', 'group', 'seed'), firsts, alone)}"
+
+
+def _parameters(group: Group) -> str:
+    run = group.runs[0]
+    counted = parameters(validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml")))
+    return f"{counted.total:,}" + (f" ({counted.positions:,} of positions)" if counted.positions else "")
 
 
 def _figures(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
@@ -115,13 +148,14 @@ def _cell(figure: Figure, score: Score | None, step: int | None, runs: int) -> s
     if score is None:
         return "–"
     mean = score.mean
-    if math.isfinite(mean.value):
-        text = f"{mean.value:{figure.form}}" + ("" if mean.error is None else f" ± {mean.error:{figure.form}}")
-    else:
-        text = "not a number"
+    text = _mean(mean, figure.form) if math.isfinite(mean.value) else "not a number"
     remarks = [f"step {score.step:,}"] if score.step not in (None, step) else []
     remarks += [f"{mean.count} of {runs} runs"] if mean.count < runs else []
     return f"{text} ({', '.join(remarks)})" if remarks else text
+
+
+def _mean(mean: Mean, form: str) -> str:
+    return f"{mean.value:{form}}" + ("" if mean.error is None else f" ± {mean.error:{form}}")
 
 
 def _measured(group: Group) -> list[list[dict[str, Any]]]:

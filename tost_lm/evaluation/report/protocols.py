@@ -1,14 +1,16 @@
-"""The sections of a run's report about evaluations: held-out text, needle grid, generated text."""
+"""The sections of a run's report about evaluations: held-out text, needle grid, text in one stream, generated text."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from tost_lm.config import validate
 from tost_lm.evaluation.report.curves import needle_chart
 from tost_lm.evaluation.report.markdown import escape, fenced, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE
+from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, TEXT
 from tost_lm.files import sha256_file
+from tost_lm.model import ModelConfig
 
 ENOUGH_DOCUMENTS = 10
 
@@ -26,7 +28,7 @@ def heldout(run: RunRecord) -> str:
         rows.append((row["name"], "–", "–", f"{row['bits_per_byte']:.4f}", lower))
     return "\n\n".join([
         f"## Held-out text ({escape(HELDOUT)})",
-        _of_checkpoint(run, results, "eval.zero_shot"),
+        of_checkpoint(run, results, "eval.zero_shot"),
         table(("", "nats per token", "perplexity per token", "bits per byte", "model lower by"), rows),
         _compared(baselines, model["documents"]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
@@ -48,7 +50,7 @@ def retrieval(run: RunRecord, page: Page) -> str:
     means = {key: needle_mean(results, key) for key in keys}
     parts = [
         f"## Needle in a haystack ({escape(NEEDLE)})",
-        _of_checkpoint(run, results, "eval.retrieval"),
+        of_checkpoint(run, results, "eval.retrieval"),
         page.show("needle", needle_chart(cells), "Percentage of right words by depth and length, and control"),
         table(
             ("mean over all cells", "right word chosen of ten", "greedy text begins with it"),
@@ -73,6 +75,24 @@ def retrieval(run: RunRecord, page: Page) -> str:
     return "\n\n".join(parts)
 
 
+def text(run: RunRecord) -> str:
+    """The score of a text file."""
+    results = run.results(TEXT)
+    if results is None:
+        # A model with learned positions reads no more than those: for it this may remain open.
+        limited = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml")).position_limit
+        return "" if limited else f"## A text in one stream\n\n{missing('eval.text', f'{run.folder} text.file=PATH')}"
+    model, path = results["model"], results["identity"]["settings"]["text"]["file"]
+    figures = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
+    return "\n\n".join([
+        f"## A text in one stream ({escape(TEXT)})",
+        of_checkpoint(run, results, "eval.text", f" text.file={path}"),
+        table(("", "nats per token", "perplexity per token", "bits per byte"), [(path, *figures)]),
+        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes, each token predicted from all before it; end-of-text "
+        f"ids not counted. State after them: {results['state_bytes']:,} bytes; {_growth(results)}.",
+    ])  # fmt: skip
+
+
 def sample(run: RunRecord) -> str:
     """A generated text."""
     results = run.results(SAMPLE)
@@ -80,22 +100,19 @@ def sample(run: RunRecord) -> str:
         return f"## Generated text\n\n{missing('tost_lm.generate', run.folder)}"
     settings = results["identity"]["settings"]["sample"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
-    if "A" not in results["pattern"]:
-        size = "the same after any number of tokens"
-    elif results["window"]:
-        size = f"it grows up to the attention's window of {results['window']:,} tokens"
-    else:
-        size = "it grows with every token (softmax)"
-    return "\n\n".join([
+    parts = [
         "## Generated text",
-        _of_checkpoint(run, results, "tost_lm.generate"),
-        "Prompt:",
+        of_checkpoint(run, results, "tost_lm.generate"),
+        f"The end of the prompt, {escape(file)}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"The model goes on ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
         fenced(results["text"]),
-        f"State after the {results['prompt_tokens']} tokens of the prompt: "
-        f"{results['state_bytes_after_prompt']:,} bytes; {size}.",
-    ])  # fmt: skip
+        f"State after the {results['prompt_tokens']:,} tokens of the prompt: "
+        f"{results['state_bytes_after_prompt']:,} bytes; {_growth(results)}.",
+    ]
+    if results.get("characters", 0) > len(results["text"]):
+        parts.append(f"These are the first of {results['characters']:,} characters; all are in eval/sample/text.txt.")
+    return "\n\n".join(parts)
 
 
 def needle_mean(results: dict[str, Any], key: str) -> float:
@@ -122,11 +139,22 @@ def _compared(baselines: Sequence[dict[str, Any]], documents: int) -> str:
     return f"In bits per byte, where lower is better, the model {', '.join(parts)} (by two standard errors)."
 
 
-def _of_checkpoint(run: RunRecord, results: dict[str, Any], program: str) -> str:
+def _growth(results: dict[str, Any]) -> str:
+    """Whether the state grows."""
+    if "A" not in results["pattern"]:
+        return "the same after any number of tokens"
+    if results["window"]:
+        return f"it grows up to the attention's window of {results['window']:,} tokens"
+    return "it grows with every token (softmax)"
+
+
+def of_checkpoint(run: RunRecord, results: dict[str, Any], program: str, setting: str = "") -> str:
+    """Which checkpoint was evaluated, and whether it is still the newest."""
     identity = results["identity"]
     line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
-        line += f" **That is not the run's newest checkpoint**; this evaluates it: `python -m {program} {run.folder}`"
+        command = f"python -m {program} {run.folder}{setting}"
+        line += f" **That is not the run's newest checkpoint**; this evaluates it: `{command}`"
     return line
 
 

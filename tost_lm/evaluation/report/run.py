@@ -7,6 +7,7 @@ from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, training
 from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.subject import HELDOUT
@@ -32,6 +33,8 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield training.events(run)
     yield protocols.heldout(run)
     yield protocols.retrieval(run, page)
+    yield memberships_of_run(run)
+    yield protocols.text(run)
     yield protocols.sample(run)
     yield software(run)
     yield files(run, page)

@@ -8,7 +8,9 @@ import numpy as np
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.groups import Group, Mean, at_step, common_steps, seed
 from tost_lm.evaluation.report.protocols import needle_mean
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE
+from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, NEEDLE, TEXT
+
+PROTOCOLS = (HELDOUT, NEEDLE, MEMBERSHIPS, TEXT)
 
 
 class Score(NamedTuple):
@@ -41,23 +43,52 @@ def bits_per_byte(group: Group) -> Score | None:
     return _result(group, HELDOUT, lambda results: results["model"]["bits_per_byte"])
 
 
+def text_bits_per_byte(group: Group) -> Score | None:
+    return _result(group, TEXT, lambda results: results["model"]["bits_per_byte"])
+
+
 def needle_accuracy(group: Group) -> Score | None:
     return _result(group, NEEDLE, lambda results: needle_mean(results, "choice_accuracy"))
 
 
 def speed(group: Group) -> Score | None:
-    rates = [column(run.metrics, "tokens_per_second_device") for run in group.runs]
-    mean = Mean.of([float(np.nanmedian(rate)) for rate in rates if not np.isnan(rate).all()])
-    return mean and Score(mean, None)
+    return _over_rows(group, "tokens_per_second_device", np.nanmedian)
+
+
+def memory(group: Group) -> Score | None:
+    return _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)
 
 
 FIGURES = [
     Figure("training loss", ".4f", training_loss),
     Figure("validation loss", ".4f", validation_loss),
     Figure("held-out bits per byte", ".4f", bits_per_byte),
+    Figure("text in one stream, bits per byte", ".4f", text_bits_per_byte),
     Figure("needle: right word chosen", ".1%", needle_accuracy),
     Figure("tokens/s a device", ",.0f", speed),
+    Figure("memory peak (GB)", ",.2f", memory),
 ]
+
+
+def behind_the_best(groups: Sequence[Group]) -> dict[int, Mean]:
+    """By a group's number, how far its validation loss lies above that of the group with the lowest, run against run of
+    the same seed: what a seed's order of data does to all groups alike drops out. Empty unless two groups share seeds.
+    """
+    means = {group.number: score.mean.value for group in groups if (score := validation_loss(group))}
+    losses = {group.number: _losses_by_seed(group) for group in groups if group.number in means}
+    if len(means) < 2:
+        return {}
+    best = losses[min(means, key=lambda number: means[number])]
+    differences = {
+        number: Mean.of([own[key] - best[key] for key in own if key in best]) for number, own in losses.items()
+    }
+    found = {number: mean for number, mean in differences.items() if mean}
+    return found if len(found) > 1 else {}
+
+
+def _losses_by_seed(group: Group) -> dict[tuple[int, int], float]:
+    """Validation losses by seed and the step that they were measured after."""
+    return {(seed(run), row["step"]): row["loss"] for run in group.runs for row in run.validation[-1:] if row["loss"]}
 
 
 def limits(groups: Sequence[Group]) -> Iterator[str]:
@@ -69,7 +100,7 @@ def limits(groups: Sequence[Group]) -> Iterator[str]:
         yield "The groups were trained on different data or tokens, so their losses per token are of different texts."
     if len({run.validation[-1]["tokens"] for run in runs if run.validation}) > 1:
         yield "Validation losses were measured on different numbers of tokens."
-    for protocol in (HELDOUT, NEEDLE):
+    for protocol in PROTOCOLS:
         identities = [results["identity"] for run in runs if (results := run.results(protocol))]
         if any(_measured(identity) != _measured(identities[0]) for identity in identities):
             yield f"Results of {protocol} were made on different texts or with different settings."
@@ -84,7 +115,7 @@ def _limits_within(group: Group) -> Iterator[str]:
         yield f"The runs of group {group.number} stand at different steps ({stand}) and are {how}."
     if len({seed(run) for run in group.runs}) < len(group.runs):
         yield f"Some runs of group {group.number} have the same seed: their differences are not those of seeds."
-    for protocol in (HELDOUT, NEEDLE):
+    for protocol in PROTOCOLS:
         found = {run.folder: results["identity"]["step"] for run in group.runs if (results := run.results(protocol))}
         if len(set(found.values())) > 1:
             steps = ", ".join(f"{name} after {step:,}" for name, step in found.items())
@@ -100,6 +131,13 @@ def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
     return mean and Score(mean, steps[-1])
 
 
+def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale: float = 1) -> Score | None:
+    """Of what each run logged."""
+    logged = [column(run.metrics, key) for run in group.runs]
+    mean = Mean.of([float(of(values)) * scale for values in logged if not np.isnan(values).all()])
+    return mean and Score(mean, None)
+
+
 def _result(group: Group, protocol: str, score: Callable[[dict[str, Any]], float]) -> Score | None:
     results = [results for run in group.runs if (results := run.results(protocol))]
     steps = {result["identity"]["step"] for result in results}
@@ -107,5 +145,5 @@ def _result(group: Group, protocol: str, score: Callable[[dict[str, Any]], float
     return Score(mean, steps.pop()) if mean and len(steps) == 1 else None
 
 
-def _measured(identity: dict[str, Any]) -> tuple[Any, Any]:
-    return identity["shards_fingerprint"], identity["settings"]
+def _measured(identity: dict[str, Any]) -> tuple[Any, ...]:
+    return identity["shards_fingerprint"], identity.get("text_sha256"), identity["settings"]

@@ -1,0 +1,51 @@
+"""Score of a checkpoint on any text file, read as one stream in constant memory (protocol text@bpb).
+
+    python -m eval.text runs/long text.file=book.txt
+    torchrun --standalone --nproc-per-node 2 -m eval.text runs/long text.file=book.txt parallel.sequence=2
+
+Each token is predicted from all that stand before it in the file, however long that is; a model that has learned
+something for each position reads no further than those. Writes eval/text@bpb/results.json: nats a token, perplexity a
+token, bits a byte, and the size of the state.
+"""
+
+import time
+from pathlib import Path
+
+from tost_lm.config import run_program
+from tost_lm.evaluation.config import ScoreTextConfig
+
+
+def main(path: Path, config: ScoreTextConfig) -> None:
+    from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.evaluation.subject import TEXT, Subject
+
+    started = time.monotonic()
+    with joined_ranks(config.parallel) as ranks:
+        subject = Subject.find(path)
+
+        from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
+        from tost_lm.evaluation.generation import state_bytes
+        from tost_lm.evaluation.text import TextFile, score_text
+
+        text = TextFile.check(config.text.file, "text.file")
+        identity = subject.identity(config, None) | {"text_sha256": text.sha256}
+        if ranks.reusable(subject, TEXT, identity):
+            return
+        print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
+        model = ranks.load(subject.checkpoint)
+        scores, state = score_text(model, read_tokenizer(find_tokenizer(subject.checkpoint)), text)
+    if ranks.rank > 0:
+        return
+
+    kept = state_bytes(state, ranks.tensor_ranks)
+    print(
+        f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
+        f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
+    )
+    print(f"state after them: {kept:,} bytes")
+    results = {"model": scores, "pattern": model.config.pattern, "window": model.config.window, "state_bytes": kept}
+    subject.write_results(TEXT, identity, started, results)
+
+
+if __name__ == "__main__":
+    run_program(main, name="eval.text", doc=__doc__ or "", takes="RUN", config=ScoreTextConfig)

@@ -1,0 +1,119 @@
+"""Rows read tile by tile, a stripe of each tile on every sequence rank, train as whole rows in one process do."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
+from test_mixes import GRAD_CLIP
+from training_on_mixes import Record, T, build_engine, build_model, plain_training, take_steps, training_on_mix
+
+from tost_lm.config import validate
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.collectives import all_reduce
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import Traffic, assert_close, run_on_ranks
+from tost_lm.training.tiled import TiledLM, tile
+
+WINDOW = 7
+TILES = (9, 13)  # of 26 tokens: 9 + 9 + 8, and 13 + 13
+MODELS: list[dict[str, Any]] = [
+    {"pattern": "TTA", "window": WINDOW},
+    {"pattern": "TA", "layers": 2, "window": T, "membership": "energy-mean", "positions": "none", "denom_bias": "head"},
+    {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
+]
+
+
+def drawn_model(number: int) -> TiledLM:
+    return build_model(**MODELS[number]).double()
+
+
+def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
+    mesh = mesh_of(tensor, sequence)
+    tokens, labels = packed_batch()
+    count = (labels != IGNORED_LABEL).sum()
+    record = []
+    for number, tile_tokens, offsets in cases():
+        model = parallelize(drawn_model(number), mesh)
+        tiling = tile(mesh, T, tile_tokens)
+        here = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
+        options = {"cu_seqlens": offsets and torch.tensor(offsets), "label_count": count, "tiling": tiling}
+        loss, gradients = loss_and_gradients(model, tokens[:, here], labels[:, here], **options)
+        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
+        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
+    return record
+
+
+def cases() -> list[tuple[int, int, tuple[int, ...] | None]]:
+    return [
+        (number, tile_tokens, offsets)
+        for number in range(len(MODELS))
+        for tile_tokens in TILES
+        for offsets in (None, *OFFSETS)
+    ]
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 2), (2, 1), (2, 2)])
+def test_float64(tensor: int, sequence: int):
+    tokens, labels = packed_batch()
+    found = run_on_ranks(tiled_on_ranks, tensor * sequence, tensor, sequence)
+    for at, (number, tile_tokens, offsets) in enumerate(cases()):
+        cu_seqlens = offsets and torch.tensor(offsets)
+        true_loss, true = loss_and_gradients(drawn_model(number), tokens, labels, cu_seqlens=cu_seqlens)
+        for record in found:
+            loss, gradients = record[at]
+            assert_close(loss, true_loss, 1e-10, f"loss of {MODELS[number]}, {tile_tokens}, {offsets}")
+            assert gradients.keys() == true.keys()
+            for key, gradient in true.items():
+                assert_close(gradients[key], gradient, 1e-10, f"{key} of {MODELS[number]}, {tile_tokens}, {offsets}")
+
+
+def train_in_stages(
+    settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
+) -> list[Record]:
+    mixes = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
+    return [training_on_mix(mix, optimizer, grad_clip, tile_tokens=9, window=WINDOW) for mix in mixes]
+
+
+# Micro-batches are accumulated in all of them.
+@pytest.mark.parametrize(
+    ("mix", "stages", "optimizer", "grad_clip"),
+    [({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP), ({"sequence": 2, "tensor": 2}, (1, 2), "adamw", 0.0)],
+)
+def test_four_ranks_train_as_one_process(
+    mix: dict[str, int], stages: tuple[int, ...], optimizer: str, grad_clip: float
+):
+    expected = plain_training(optimizer, grad_clip, window=WINDOW)
+    for records in run_on_ranks(train_in_stages, 4, mix, stages, optimizer, grad_clip):
+        for record in records:
+            record.assert_equals(expected, relative=1e-5)
+
+
+def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
+    """What a step sends between the ranks that reduce gradients, in whole rows and in tiles; kind and bytes."""
+    counted = []
+    for tile_tokens in (None, 5):
+        engine = build_engine(validate(ParallelConfig, {"zero_stage": stage}, "test"), "sgd", window=WINDOW)
+        with Traffic() as traffic:
+            take_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
+        counted.append(Counter((sent.kind, sent.bytes) for sent in traffic.sent))
+    return tuple(counted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
+    for whole_rows, tiles in run_on_ranks(reductions, 2, stage):
+        assert whole_rows == tiles
+        assert sum(size * count for (_, size), count in tiles.items()) > 10_000
+
+
+def train_in_bfloat16(tile_tokens: int | None) -> list[tuple[float, float]]:
+    engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, window=WINDOW)
+    return take_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
+
+
+def test_bfloat16():
+    tiled, whole_rows = (torch.tensor(run_on_ranks(train_in_bfloat16, 2, size)[0]) for size in (9, None))
+    torch.testing.assert_close(tiled, whole_rows, rtol=1e-2, atol=0)

@@ -1,0 +1,47 @@
+"""pretrain.train tile by tile, as a user runs it: the same run as in whole rows, and what it is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import run
+
+STEPS = 12
+
+
+def losses(workplace: Path, name: str) -> list[float]:
+    rows = (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()
+    assert len(rows) == STEPS
+    return [json.loads(row)["loss"] for row in rows]
+
+
+def validated(workplace: Path, name: str) -> list[float]:
+    rows = (workplace / f"runs/{name}/validation.jsonl").read_text().splitlines()
+    return [loss for row in rows for loss in json.loads(row)["loss_by_position"]]
+
+
+def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workplace: Path):
+    words = ["run.toml", "validation.every=6", "validation.sequences=4", "data.packing=best-fit"]
+    said = run("pretrain.train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)
+    assert "tiles" not in said  # whole rows fit
+    tiles = [*words, "run.name=tiles"]
+    said = run("pretrain.train", *tiles, "memory.tile_tokens=11", "run.stop_step=4", cwd=workplace)
+    assert "exactly in 3 tiles of 11 tokens, from the start" in said
+    said = run(
+        "pretrain.train", *tiles, "memory.tile_tokens=9", "memory.boundary_states=host", "parallel.sequence=2",
+        "run.stop_step=8", cwd=workplace, ranks=2,
+    )  # fmt: skip
+    assert "exactly in 4 tiles of 9 tokens, resuming" in said
+    run("pretrain.train", *tiles, cwd=workplace)
+    assert losses(workplace, "tiles") == pytest.approx(losses(workplace, "whole"), rel=1e-4)
+    assert validated(workplace, "tiles") == pytest.approx(validated(workplace, "whole"), rel=1e-4)
+
+
+def test_truncated_gradients_are_another_run(workplace: Path):
+    run("pretrain.train", "run.toml", "run.name=exact", cwd=workplace)
+    words = ["run.toml", "run.name=truncated", "train.truncate_tokens=8"]
+    assert "truncated back-propagation in 4 tiles of 8 tokens" in run("pretrain.train", *words, cwd=workplace)
+    exact, truncated = losses(workplace, "exact"), losses(workplace, "truncated")
+    assert truncated[0] == pytest.approx(exact[0], rel=1e-6)  # the states go on through the whole row
+    assert truncated[-1] != pytest.approx(exact[-1], rel=1e-5)
+    assert truncated[-1] == pytest.approx(exact[-1], rel=0.1)

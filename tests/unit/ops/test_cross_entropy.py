@@ -1,0 +1,100 @@
+"""The bounded loss against logits as a whole."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, LOGITS_BYTES, linear_cross_entropy, portion_tokens
+
+
+def _inputs(tokens, channels, words, dtype=torch.float64):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(*shape, dtype=dtype) for shape in ((tokens, channels), (words, channels)))
+    labels = torch.randint(words, (tokens,))
+    labels[::3] = IGNORED_LABEL
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+def _whole(x, weight, labels):
+    nats = cross_entropy(linear(x, weight), labels, ignore_index=IGNORED_LABEL, reduction="none")
+    return nats.sum(), nats
+
+
+@given(tokens=st.integers(1, 40), words=st.integers(1, 30), portion=st.integers(1, 50))
+@settings(max_examples=30, deadline=None)
+def test_sum_nats_and_gradients_are_those_of_whole_logits(tokens, words, portion):
+    x, weight, labels = _inputs(tokens, 5, words)
+    ours, nats = linear_cross_entropy(x, weight, labels, logits_bytes=portion * words * 8)
+    reference, reference_nats = _whole(x, weight, labels)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(nats, reference_nats.detach(), rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(ours / 7, (x, weight))
+    expected = torch.autograd.grad(reference / 7, (x, weight))
+    torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_narrow_inputs_are_summed_in_float32(dtype, tolerance):
+    x, weight, labels = _inputs(300, 32, 500)
+    narrow = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+    ours, nats = linear_cross_entropy(narrow[0], narrow[1], labels, logits_bytes=1 << 16)
+    assert nats.dtype == ours.dtype == torch.float32
+    wide = [t.detach().double().requires_grad_() for t in narrow]
+    reference, _ = _whole(wide[0], wide[1], labels)
+    torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=0)
+    for d, expected in zip(torch.autograd.grad(ours, narrow), torch.autograd.grad(reference, wide), strict=True):
+        assert d.dtype == dtype
+        assert (d.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_hot_logits_stay_finite():
+    x, weight, labels = _inputs(8, 4, 6, torch.float32)
+    ours, _ = linear_cross_entropy(100 * x, 100 * weight, labels)
+    reference, _ = _whole(100 * x, 100 * weight, labels)
+    torch.testing.assert_close(ours, reference)
+    assert torch.autograd.grad(ours, x)[0].isfinite().all()
+
+
+class _Largest(TorchDispatchMode):
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("tokens", [1000, 8000])
+def test_no_tensor_is_larger_than_the_budget_whatever_the_length(tokens):
+    x, weight, labels = _inputs(tokens, 2, 2000, torch.float32)
+    with _Largest() as largest:
+        total, _ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 18)
+        total.backward()
+    assert 1 << 17 < largest.bytes <= 1 << 18
+
+
+def test_a_portion_has_at_least_a_token():
+    assert portion_tokens(10**9, torch.bfloat16) == 1
+    assert portion_tokens(50304, torch.bfloat16) == LOGITS_BYTES // (50304 * 6)
+    assert portion_tokens(50304, torch.float32) == LOGITS_BYTES // (50304 * 4)
+
+
+def test_a_second_backward_is_refused():
+    x, weight, labels = _inputs(4, 2, 3)
+    total, _ = linear_cross_entropy(x, weight, labels)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up"):
+        total.backward()
+
+
+def test_without_gradients_none_are_computed():
+    x, weight, labels = _inputs(10, 2, 3)
+    with torch.no_grad():
+        total, nats = linear_cross_entropy(x, weight, labels)
+    assert not total.requires_grad
+    assert not nats.requires_grad
+    torch.testing.assert_close(total, _whole(x, weight, labels)[0].detach())

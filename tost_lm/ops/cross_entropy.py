@@ -1,0 +1,126 @@
+"""Next-token cross-entropy of a linear head without the logits of all tokens.
+
+Tokens are taken in portions whose logits fit a budget of bytes. The gradients of a portion are computed at once, while
+its logits are there, for they are linear in what comes in later: one number, the gradient of the sum. So the logits
+are computed once, where recomputation would add a third to the head's work.
+
+Shapes: M tokens, C channels, V words of the vocabulary that are here, m tokens of a portion.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from tost_lm.ops.naive import statistics_dtype
+
+IGNORED_LABEL = -100
+LOGITS_BYTES = 1 << 28
+
+
+class VocabularyShard(Protocol):
+    """The words here among those that lie on several ranks."""
+
+    @property
+    def first_word(self) -> int: ...
+
+    def join(self, log_sum_m: Tensor, label_m: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of the logits of all words, from those here; the label's logit, 0 where it is elsewhere."""
+        ...
+
+
+def linear_cross_entropy(
+    x_MC: Tensor,
+    weight_VC: Tensor,
+    labels_M: Tensor,
+    *,
+    shard: VocabularyShard | None = None,
+    logits_bytes: int = LOGITS_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """−log softmax(x·Wᵀ) at each label, in float32 (float64 for float64 inputs).
+
+    Args:
+        x_MC: inputs of the head, any floating dtype.
+        weight_VC: its weight.
+        labels_M: int64; −100 is not counted.
+        shard: the vocabulary lies on several ranks; labels are of the whole of it, and x is the same on all of them.
+            x's gradient is then of the words here: to be summed over ranks.
+        logits_bytes: what a portion's logits may take, at least those of one token.
+
+    Returns:
+        The sum over labels in nats, differentiable once (and backward through it once), and the nats of each token
+        [M], 0 where the label is not counted, without a gradient.
+    """
+    if not torch.is_grad_enabled():  # a Function is told of parameters that they need gradients all the same
+        x_MC, weight_VC = x_MC.detach(), weight_VC.detach()
+    return _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportReturnType]
+
+
+def portion_tokens(words: int, dtype: torch.dtype, logits_bytes: int = LOGITS_BYTES) -> int:
+    """Tokens whose logits are held at once: in `dtype`, and beside them in float32 where that is wider."""
+    wide = max(4, dtype.itemsize)
+    return max(1, logits_bytes // (words * (wide + (dtype.itemsize if dtype.itemsize < wide else 0))))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes):
+        dtype = statistics_dtype(x_MC)
+        gradients = None
+        if any(ctx.needs_input_grad):
+            gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
+        nats_M = torch.empty_like(labels_M, dtype=dtype)
+        portion = portion_tokens(len(weight_VC), x_MC.dtype, logits_bytes)
+        for start in range(0, len(x_MC), portion):
+            here = slice(start, start + portion)
+            nats_M[here] = _portion(x_MC, weight_VC, labels_M, here, shard, gradients)
+        ctx.mark_non_differentiable(nats_M)
+        ctx.gradients, ctx.dtypes = gradients, (x_MC.dtype, weight_VC.dtype)
+        return nats_M.sum(), nats_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_sum: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of linear_cross_entropy are used up by one backward")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
+
+
+def _portion(
+    x_MC: Tensor,
+    weight_VC: Tensor,
+    labels_M: Tensor,
+    here: slice,
+    shard: VocabularyShard | None,
+    gradients: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Nats of a portion [m]; puts its gradients into those of all."""
+    x_mC, labels_m = x_MC[here], labels_M[here]
+    logits_mV = linear(x_mC, weight_VC)
+    compute_dtype = logits_mV.dtype
+    p_mV = logits_mV.to(statistics_dtype(x_MC))
+    del logits_mV
+    counted_m = labels_m != IGNORED_LABEL
+    word_m = labels_m - (shard.first_word if shard else 0)
+    is_here_m = counted_m & (word_m >= 0) & (word_m < len(weight_VC))
+    index_m1 = word_m.where(is_here_m, 0)[:, None]
+    label_m = p_mV.gather(1, index_m1)[:, 0].where(is_here_m, 0)
+    largest_m1 = p_mV.amax(1, keepdim=True)
+    sum_m1 = p_mV.sub_(largest_m1).exp_().sum(1, keepdim=True)
+    log_sum_m = (sum_m1.log() + largest_m1)[:, 0]
+    if shard is not None:
+        log_sum_m, label_m = shard.join(log_sum_m, label_m)
+    if gradients is not None:
+        d_x_MC, d_weight_VC = gradients
+        d_mV = p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
+        d_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(d_mV.dtype))
+        d_mV = d_mV.to(compute_dtype)
+        d_x_MC[here] = d_mV @ weight_VC
+        if compute_dtype == d_weight_VC.dtype:
+            d_weight_VC.addmm_(d_mV.T, x_mC)
+        else:
+            d_weight_VC += d_mV.T @ x_mC
+    return (log_sum_m - label_m).where(counted_m, 0)
