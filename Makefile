@@ -36,6 +36,9 @@ gpu: env
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks.operator
 	$(BIN)/python -m benchmarks.model
+	$(BIN)/python -m benchmarks.loss
+	$(BIN)/python -m benchmarks.long shape.layers=12 shape.heads=12 shape.width=768 shape.vocab_size=50304 \
+	  bench.tile_tokens=16384 'bench.lengths=[131072, 1048576, 4194304]'
 
 check: env
 	$(BIN)/ruff check .

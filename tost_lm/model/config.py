@@ -8,9 +8,18 @@ from pydantic import Field, field_validator, model_validator
 from tost_lm.config import Section
 
 # arXiv 2412.17810, language models; gpt2-base is the softmax baseline of the same table, which has no LayerScale.
+# tost-base-long is ours: nothing in it is sized by a number of positions.
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", "layers": 12, "heads": 12, "width": 768},
     "tost-medium": {"pattern": "T", "layers": 24, "heads": 16, "width": 1024},
+    "tost-base-long": {
+        "pattern": "T",
+        "layers": 12,
+        "heads": 12,
+        "width": 768,
+        "positions": "sinusoidal",
+        "denom_bias": "head",
+    },
     "tost-large": {"pattern": "T", "layers": 36, "heads": 20, "width": 1280},
     "gpt2-base": {"pattern": "A", "layers": 12, "heads": 12, "width": 768, "layer_scale": 0.0, "rope_theta": 0.0},
 }
@@ -19,8 +28,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ModelConfig(Section):
     """A decoder-only transformer: pre-norm blocks of a token mixer and a GELU MLP, tied head."""
 
-    preset: Literal["tost-base", "tost-medium", "tost-large", "gpt2-base"] | None = None
-    """Fills pattern, layers, heads, width, layer_scale and rope_theta with published values; a key given beside it wins."""
+    preset: Literal["tost-base", "tost-medium", "tost-large", "gpt2-base", "tost-base-long"] | None = None
+    """Fills pattern, layers, heads, width, layer_scale and rope_theta with published values; tost-base-long is tost-base with positions and denom_bias that set no limit to the length. A key given beside it wins."""
     pattern: str = "T"
     """The mixer of each layer, repeated to fill the layers: T token statistics self-attention, A softmax attention; TTTA has every fourth layer attend."""
     layers: int = Field(gt=0)

@@ -1,0 +1,128 @@
+"""Memberships of trained layers: what is recorded, how it is summed up, and what text before does to it."""
+
+import math
+
+import pytest
+import torch
+
+from tost_lm.analysis.memberships import (
+    after_context,
+    concentration,
+    concentration_by_position,
+    position_ends,
+    recorded_memberships,
+)
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+
+FREE = {"positions": "none", "denom_bias": "head"}
+
+
+def make_model(**settings) -> TostLM:
+    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 1.0}
+    torch.manual_seed(0)
+    model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "denom_bias" in name:
+                parameter.normal_(std=0.3)
+            elif parameter.dim() == 2:
+                parameter.mul_(10)
+    return model
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_concentration_of_known_memberships():
+    pi = torch.tensor([[0.25] * 4, [0, 1, 0, 0], [0.5, 0.5, 0, 0]], dtype=torch.float64)
+    assert concentration(pi).tolist() == [0, 1, 0.5]
+    with pytest.raises(ValueError, match="one head"):
+        concentration(torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"), [(5, [5]), (8, [8]), (9, [8, 9]), (32, [8, 16, 32]), (33, [8, 16, 32, 33])]
+)
+def test_stretches_double(tokens: int, ends: list[int]):
+    assert position_ends(tokens) == ends
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, FREE, {"membership": "energy-mean", "denom_bias": "none"}, {**FREE, "pattern": "TA"}]
+)
+def test_recorded_memberships_are_those_that_the_layers_use(settings: dict[str, str]):
+    """The state of each layer ends with Σ Π over the tokens; also behind a state."""
+    model, tokens = make_model(**settings), draw(3, 40)
+    with torch.inference_mode():
+        first = model(tokens[:, :17]).state
+        with recorded_memberships(model) as recorded:
+            last = model(tokens[:, 17:], state=first).state
+    before, after = ([layer.mass for layer in state.layers if hasattr(layer, "mass")] for state in (first, last))
+    assert len(recorded) == len(after) == (1 if "pattern" in settings else 2)
+    for pi_BTH, mass_BH, earlier_BH in zip(recorded, after, before, strict=True):
+        assert pi_BTH.std() > 1e-3
+        torch.testing.assert_close(pi_BTH.sum(1), mass_BH - earlier_BH, rtol=0, atol=1e-12)
+
+
+def test_recording_ends_with_the_block():
+    model, tokens = make_model(), draw(1, 8)
+    with recorded_memberships(model) as recorded:
+        model(tokens)
+    model(tokens)
+    assert len(recorded) == 2
+
+
+def test_uniform_memberships_are_even_and_move_with_nothing():
+    model = make_model(membership="uniform", **FREE)
+    assert concentration_by_position(model, draw(2, 40)).abs().max() < 1e-15
+    for row in after_context(model, draw(2, 9), draw(3000), [100, 3000]):
+        assert max(row.moved) == 0
+        assert max(map(abs, row.concentration)) < 1e-15
+
+
+def test_a_bias_alone_decides_where_tokens_have_no_energy():
+    """w = 0: every share is 0 and z = temp · D · bias, whatever the position and the text before."""
+    model = make_model(denom_bias="head", positions="none")
+    odds = [8, 4, 2, 2]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mixer.in_proj.weight"):
+                parameter.zero_()
+            elif name.endswith("denom_bias"):
+                parameter.copy_(torch.tensor(odds).log() / 8)  # D = 8
+    entropy = -sum(k / 16 * math.log(k / 16) for k in odds)
+    expected = 1 - entropy / math.log(4)
+    means_LP = concentration_by_position(model, draw(2, 20))
+    assert means_LP.shape == (2, 3)
+    torch.testing.assert_close(means_LP, torch.full_like(means_LP, expected), rtol=0, atol=1e-7)
+    *_, last = after_context(model, draw(2, 9), draw(50), [10, 50])
+    assert (last.context_tokens, last.moved) == (50, [0, 0])
+
+
+def test_stretches_hold_the_means_of_their_positions():
+    model, tokens = make_model(**FREE), draw(3, 20)
+    with torch.inference_mode(), recorded_memberships(model) as recorded:
+        model(tokens)
+    expected = [[concentration(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
+    torch.testing.assert_close(concentration_by_position(model, tokens), torch.tensor(expected), rtol=1e-12, atol=0)
+
+
+def test_probes_are_read_behind_the_context(monkeypatch: pytest.MonkeyPatch):
+    """As if context and probe were one sequence, however the context is cut."""
+    model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
+    monkeypatch.setattr("tost_lm.analysis.memberships.PIECE_TOKENS", 7)
+    alone, *rows = after_context(model, probes, context, [12, 30])
+    assert alone.moved == [0]
+    for row in rows:
+        whole = torch.cat([context[: row.context_tokens].expand(2, -1), probes], 1)
+        labels = torch.full_like(whole, -100)[:, 1:]
+        labels[:, row.context_tokens :] = probes[:, 1:]
+        with torch.inference_mode(), recorded_memberships(model) as recorded:
+            loss = model(whole[:, :-1], labels=labels).loss
+            model(probes[:, :-1])
+        behind, first = recorded[0][:, row.context_tokens :], recorded[1]
+        assert row.nats_per_token == pytest.approx(loss.item(), rel=1e-12)
+        assert row.moved[0] == pytest.approx((behind - first).abs().sum(-1).mean().item() / 2, rel=1e-9)
+        assert row.moved[0] > 1e-3

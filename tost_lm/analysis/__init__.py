@@ -1,0 +1,1 @@
+"""What the operator does in a trained model."""
