@@ -29,7 +29,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     from dataclasses import asdict
 
     import tost_lm
-    from tost_lm.analysis.memberships import after_context, concentration_by_position, position_ends, read_text
+    from tost_lm.analysis.memberships import after_context, concentration_by_position, read_text
+    from tost_lm.model.positions import position_ends
 
     device = pick_device()
     model = tost_lm.load(subject.checkpoint, device)

@@ -19,13 +19,12 @@ from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
 from tost_lm.model import LMState, TostLM
-from tost_lm.model.positions import Places
+from tost_lm.model.positions import Places, position_ends
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 from tost_lm.ops.naive import memberships, statistics_dtype, token_scores
 
 PIECE_TOKENS = 2048
-FIRST_END = 8
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,6 @@ def concentration(pi_H: Tensor) -> Tensor:
     if heads < 2:
         raise ValueError("one head takes every token whole: there is nothing to share out")
     return 1 - torch.special.entr(pi_H).sum(-1) / math.log(heads)
-
-
-def position_ends(tokens: int) -> list[int]:
-    """8, 16, 32, …, `tokens`: each stretch of positions ends before its number, where the next begins."""
-    doublings = max(0, math.ceil(math.log2(tokens / FIRST_END)))
-    return [FIRST_END << i for i in range(doublings)] + [tokens]
 
 
 def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) -> tuple[Tensor, Tensor]:

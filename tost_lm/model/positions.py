@@ -11,6 +11,7 @@ from tost_lm.ops.phases import SequenceShard
 from tost_lm.ops.split import Pieces
 
 SINUSOIDAL_BASE = 10000.0
+FIRST_END = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,14 @@ class Places:
     def ends(self) -> tuple[int, ...]:
         """Tokens of each document after this call, [N]."""
         return tuple(start + length for start, length in zip(self.starts, self.pieces.whole_lengths, strict=True))
+
+
+def position_ends(tokens: int) -> list[int]:
+    """8, 16, 32, …, `tokens`: where stretches of positions end that things are told of, each before its number."""
+    ends = [FIRST_END]
+    while ends[-1] * 2 < tokens:
+        ends.append(ends[-1] * 2)
+    return [end for end in ends if end < tokens] + [tokens]
 
 
 def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from tost_lm.data.loader import TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
+from tost_lm.model.positions import position_ends
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.training.tiled import Tiling
-
-FIRST_END = 8
 
 
 class Validation:
@@ -23,7 +22,7 @@ class Validation:
 
     def __init__(self, batches: TrainingBatches, mesh: Mesh, tiling: Tiling, sequence_tokens: int) -> None:
         self._batches, self._mesh, self._tiling = batches, mesh, tiling
-        self.position_ends = _position_ends(sequence_tokens)
+        self.position_ends = position_ends(sequence_tokens)
 
     def measure(self, engine: Any) -> dict[str, Any]:
         """Nats per token, in all and by position in the document, the same on all ranks; they all call it."""
@@ -58,11 +57,3 @@ class Validation:
             starts = batch.cu_seqlens.cpu()
             column_T = column_T - starts[torch.bucketize(column_T, starts, right=True) - 1]
         return nats_BT, column_T[None].to(self._mesh.device)
-
-
-def _position_ends(tokens: int) -> list[int]:
-    """8, 16, 32, …, `tokens`."""
-    ends = [FIRST_END]
-    while ends[-1] * 2 < tokens:
-        ends.append(ends[-1] * 2)
-    return [end for end in ends if end < tokens] + [tokens]

@@ -9,11 +9,11 @@ from tost_lm.analysis.memberships import (
     after_context,
     concentration,
     concentration_by_position,
-    position_ends,
     recorded_memberships,
 )
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
 
