@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-BUDGET_MINUTES = {"unit": 3, "multiprocess": 5, "faults": 4, "programs": 5}
+BUDGET_MINUTES = {"unit": 4, "multiprocess": 7, "faults": 5, "programs": 5}
 
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 

@@ -9,7 +9,7 @@ RECIPE = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
 
 def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
     code, out, err = Forked(
-        "pretrain.plan", RECIPE, "train.micro_batch_sequences=60", "cluster.memory_gb=40", cwd=tmp_path
+        "pretrain.plan", RECIPE, "train.micro_batch_sequences=60", "cluster.memory_gb=20", cwd=tmp_path
     ).finish()
     assert code == 2
     assert "| memory of a GPU " in out

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from tost_lm.config import Section
 
 # arXiv 2412.17810, language models; gpt2-base is the softmax baseline of the same table, which has no LayerScale.
-# tost-base-long is ours: nothing in it is sized by a number of positions.
+# tost-base-long is ours: nothing in it is sized by a number of positions (docs/experiments.md).
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", "layers": 12, "heads": 12, "width": 768},
     "tost-medium": {"pattern": "T", "layers": 24, "heads": 16, "width": 1024},
@@ -17,7 +17,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 12,
         "heads": 12,
         "width": 768,
-        "positions": "sinusoidal",
+        "positions": "none",
         "denom_bias": "head",
     },
     "tost-large": {"pattern": "T", "layers": 36, "heads": 20, "width": 1280},

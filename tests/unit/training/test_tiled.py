@@ -70,8 +70,8 @@ def test_packed_documents_are_cut_anywhere(tile_tokens, pattern):
     assert_as_whole(build(pattern, window=3), tile_tokens, rows=1, cu_seqlens=DOCUMENTS)
 
 
-@pytest.mark.parametrize("window", [1, 3, 9, 40])
-@pytest.mark.parametrize("tile_tokens", [1, 4, 11])
+@pytest.mark.parametrize("window", [1, 9, 40])
+@pytest.mark.parametrize("tile_tokens", [4, 11])
 def test_windows_reach_into_earlier_tiles(window, tile_tokens):
     assert_as_whole(build("TAA", window=window), tile_tokens)
 
