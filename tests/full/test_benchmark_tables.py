@@ -1,11 +1,11 @@
-"""The benchmarks of the operator, the model and the training step, small: processes of their own, and one table."""
+"""The benchmarks, small: processes of their own, and one table."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import model, operator, training
+from benchmarks import long, loss, model, operator, training
 from tost_lm.config import validate
 
 BENCH = {"device": "cpu"}
@@ -66,3 +66,30 @@ def test_the_training_step_and_the_engine(folder: Path, capsys: pytest.CaptureFi
     assert len(engine["step_seconds"]) + len(engine["steps_while_writing"]) == 12 - 3 - 1
     assert engine["checkpoint_bytes"] > 12 * (384 + 64) * 16
     assert "## The engine" in capsys.readouterr().out
+
+
+def test_tiles_beside_whole_rows(folder: Path, capsys: pytest.CaptureFixture):
+    shape = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 64}
+    bench = {**BENCH, "lengths": [64, 256, 512], "tile_tokens": 32, "rounds": 2, "turn_tokens": 256}
+    long.main(None, validate(long.LongBenchmarkConfig, {"shape": shape, "bench": bench}, "test"))
+    (path,) = folder.glob("long_*.json")
+    *cells, turns = json.loads(path.read_text())["cells"]
+    assert [(cell["tokens"], cell["rival"]) for cell in cells] == [
+        (tokens, rival) for tokens in (64, 256, 512) for rival in (long.TILES, long.WHOLE)
+    ]
+    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 1e8 for cell in cells)
+    assert {length: len(seconds) for length, seconds in turns["turns"]["seconds"].items()} == {"64": 2, "256": 2}
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 3
+    assert "\n".join(table) in path.with_suffix(".md").read_text()
+
+
+def test_the_loss_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture):
+    tree = {"shape": {"width": 8, "vocab_size": 64}, "bench": {**BENCH, "lengths": [128]}}
+    loss.main(None, validate(loss.LossBenchmarkConfig, tree, "test"))
+    (path,) = folder.glob("loss_*.json")
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["rival"] for cell in cells] == list(loss.RIVALS)
+    assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 1

@@ -1,12 +1,10 @@
 """How rows are cut into tiles, and how large tiles can be."""
 
 import os
-import re
-from pathlib import Path
 
+import psutil
 import torch
 
-from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.world import World, max_over_ranks
 from tost_lm.training.config import PretrainConfig
@@ -46,8 +44,4 @@ def free_bytes(world: World) -> int:
     """What this rank may take: of its GPU, or its share of the host's free memory."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
-    if found is None:
-        raise ConfigError("memory.tile_tokens auto: this system does not say how much memory is free; give a number")
-    return 1024 * int(found[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

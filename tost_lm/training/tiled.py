@@ -66,18 +66,22 @@ def tile(mesh: Mesh, tokens: int, tile_tokens: int | None = None, **options: boo
     Raises:
         ConfigError: a tile has fewer tokens than there are sequence ranks.
     """
-    size = tile_tokens or tokens
-    tiles = []
+    size, ranks = tile_tokens or tokens, mesh.sequence
+    cuts = list(_cut(tokens, size, ranks.size, ranks.rank))
+    start, last = cuts[-1]
+    if last.tokens < ranks.size:
+        setting = "train.truncate_tokens" if options.get("truncated") else "memory.tile_tokens"
+        raise ConfigError(
+            f"{setting} {size}: the tile of {last.tokens} tokens that begins at {start:,} of {tokens:,} has less than "
+            f"a token for each of parallel.sequence {ranks.size} ranks; take another size"
+        )
+    return Tiling(tuple(Tile(start, split, shard_of(mesh, split)) for start, split in cuts), **options)
+
+
+def _cut(tokens: int, size: int, ranks: int = 1, rank: int = 0) -> Iterator[tuple[int, SequenceSplit]]:
+    """Where each tile begins, and how it lies on ranks."""
     for start in range(0, tokens, size):
-        length = min(size, tokens - start)
-        if length < mesh.sequence.size:
-            raise ConfigError(
-                f"memory.tile_tokens {size}: the tile of {length} tokens that begins at {start:,} of {tokens:,} has "
-                f"less than a token for each of parallel.sequence {mesh.sequence.size} ranks; take another size"
-            )
-        split = SequenceSplit.even(length, mesh.sequence.size, mesh.sequence.rank)
-        tiles.append(Tile(start, split, shard_of(mesh, split)))
-    return Tiling(tuple(tiles), **options)
+        yield start, SequenceSplit.even(min(size, tokens - start), ranks, rank)
 
 
 def tiled_loss(
@@ -97,9 +101,7 @@ def tiled_loss(
     """
     if obstacle := model.config.obstacle_to_tiles:
         raise ConfigError(obstacle)
-    T = tokens_BT.shape[1]
-    splits = [SequenceSplit((min(tile_tokens, T - start),), 0) for start in range(0, T, tile_tokens)]
-    tiles = [Tile(at * tile_tokens, split, None) for at, split in enumerate(splits)]
+    tiles = [Tile(start, split, None) for start, split in _cut(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     portions = list(_portions(tokens_BT, labels_BT, cu_seqlens, count, tiles))
     return _loss(model, portions, Tiling(tuple(tiles)))
@@ -192,7 +194,7 @@ def _nats(model: Call, portions: Sequence[_Portion]) -> Tensor:
 
 
 def _loss(model: TostLM, portions: Sequence[_Portion], tiling: Tiling) -> Tensor:
-    names, weights = zip(*model.named_parameters(), strict=True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
     walk = _truncated if tiling.truncated else partial(_exact, states_on_host=tiling.states_on_host)
 
     def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
@@ -204,7 +206,7 @@ def _loss(model: TostLM, portions: Sequence[_Portion], tiling: Tiling) -> Tensor
         losses = walk(lambda *arguments, **options: functional_call(model, leaves, arguments, options), portions)
         return torch.stack(losses).sum(), [sums.get(name) for name in names]
 
-    return _Tiled.apply(run, *weights)  # pyright: ignore[reportReturnType]
+    return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
 
 
 class _Tiled(torch.autograd.Function):

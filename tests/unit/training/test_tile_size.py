@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
@@ -43,7 +44,7 @@ def test_tiles_do_not_change_what_is_trained_but_truncation_does():
 
 def mesh_of(ranks: int, rank: int = 0) -> Mesh:
     alone = Axis(0, 1, None)
-    return Mesh(alone, Axis(rank, ranks, None), alone, alone, "cpu")  # pyright: ignore[reportArgumentType]
+    return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"))
 
 
 def test_stripes_of_all_ranks_are_the_row():
@@ -55,6 +56,8 @@ def test_stripes_of_all_ranks_are_the_row():
 def test_a_tile_with_less_than_a_token_for_each_rank_is_refused():
     with pytest.raises(ConfigError, match="the tile of 3 tokens that begins at 20 of 23"):
         tile(mesh_of(4), 23, 10)
+    with pytest.raises(ConfigError, match=r"train\.truncate_tokens 10"):
+        tile(mesh_of(4), 23, 10, truncated=True)
 
 
 def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
