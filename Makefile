@@ -33,7 +33,7 @@ test-full: test
 
 # On a machine with a CUDA device: the kernels' tests on it, then the benchmarks.
 gpu: env
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest tests/gpu tests/unit/model/test_gated.py
 	$(BIN)/python -m benchmarks.operator
 	$(BIN)/python -m benchmarks.model
 	$(BIN)/python -m benchmarks.loss

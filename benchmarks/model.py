@@ -1,4 +1,4 @@
-"""The whole model, ToST against GPT-2 with and without flash attention: time and memory by the length of the context.
+"""The whole model, ToST against GPT-2 and, on a GPU, gated linear attention: time and memory by length of the context.
 
     python -m benchmarks.model
     python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
@@ -28,6 +28,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "GPT-2, flash attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
     "GPT-2, plain attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
 }
+ON_GPUS: dict[str, dict[str, Any]] = {"gated linear attention": {"pattern": "G", "layer_scale": 0.0}}
 ATTENTION = {"GPT-2, flash attention": "FLASH_ATTENTION", "GPT-2, plain attention": "MATH"}  # torch's names
 TRAINING, DECODING = "training step", "decoding a token"
 COST_OF_LENGTH = "decoding, longest ÷ shortest"
@@ -54,11 +55,12 @@ class ModelBenchmarkConfig(Section):
 
 
 def main(path: Path | None, config: ModelBenchmarkConfig) -> None:
-    settings = {name: {**COMMON, **model, **config.shape.model_dump()} for name, model in RIVALS.items()}
+    bench = config.bench.resolved()
+    rivals = {**RIVALS, **(ON_GPUS if bench.device == "cuda" else {})}
+    settings = {name: {**COMMON, **model, **config.shape.model_dump()} for name, model in rivals.items()}
     for model in settings.values():
         validate(ModelConfig, model, "benchmarks.model")
     rivals = {name: {"settings": model, "attention": ATTENTION.get(name)} for name, model in settings.items()}
-    bench = config.bench.resolved()
     cells = measure.measure_table("benchmarks.model_cells", bench, (TRAINING, DECODING), rivals, described)
     cells += [cell for name, rival in rivals.items() if (cell := cost_of_length(bench, cells, name, rival))]
     shape = config.shape

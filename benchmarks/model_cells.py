@@ -16,6 +16,7 @@ from tost_lm.evaluation.generation import state_bytes
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.softmax import KeyValueState
 from tost_lm.model.streaming import PIECE_TOKENS, read
+from tost_lm.ops import TssaState
 
 WARM_UP_TOKENS = 64
 TOKENS_IN_ROUND, ROUNDS = 32, 31  # a ratio near 1 is to be told to percents, and one token takes milliseconds
@@ -113,6 +114,8 @@ def _state_after(model: TostLM, tokens: int) -> LMState:
         if isinstance(layer, KeyValueState):
             _, H, _, D = layer.key.shape
             layers.append(KeyValueState(*(layer.key.new_empty(1, H, tokens, D).normal_() for _ in range(2))))
-        else:
+        elif isinstance(layer, TssaState):
             layers.append(layer._replace(count=torch.full_like(layer.count, tokens)))
+        else:
+            layers.append(layer)
     return LMState(tuple(layers), (tokens,))

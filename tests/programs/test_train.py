@@ -142,6 +142,7 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
         ("parallel.offload=optimizer", "parallel.offload 'optimizer' needs parallel.zero_stage 2 or more, not 1"),
         ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
         ("model.preset=[1]", "model.preset"),
+        ("model.pattern=G", "G layers of model.pattern run on a GPU only: use T and A layers here"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):

@@ -8,12 +8,16 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.gated import GatedMixer, GatedState
 from tost_lm.model.positions import Places
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
-MixerState = TssaState | KeyValueState
+MixerState = TssaState | KeyValueState | GatedState
+
+MIXER_OF = {"T": TssaMixer, "A": SoftmaxMixer, "G": GatedMixer}
+STATE_OF = {"T": TssaState, "A": KeyValueState, "G": GatedState}
 
 Way = Callable[..., Any]
 """How to compute something: called with a function and its arguments, gives what the function gives."""
@@ -45,12 +49,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block whose mixer is TSSA (`letter` T) or softmax attention (A)."""
+    """A block whose mixer is TSSA (`letter` T), softmax attention (A) or gated linear attention (G)."""
 
     def __init__(self, config: ModelConfig, letter: str):
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mixer = TssaMixer(config) if letter == "T" else SoftmaxMixer(config)
+        self.mixer = MIXER_OF[letter](config)
         self.mixer_scale = _layer_scale(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)

@@ -7,6 +7,11 @@ from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
 
+MIXERS = "TAG"
+"""The letters of patterns."""
+GATE_CHANNELS = 16
+"""G layers, rank of the projection that forget gates come from (arXiv 2312.06635, section 4.4)."""
+
 # arXiv 2412.17810, language models; gpt2-base is the softmax baseline of the same table, which has no LayerScale.
 # tost-base-long is ours: nothing in it is sized by a number of positions (docs/experiments.md).
 PRESETS: dict[str, dict[str, Any]] = {
@@ -31,7 +36,7 @@ class ModelConfig(Section):
     preset: Literal["tost-base", "tost-medium", "tost-large", "gpt2-base", "tost-base-long"] | None = None
     """Fills pattern, layers, heads, width, layer_scale and rope_theta with published values; tost-base-long is tost-base with positions and denom_bias that set no limit to the length. A key given beside it wins."""
     pattern: str = "T"
-    """The mixer of each layer, repeated to fill the layers: T token statistics self-attention, A softmax attention; TTTA has every fourth layer attend."""
+    """The mixer of each layer, repeated to fill the layers: T token statistics self-attention, A softmax attention, G gated linear attention (on GPUs, with the extra `gla`; one rank a sequence); TTTA has every fourth layer attend."""
     layers: int = Field(gt=0)
     """Number of blocks, a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -58,6 +63,11 @@ class ModelConfig(Section):
     """Biases in linear layers and norms."""
 
     @property
+    def letters(self) -> str:
+        """Of each layer."""
+        return self.pattern * (self.layers // len(self.pattern))
+
+    @property
     def position_limit(self) -> int | None:
         """The longest sequence that the model reads; None: any."""
         by_bias = "T" in self.pattern and self.denom_bias == "position"
@@ -82,8 +92,11 @@ class ModelConfig(Section):
     @field_validator("pattern")
     @classmethod
     def _letters_are_mixers(cls, pattern: str) -> str:
-        if not pattern or set(pattern) - set("TA"):
-            raise ValueError(f"model.pattern {pattern!r}: write it in letters T (TSSA) and A (softmax attention)")
+        if not pattern or set(pattern) - set(MIXERS):
+            raise ValueError(
+                f"model.pattern {pattern!r}: write it in letters T (TSSA), A (softmax attention) and G (gated linear "
+                "attention)"
+            )
         return pattern
 
     @model_validator(mode="after")
@@ -94,6 +107,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.layers {self.layers} is not a multiple of the {len(self.pattern)} letters of "
                 f"model.pattern {self.pattern!r}"
+            )
+        if "G" in self.pattern and self.width // self.heads % 2:
+            raise ValueError(
+                f"model.width {self.width} / model.heads {self.heads} is odd, and queries and keys of G layers have half "
+                "as many channels: choose other numbers"
             )
         if "A" in self.pattern and self.rope_theta and self.width // self.heads % 2:
             raise ValueError(

@@ -2,8 +2,9 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential; a product of matrices of M×K and K×N
 has 2·M·K·N. Counted are the products of the linear layers and the head, softmax attention's own products, and the
-arithmetic of causal TSSA. Not counted: norms, GELU, LayerScale, rotary embedding, softmax and loss, the optimizer, and
-what is only computed again (sums over time in the operator's backward, scores in attention's).
+arithmetic of causal TSSA and of gated linear attention. Not counted: norms, GELU, LayerScale, rotary embedding, softmax
+and loss, the optimizer, and what is only computed again (sums over time in the operator's backward, scores in
+attention's).
 
 **Products.** Forward 2 a token and weight; backward twice that, for the gradients of input and weight.
 
@@ -33,12 +34,15 @@ comparisons are free):
 
 So 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, and H for each bracket that applies: for tost-base less than 0.1 %
 of the products. `uniform` computes scores like `energy-share` and drops them.
+
+**Gated linear attention**, one token after another: S = α·S + k·v and o = q·S take 5 operations for each of the
+C²/(2·H) numbers of S, the gradients of q, k, v, α and S 11. Kernels do more of them, in chunks.
 """
 
 import re
 from typing import Literal, NamedTuple
 
-from tost_lm.model.config import ModelConfig
+from tost_lm.model.config import GATE_CHANNELS, MIXERS, ModelConfig
 
 
 class Parameters(NamedTuple):
@@ -85,20 +89,20 @@ def parameters(config: ModelConfig) -> Parameters:
     C, biased = config.width, int(config.bias)
     tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
     softmax = 4 * C * C + 4 * biased * C
+    gated = 4 * C * C + GATE_CHANNELS * (C + C // 2) + C // 2 + C // config.heads + 4 * biased * C
     layers = layers_by_letter(config)
     return Parameters(
         embedding=config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
-        mixers=layers["T"] * tssa + layers["A"] * softmax,
+        mixers=layers["T"] * tssa + layers["A"] * softmax + layers["G"] * gated,
         mlps=config.layers * (8 * C * C + 5 * biased * C),
         scales=(2 * config.layers + 1) * (1 + biased) * C + (2 * config.layers * C if config.layer_scale else 0),
     )
 
 
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
-    """How many layers have each mixer, {"T": …, "A": …}."""
-    repeats = config.layers // len(config.pattern)
-    return {letter: repeats * config.pattern.count(letter) for letter in "TA"}
+    """How many layers have each mixer, {"T": …, "A": …, "G": …}."""
+    return {letter: config.letters.count(letter) for letter in MIXERS}
 
 
 def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
@@ -113,7 +117,9 @@ def training_flops_per_token(config: ModelConfig, tokens: int) -> float:
 
 def _products(config: ModelConfig) -> Flops:
     layers, C = layers_by_letter(config), config.width
-    weights = layers["T"] * 2 * C**2 + layers["A"] * 4 * C**2 + config.layers * 8 * C**2 + config.vocab_size * C
+    gates = GATE_CHANNELS * (C + C // 2)
+    mixers = layers["T"] * 2 * C**2 + layers["A"] * 4 * C**2 + layers["G"] * (4 * C**2 + gates)
+    weights = mixers + config.layers * 8 * C**2 + config.vocab_size * C
     return Flops(2 * weights, 4 * weights)
 
 
@@ -125,10 +131,12 @@ def _attention(config: ModelConfig, tokens: int) -> Flops:
 
 
 def _operator(config: ModelConfig) -> Flops:
-    C, H, layers = config.width, config.heads, layers_by_letter(config)["T"]
+    C, H, layers = config.width, config.heads, layers_by_letter(config)
     mean, biased = config.membership == "energy-mean", config.denom_bias != "none"
     extra = H * (mean + biased * (1 if mean else 2))
-    return Flops(layers * (9 * C + 7 * H - 1 + extra), layers * (22 * C + 8 * H - 1 + extra))
+    tssa, gated = layers["T"], layers["G"] * C * (C // H // 2)
+    forward, backward = tssa * (9 * C + 7 * H - 1 + extra), tssa * (22 * C + 8 * H - 1 + extra)
+    return Flops(forward + 5 * gated, backward + 11 * gated)
 
 
 def _bias_numbers(config: ModelConfig) -> int:

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import Block, MixerState
+from tost_lm.model.block import STATE_OF, Block, MixerState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places, rotation, sinusoidal
-from tost_lm.model.softmax import KeyValueState
 from tost_lm.model.streaming import PIECE_TOKENS, Tokens, TokenStream
-from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops import TssaState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from tost_lm.ops.phases import SequenceShard
 
@@ -74,8 +71,7 @@ class TostLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
-        letters = config.pattern * (config.layers // len(config.pattern))
-        self.blocks = nn.ModuleList(Block(config, letter) for letter in letters)
+        self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head: Any = TiedHead()
         self.share_of_residual: Callable[[Tensor], Tensor] = lambda position: position
@@ -159,7 +155,7 @@ class TostLM(nn.Module):
         return sum(p.numel() for p in self.parameters()) - positions
 
     def _check_layers(self, state: LMState) -> None:
-        kinds = [TssaState if isinstance(block.mixer, TssaMixer) else KeyValueState for block in self.blocks]
+        kinds = [STATE_OF[letter] for letter in self.config.letters]
         if [type(layer) for layer in state.layers] != kinds:
             raise ValueError(
                 f"the state is of another model: {len(state.layers)} layers do not match pattern {self.config.pattern} "

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tost_lm.ops.phases import SequenceShard
 from tost_lm.ops.split import Pieces
 
 SINUSOIDAL_BASE = 10000.0
 FIRST_END = 8
+
+Sums = TypeVar("Sums", bound=tuple[Any, ...])
+"""A layer's state in a named tuple of tensors, [N, …] each."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,17 @@ class Places:
     def ends(self) -> tuple[int, ...]:
         """Tokens of each document after this call, [N]."""
         return tuple(start + length for start, length in zip(self.starts, self.pieces.whole_lengths, strict=True))
+
+    def with_all_documents(self, state: Sums | None) -> Sums | None:
+        """With empty rows, which are zero, for the documents that begin."""
+        if state is None or len(state[0]) == len(self.starts):
+            return state
+        begin = len(self.starts) - len(state[0])
+        return type(state)(*(pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, begin)) for x_N in state))
+
+    def wanted(self, state: Sums) -> Sums:
+        """The rows of `output_state`, of a state after this call."""
+        return type(state)(*(x_N[-1:] for x_N in state)) if self.output_state == "last" else state
 
 
 def position_ends(tokens: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import Places
@@ -28,7 +27,7 @@ class TssaMixer(nn.Module):
         """Mix the tokens, given the statistics of those before them; recurrently if one each."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         bias = self.bias_of(places)
-        state = _of_all(state, len(places.starts))
+        state = places.with_all_documents(state)
         if state is not None and max(places.lengths) == 1 and places.shard is None:
             if bias is not None:
                 bias = bias[..., 0] if places.cu_seqlens is None else bias.T
@@ -42,9 +41,7 @@ class TssaMixer(nn.Module):
                 output_final_state=bool(places.output_state), cu_seqlens=places.cu_seqlens, shard=places.shard,
                 heads=self.softmax,
             )  # fmt: skip
-        if state is not None and places.output_state == "last":
-            state = TssaState(*(x_N[-1:] for x_N in state))
-        return self.out_proj(y_BTHD.flatten(-2)), state
+        return self.out_proj(y_BTHD.flatten(-2)), None if state is None else places.wanted(state)
 
     def bias_of(self, places: Places) -> Tensor | None:
         """denom_bias of each token: [H, T], or [B, H, T] where rows stand at different positions."""
@@ -53,10 +50,3 @@ class TssaMixer(nn.Module):
         if self.denom_bias.dim() == 1:
             return self.denom_bias[:, None].expand(-1, places.position.shape[-1])
         return self.denom_bias[:, places.position].movedim(0, -2)
-
-
-def _of_all(state: TssaState | None, documents: int) -> TssaState | None:
-    """With empty rows for the documents that begin."""
-    if state is None or len(state.mass) == documents:
-        return state
-    return TssaState(*(pad(x, (0, 0) * (x.dim() - 1) + (0, documents - len(x))) for x in state))

@@ -45,6 +45,8 @@ class ParallelConfig(Section):
 
 def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot share the model evenly; None: they can."""
+    if "G" in model.pattern and ranks > 1:
+        return f"the G layers of model.pattern {model.pattern!r} are not shared by ranks: set parallel.tensor = 1"
     if model.heads % ranks:
         return f"model.heads {model.heads} cannot be shared by parallel.tensor {ranks} ranks: choose a divisor of the heads"
     if model.vocab_size % ranks:

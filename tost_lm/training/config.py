@@ -167,6 +167,11 @@ class PretrainConfig(Section):
     def _model_fits_ranks(self) -> "PretrainConfig":
         if obstacle := obstacle_to_tensor_ranks(self.model, self.parallel.tensor):
             raise ValueError(obstacle)
+        if "G" in self.model.pattern and self.parallel.sequence > 1:
+            raise ValueError(
+                f"the G layers of model.pattern {self.model.pattern!r} cannot share sequences out: set "
+                "parallel.sequence = 1"
+            )
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "parallel.zero_stage 0 keeps no float32 weights beside train.dtype bfloat16: choose stage 1 to 3"

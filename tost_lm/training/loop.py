@@ -7,6 +7,7 @@ import torch
 
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
+from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
 from tost_lm.model.recompute import hold_less
 from tost_lm.optim.adamw import build_adamw, learning_rate
@@ -45,6 +46,8 @@ def train(config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Dep
         Why the run was left before that, with all steps saved: one of `departure.REASONS`; empty: it was not.
     """
     world = start_world(config.run.device, config.run.timeout_seconds)
+    if "G" in config.model.pattern:
+        gated_kernels(world.device)  # which may refuse, before anything is written
     heart = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with naming_lost_ranks(heart, config.run.timeout_seconds, departure.ask):
         _require_agreement(config, corpora, claim)

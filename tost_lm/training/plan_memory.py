@@ -82,9 +82,11 @@ def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
     """The moments in which a rank may hold most, in order of time; of a GPU unless `run.device` is cpu.
 
     Raises:
-        ConfigError: the ranks or the batch cannot be shared out evenly.
+        ConfigError: the ranks or the batch cannot be shared out evenly, or there are G layers.
     """
     tokens, model, tensor = held_here(config), config.model, config.parallel.tensor
+    if "G" in model.pattern:
+        raise ConfigError(f"model.pattern {model.pattern!r}: memory is planned of T and A layers only")
     weights, optimizer = weights_and_optimizer(config, ranks)
     if config.parallel.offload != "none":
         optimizer = 0.0

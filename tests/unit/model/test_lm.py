@@ -135,7 +135,7 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": "TSA"}, r"model\.pattern 'TSA': write it in letters T \(TSSA\) and A"),
+        ({"pattern": "TSA"}, r"model\.pattern 'TSA': write it in letters T \(TSSA\), A .* and G"),
         ({"pattern": "ta"}, r"model\.pattern 'ta': write it"),
         ({"pattern": ""}, r"model\.pattern '': write it"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),

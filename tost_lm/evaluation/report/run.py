@@ -95,7 +95,11 @@ def _smoke_notice(run: RunRecord) -> str:
 
 def _layers(model: ModelConfig) -> str:
     reach = f" over {model.window:,} tokens" if model.window else ""
-    kinds = {"T": "token statistics (TSSA), linear in time", "A": f"softmax attention{reach}"}
+    kinds = {
+        "T": "token statistics (TSSA), linear in time",
+        "A": f"softmax attention{reach}",
+        "G": "gated linear attention",
+    }
     used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in model.pattern]
     return kinds[model.pattern[0]] if len(used) == 1 else f"{model.pattern}, repeated: {', '.join(used)}"
 
