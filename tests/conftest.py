@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-BUDGET_MINUTES = {"unit": 4, "multiprocess": 7, "faults": 5, "programs": 5}
+BUDGET_MINUTES = {"unit": 5, "multiprocess": 7, "faults": 5, "programs": 5}
 
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 
@@ -23,8 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """How often to cause a fault: 5 times, or as often as is given with --full."""
-    return lambda full: full if request.config.getoption("--full") else 5
+    """How often to cause a fault: 3 times, or as often as is given with --full."""
+    return lambda full: full if request.config.getoption("--full") else 3
 
 
 @pytest.fixture

@@ -150,10 +150,13 @@ def drills(tensor: int, cases: list[Case]) -> list[Heard]:
         (1, 1, [(0, False)]),
         (2, 1, [(0, False), (1, False), (1, True), (2, False), (3, False)]),
         (4, 1, [(0, False)]),
-        (4, 2, [(0, False), (3, False)]),
     ],
 )
 def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: list[Case]):
+    assert_flips_are_found(ranks, tensor, cases)
+
+
+def assert_flips_are_found(ranks: int, tensor: int, cases: list[Case]) -> None:
     results = run_on_ranks(drills, ranks, tensor, cases)
     for (stage, _), *heard_by_ranks in zip(cases, *results, strict=True):
         assert [heard.in_sound_steps for heard in heard_by_ranks] == [""] * ranks

@@ -18,6 +18,7 @@ COUNTED = {
     "all-reduce": {"all_reduce", "c10d.allreduce_"},
 }
 FEW_NUMBERS = 128
+TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
 
 
 @pytest.mark.parametrize("axis", ["sequence", "tensor"])
@@ -29,18 +30,15 @@ def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str):
 
 
 def test_messages_of_what_is_computed_again():
-    settings = settings_of(**SMALL, parallel={"tensor": RANKS}, memory={"recompute": "blocks", "mlp_tokens": 32})
+    settings = settings_of(**TINY, parallel={"tensor": RANKS}, memory={"recompute": "blocks", "mlp_tokens": 32})
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert_sent_as_planned(measured, settings)
 
 
 def test_messages_of_tiles():
     settings = settings_of(
-        **{**SMALL, "tokens": 1024, "micro_batch": 2},
-        window=100,
-        parallel={"sequence": RANKS},
-        memory={"tile_tokens": 300},
-    )
+        **TINY, window=30, parallel={"sequence": RANKS}, memory={"tile_tokens": 100}
+    )  # fmt: skip
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert_sent_as_planned(measured, settings)
 

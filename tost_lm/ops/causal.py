@@ -1,6 +1,7 @@
 """The public operator: causal Token Statistics Self-Attention with state in and state out."""
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from tost_lm.ops.autograd import CausalTssa, Passes
 from tost_lm.ops.composed import Composed
 from tost_lm.ops.layout import document_layout, whole_numbers
 from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, statistics_dtype
-from tost_lm.ops.phases import HeadSoftmax, SequenceShard, UniformMemberships
+from tost_lm.ops.phases import HeadsOfRows, HeadSoftmax, LocalSoftmax, SequenceShard, UniformMemberships
 from tost_lm.ops.split import Pieces
 
 Backend = Literal["naive", "chunked", "triton"]
@@ -40,8 +41,9 @@ def causal_tssa(
     Backends, which agree in outputs, states and gradients:
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. Picked for them when Triton is installed.
-        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. Picked for everything else. A document
-            is a walk of its own: hundreds of documents of a few tokens take longer than with `naive`.
+        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. Picked for everything else. A packed
+            document is a walk of its own: hundreds of documents of a few tokens take longer than with `naive`. Short
+            rows of one length share walks.
         `naive`: the formulas as written, through autograd; keeps about ten tensors of w's size. Never picked.
     All of them keep statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
 
@@ -89,7 +91,11 @@ def causal_tssa(
             passes = _passes(chosen, pieces, shard, rows, apart=bool(shard or heads))
             if heads is None and membership == "uniform":
                 heads = UniformMemberships(H)
-            y, final_state = _fast(passes, heads, *inputs)
+            walk = partial(_fast, passes, heads)
+            alike = membership != "energy-mean" or bool((state.count == state.count[0]).all())
+            if passes is chunked and not pieces.packed and alike:
+                walk = partial(_rows_together, heads or LocalSoftmax(), chunked.rows_in_chunk(w))
+            y, final_state = walk(*inputs)
     return y, final_state if output_final_state else None
 
 
@@ -150,6 +156,34 @@ def _fast(
     )
     count_N = state.count + whole_numbers(pieces.whole_lengths, w.device)
     return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, count_N)
+
+
+def _rows_together(
+    softmax: HeadSoftmax,
+    rows: int,
+    w: Tensor,
+    temp_H: Tensor,
+    bias_BHT: Tensor | None,
+    membership: Membership,
+    state: TssaState,
+    pieces: Pieces,
+) -> tuple[Tensor, TssaState]:
+    """Rows of one length as heads of one row, `rows` at a time: one walk for those, where each would need its own."""
+    if rows < 2 or len(w) < 2:
+        return _fast(chunked, softmax, w, temp_H, bias_BHT, membership, state, pieces)
+    T, H = w.shape[1:3]
+    heads, one_row, ys, states = HeadsOfRows(H, softmax), Pieces.of(None, 1, T, None), [], []
+    for b in range(0, len(w), rows):
+        w_bTHD = w[b : b + rows]
+        bias_1LT = None if bias_BHT is None else bias_BHT[b : b + rows].reshape(1, -1, T)
+        energy, weighted, mass = (x[b : b + rows].flatten(0, 1)[None] for x in state[:3])
+        before = TssaState(energy, weighted, mass, state.count[:1])
+        w_1TLD = w_bTHD.transpose(0, 1).flatten(1, 2)[None]
+        y_1TLD, after = _fast(chunked, heads, w_1TLD, temp_H.repeat(len(w_bTHD)), bias_1LT, membership, before, one_row)
+        ys.append(y_1TLD[0].unflatten(1, (-1, H)).transpose(0, 1))
+        states.append([x[0].unflatten(0, (-1, H)) for x in after[:3]])
+    energy, weighted, mass = (torch.cat(parts) for parts in zip(*states, strict=True))
+    return torch.cat(ys), TssaState(energy, weighted, mass, state.count + T)
 
 
 def _choose(backend: Backend | None, w: Tensor) -> Backend:

@@ -35,8 +35,16 @@ DEVICE_CHUNK_ELEMENTS = 1 << 22
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
     """Tokens of a chunk: at least 32, so that what is kept for each is about 1/16 of a float32 w at most, where
     documents are no shorter."""
-    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
-    return max(32, elements // (heads * channels) // ROWS_IN_STEP * ROWS_IN_STEP)
+    return max(32, _chunk_elements(device) // (heads * channels) // ROWS_IN_STEP * ROWS_IN_STEP)
+
+
+def rows_in_chunk(w_BTHD: Tensor) -> int:
+    """How many rows fill a chunk."""
+    return _chunk_elements(w_BTHD.device) // w_BTHD[0].numel()
+
+
+def _chunk_elements(device: torch.device) -> int:
+    return CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
 
 
 def forward(

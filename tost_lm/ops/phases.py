@@ -120,6 +120,22 @@ class SequenceShard(Protocol):
 
 
 @dataclass(frozen=True)
+class HeadsOfRows:
+    """The softmax over the heads of each of several rows that stand side by side, [M, rows · heads]."""
+
+    heads: int
+    softmax: HeadSoftmax
+    """Of one row."""
+
+    def forward(self, z_MH: Tensor) -> Tensor:
+        return self.softmax.forward(z_MH.view(-1, self.heads)).view(z_MH.shape)
+
+    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
+        of_rows = (x.reshape(-1, self.heads) for x in (pi_MH, d_pi_MH))
+        return self.softmax.backward(*of_rows).view(pi_MH.shape)
+
+
+@dataclass(frozen=True)
 class UniformMemberships:
     """The ablation Π = 1/H, whatever the scores."""
 

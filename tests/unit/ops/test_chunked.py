@@ -1,5 +1,6 @@
 """The chunked backend against the formulas: exact, differentiable everywhere, and small in memory."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tost_lm.ops import Membership, TssaState, causal_tssa, chunked
 from tost_lm.ops.causal import Backend
+from tost_lm.ops.chunked import forward
 
 MEMBERSHIPS = get_args(Membership)
 
@@ -23,6 +25,20 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
 @settings(max_examples=60, deadline=None)
 def test_equals_the_formulas_in_float64(call: Call):
     assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-11  # d_temp may nearly cancel
+
+
+@pytest.mark.parametrize("membership", MEMBERSHIPS)
+@pytest.mark.parametrize(("rows", "walks"), [(1, 5), (2, 3), (3, 2), (8, 1)])
+def test_short_rows_share_walks(rows: int, walks: int, membership: Membership, monkeypatch: pytest.MonkeyPatch):
+    call = draw_call(0, (20,) * 5, 3, 8, membership, packed=False)
+    call = replace(call, state=call.state._replace(count=torch.full((5,), 7)))
+    documents = []
+    monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", rows * call.w[0].numel())
+    monkeypatch.setattr(
+        chunked, "forward", lambda w, layout, *rest: documents.append(layout.documents) or forward(w, layout, *rest)
+    )
+    assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-11
+    assert sum(documents) == walks
 
 
 @given(calls())
