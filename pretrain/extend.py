@@ -13,7 +13,7 @@ such a table. Nothing is trained here.
 from pathlib import Path
 
 from tost_lm.config import run_program
-from tost_lm.model.config import ExtendConfig
+from tost_lm.model.extension_config import ExtendConfig
 
 
 def main(path: Path, config: ExtendConfig) -> None:

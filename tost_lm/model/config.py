@@ -1,6 +1,5 @@
-"""The shape of a language model, the published presets, and how a trained model's shape may change."""
+"""The shape of a language model, and the published presets."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -119,24 +118,3 @@ class ModelConfig(Section):
                 "channels: choose other numbers or model.rope_theta = 0"
             )
         return self
-
-
-class ExtensionConfig(Section):
-    """How a trained model comes to read longer sequences."""
-
-    folder: Path
-    """The model folder to write; weights and tokenizer, as an export."""
-    max_positions: int = Field(gt=0)
-    """What model.max_positions becomes."""
-    positions: Literal["keep", "interpolate", "sinusoidal", "none"] | None = None
-    """What becomes of a learned table of positions; must be set where there is one: `keep` its rows, and give further positions their mean; `interpolate`: stretch it over the new length; `sinusoidal` or `none` in its place."""
-    denom_bias: Literal["keep", "interpolate", "head", "none"] | None = None
-    """T layers, what becomes of a denom_bias for each position; must be set where there is one: `keep` it, and give further positions the mean of each head; `interpolate`: stretch it over the new length; `head`: that mean everywhere; `none` in its place."""
-    rope_theta: float | None = Field(default=None, gt=0)
-    """A layers, another base of the rotary embedding; a larger one turns far positions by angles that are nearer to those trained (arXiv 2309.16039 takes 500000 for 32k tokens); without it the base stays."""
-
-
-class ExtendConfig(Section):
-    """What `pretrain.extend` reads."""
-
-    extend: ExtensionConfig = Field(default_factory=dict, validate_default=True)

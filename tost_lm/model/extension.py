@@ -21,7 +21,8 @@ from tost_lm.model.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from tost_lm.model.config import ExtensionConfig, ModelConfig
+from tost_lm.model.config import ModelConfig
+from tost_lm.model.extension_config import ExtensionConfig
 from tost_lm.version import VERSION
 
 RECORD = "extension.json"

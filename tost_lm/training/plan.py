@@ -7,7 +7,7 @@ Times are sums: nothing is taken to overlap. How near the hardware comes to its 
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tost_lm.config import differences
 from tost_lm.config.section import leaves
@@ -282,8 +282,8 @@ def what_does_not_fit(config: PlanConfig) -> str | None:
             if gpu_bytes(other) <= cluster.memory_gb * 1e9:
                 return f"{needed}; what fits: {changes} ({gpu_bytes(other) / 1e9:.1f} GB)"
         return (
-            f"{needed}, and no micro-batch, ZeRO stage, sequence or tensor ranks of these {cluster.ranks} GPUs fit: "
-            "plan for more of them or larger ones"
+            f"{needed}, and no micro-batch, ZeRO stage, recomputation, tiles, sequence or tensor ranks of these "
+            f"{cluster.ranks} GPUs fit: plan for more of them or larger ones"
         )
     if host_bytes(config) > cluster.host_memory_gb * 1e9:
         needed = f"{host_bytes(config) / 1e9:.0f} GB of cluster.host_memory_gb {cluster.host_memory_gb:g}"
@@ -308,7 +308,7 @@ def require_even_shares(config: PlanConfig) -> None:
 
 def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Settings as overrides, those that cost little first: the micro-batch is made smaller, then the ZeRO stage is
-    raised, then rows are cut into tiles, then sequence ranks are added, then tensor ranks."""
+    raised, then blocks are computed again or rows cut into tiles, then sequence ranks are added, then tensor ranks."""
     train, parallel, ranks = config.train, config.parallel, config.cluster.ranks
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.sequence_tokens + 1) if n % parallel.sequence == 0]
@@ -327,14 +327,18 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
                 if changes and _can_be_shared(other):
                     new = dict(leaves(other.model_dump()))
                     yield " ".join(f"{path}={new[path]}" for path in changes), other
-        if (tensor, sequence) == (parallel.tensor, parallel.sequence) and not tiled and parallel.zero_stage < 3:
+        if (tensor, sequence) != (parallel.tensor, parallel.sequence):
+            continue
+        if config.memory.recompute == "nothing" and _can_be_shared(config):
+            yield "memory.recompute=blocks", _changed(config, memory={"recompute": "blocks"})
+        if not tiled and parallel.zero_stage < 3:
             with suppress(ConfigError):
                 if config.model.obstacle_to_tiles is None and _can_be_shared(config):
                     other = _in_tiles(config)
                     yield f"memory.tile_tokens={other.memory.tile_tokens}", other
 
 
-def _changed(config: PlanConfig, **sections: dict[str, int]) -> PlanConfig:
+def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )

@@ -15,8 +15,8 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
-from tost_lm.model.config import ExtensionConfig
 from tost_lm.model.extension import extend
+from tost_lm.model.extension_config import ExtensionConfig
 
 OLD, NEW = 1024, 8192
 VOCAB = 50

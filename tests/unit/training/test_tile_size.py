@@ -74,7 +74,12 @@ def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
 
 
 def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
-    words = ["memory={}", "train.sequence_tokens=1048576", "train.batch_sequences=8", "validation.sequences=8"]
+    words = ["memory={}", "train.sequence_tokens=4194304", "train.batch_sequences=8", "validation.sequences=8"]
+    a_quarter = [*words, "train.sequence_tokens=1048576"]
+    problem = plan.what_does_not_fit(load_config(PlanConfig, RECIPE, a_quarter))
+    assert problem is not None
+    assert "what fits: memory.recompute=blocks (" in problem
+    assert plan.what_does_not_fit(load_config(PlanConfig, RECIPE, [*a_quarter, "memory.recompute=blocks"])) is None
     config = load_config(PlanConfig, RECIPE, words)
     problem = plan.what_does_not_fit(config)
     assert problem is not None
