@@ -49,7 +49,7 @@ class BenchConfig(Section):
 
     lengths: list[PositiveInt] = Field(default=[16384, 262144, 1048576], min_length=1)
     """Tokens of the sequence."""
-    tile_tokens: int = Field(default=8192, gt=0)
+    tile_tokens: int = Field(default=4096, gt=0)
     """Tokens of a tile."""
     rounds: int = Field(default=3, gt=0)
     """Turns of the lengths that are timed."""

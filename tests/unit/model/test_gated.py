@@ -116,8 +116,7 @@ def test_pieces_chained_by_state_are_one_piece(pattern: str):
         assert_close(streamed, model(ids[None, :-1], ids[None, 1:]).nats[0], TOLERANCE)
 
 
-@pytest.mark.parametrize("offsets", [None, DOCUMENTS], ids=str)
-@pytest.mark.parametrize("tile_tokens", [5, 11])
+@pytest.mark.parametrize(("tile_tokens", "offsets"), [(5, DOCUMENTS), (11, None)], ids=str)
 def test_tiles_are_the_whole(tile_tokens: int, offsets: list[int] | None):
     model, (tokens, labels) = build(pattern="TG"), drawn_tokens()
     cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
