@@ -1,72 +1,110 @@
-"""Held-out score of a checkpoint, beside byte n-gram baselines of the same training text (protocol heldout@bpb).
+"""Zero-shot scores of a checkpoint by named protocols, and of held-out text beside byte n-grams (heldout@bpb).
 
     python -m eval.zero_shot runs/demo
+    python -m eval.zero_shot runs/base 'zero_shot.protocols=["wikitext2@hf-stride1024", "lambada_openai@lm-eval"]' \\
+      sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
     torchrun --standalone --nproc-per-node 4 -m eval.zero_shot runs/demo parallel.tensor=2 parallel.sequence=2
 
-Writes eval/heldout@bpb/results.json (nats a token, perplexity, bits a byte) and documents.jsonl (a row a document).
+    wikitext2@hf-strideN, wikitext103@hf-strideN   perplexity a token of all rows, windows N tokens apart
+    wikitext2@lm-eval, wikitext103@lm-eval         perplexity a word of each page, detokenized
+    lambada_openai@lm-eval, lambada_standard@lm-eval, lambada_openai@last-token      accuracy at the last word or token
+    cbt_cn@gpt2, cbt_ne@gpt2                       accuracy at the missing word among ten
+    ptb@megatron                                   perplexity a word, detokenized
+    enwik8@bpb, text8@bpc                          bits a byte of the last 5,000,000
+
+Writes eval/PROTOCOL/results.json (the totals, with denominators and standard errors) and rows.jsonl (a line an
+example); for heldout@bpb documents.jsonl. What is there already, of this checkpoint and file, is not measured again.
 """
 
 import time
+from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import ZeroShotConfig
 from tost_lm.files import write_rows
 
+if TYPE_CHECKING:
+    from tost_lm.evaluation.ranks import Ranks
+    from tost_lm.evaluation.subject import Subject
+    from tost_lm.parallel.whole import LanguageModel
+
 
 def main(path: Path, config: ZeroShotConfig) -> None:
+    from tost_lm.evaluation.protocols import find_protocol
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.evaluation.subject import HELDOUT, Subject
+    from tost_lm.evaluation.zero_shot import file_of, score_protocol
 
-    started = time.monotonic()
+    names = list(dict.fromkeys(config.zero_shot.protocols))
+    protocols = [find_protocol(name) for name in names if name != HELDOUT]
+    files = [file_of(protocol, config) for protocol in protocols]
+    finish = None
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
-        shards = subject.open_shards(config.heldout.shards)
-        identity = subject.identity(config, shards)
-        if ranks.reusable(subject, HELDOUT, identity):
-            return
+        load = cache(lambda: ranks.load(subject.checkpoint))
+        for protocol, file in zip(protocols, files, strict=True):
+            score_protocol(ranks, subject, load, protocol, file, config.zero_shot.batch_tokens)
+        if HELDOUT in names:
+            finish = score_heldout(ranks, subject, config, load)
+    if finish and ranks.rank == 0:
+        finish()  # what is left is for one
 
-        from tost_lm.evaluation.scoring import score_documents
 
-        tokenizer = shards.tokenizer()
-        documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
-        texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
-        print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
+def score_heldout(
+    ranks: "Ranks", subject: "Subject", config: ZeroShotConfig, load: "Callable[[], LanguageModel]"
+) -> Callable[[], None] | None:
+    """Score the held-out documents; what comes out counts the baselines and writes. None: it is all there."""
+    from tost_lm.evaluation.subject import HELDOUT
 
-        model = ranks.load(subject.checkpoint)
-        scores = score_documents(
-            model, documents, [len(text) for text in texts], tokenizer.eot, config.heldout.batch_sequences
-        )
-    if ranks.rank > 0:
-        return  # what is left is for one
+    started = time.monotonic()
+    shards = subject.open_shards(config.heldout.shards)
+    identity = subject.identity(config.heldout, shards)
+    if ranks.reusable(subject, HELDOUT, identity):
+        return None
 
-    from tost_lm.evaluation.ngram import NAMES, ByteNgrams, limited
+    from tost_lm.evaluation.scoring import score_documents
 
-    totals = scores.totals()
-    print("counting byte n-grams of the training text", flush=True)
-    training = (tokenizer.decode(tokens.tolist()).encode() for tokens in shards.documents("train"))
-    ngrams = ByteNgrams(limited(training, config.heldout.baseline_bytes))
-    baselines = [scores.against(name, bits) for name, bits in zip(NAMES, ngrams.bits(texts), strict=True)]
-
-    rows = [
-        {"document": number, "tokens": int(tokens), "bytes": int(size), "nats": float(nats)}
-        for number, (tokens, size, nats) in enumerate(zip(scores.tokens, scores.bytes, scores.nats, strict=True))
-    ]
-    write_rows(subject.results_path(HELDOUT).with_name("documents.jsonl"), rows)
-    print(
-        f"{totals['bits_per_byte']:.4f} ± {totals['bits_per_byte_standard_error']:.4f} bits/byte, "
-        f"{totals['nats_per_token']:.4f} nats/token over {totals['documents']} documents, {totals['bytes']:,} bytes"
+    tokenizer = shards.tokenizer()
+    documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
+    texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
+    print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
+    scores = score_documents(
+        load(), documents, [len(text) for text in texts], tokenizer.eot, config.zero_shot.batch_tokens
     )
-    for row in baselines:
-        print(f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} of {ngrams.bytes:,} bytes of the training text")
-    results = {
-        "model": totals,
-        "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
-        "baselines": baselines,
-        "baseline_training_bytes": ngrams.bytes,
-    }
-    subject.write_results(HELDOUT, identity, started, results)
+
+    def finish() -> None:
+        from tost_lm.evaluation.ngram import NAMES, ByteNgrams, limited
+
+        totals = scores.totals()
+        print("counting byte n-grams of the training text", flush=True)
+        training = (tokenizer.decode(tokens.tolist()).encode() for tokens in shards.documents("train"))
+        ngrams = ByteNgrams(limited(training, config.heldout.baseline_bytes))
+        baselines = [scores.against(name, bits) for name, bits in zip(NAMES, ngrams.bits(texts), strict=True)]
+
+        rows = [
+            {"document": number, "tokens": int(tokens), "bytes": int(size), "nats": float(nats)}
+            for number, (tokens, size, nats) in enumerate(zip(scores.tokens, scores.bytes, scores.nats, strict=True))
+        ]
+        write_rows(subject.results_path(HELDOUT).with_name("documents.jsonl"), rows)
+        print(
+            f"{totals['bits_per_byte']:.4f} ± {totals['bits_per_byte_standard_error']:.4f} bits/byte, "
+            f"{totals['nats_per_token']:.4f} nats/token over {totals['documents']} documents, {totals['bytes']:,} bytes"
+        )
+        for row in baselines:
+            print(f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} of {ngrams.bytes:,} bytes of the training text")
+        results = {
+            "model": totals,
+            "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
+            "baselines": baselines,
+            "baseline_training_bytes": ngrams.bytes,
+        }
+        subject.write_results(HELDOUT, identity, started, results)
+
+    return finish
 
 
 if __name__ == "__main__":

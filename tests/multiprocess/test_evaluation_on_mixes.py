@@ -61,7 +61,18 @@ def read_all(model: LanguageModel) -> list[LMOutput]:
 def score(model: LanguageModel) -> np.ndarray:
     draws = np.random.default_rng(0)
     documents = [draws.integers(2, VOCAB, length) for length in (1, 3, T, 2 * T + 5)]
-    return score_documents(model, documents, [1] * len(documents), EOT, batch_sequences=2).nats
+    return score_documents(model, documents, [1] * len(documents), EOT, batch_tokens=2 * T).nats
+
+
+@torch.inference_mode()
+def find_tops(model: LanguageModel) -> Tensor:
+    """Whether each label is the likeliest word, which it is at even places."""
+    tokens_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(3))
+    labels_BT = model(tokens_BT).logits.argmax(-1)
+    labels_BT[:, 1::2] = (labels_BT[:, 1::2] + 1) % VOCAB
+    is_top = model(tokens_BT, labels_BT).is_top
+    assert is_top is not None
+    return is_top
 
 
 def stream(model: LanguageModel) -> tuple[Tensor, LMState | None]:
@@ -118,6 +129,7 @@ def evaluate_on(mixes: list[tuple[int, int]]) -> list[Tensor]:
                 assert_same_reading(ours, whole, mesh)
                 logits.append(ours.logits)
             np.testing.assert_allclose(score(model), scores, rtol=1e-10)
+            assert torch.equal(find_tops(model), (torch.arange(T) % 2 == 0).expand(2, T))
             streamed, streamed_state = stream(model)
             assert_close(streamed, nats, 1e-10, "streamed nats")
             assert_same_state(streamed_state, state, mesh)

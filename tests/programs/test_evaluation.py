@@ -94,6 +94,36 @@ def test_two_ranks_find_what_one_process_finds_and_reuse_it(copy: Path):
     assert "reusing runs/tiny/eval/" in run("eval.zero_shot", "runs/tiny", cwd=copy)
 
 
+def test_named_protocols_are_scored_alone_and_on_two_ranks_alike(copy: Path):
+    texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
+    (copy / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
+    names = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "heldout@bpb"]
+    words = [
+        f"zero_shot.protocols={json.dumps(names)}", "sets.wikitext2=wiki.test.raw",
+        "sets.lambada_openai=lambada.jsonl",
+    ]  # fmt: skip
+    said = run("eval.zero_shot", "runs/tiny", *words, cwd=copy)
+    assert said.count("wrote ") == 3
+    assert "reusing runs/tiny/eval/heldout@bpb" in said
+    homes = [copy / "runs/tiny" / "eval" / name for name in names[:3]]
+    alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
+    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3]
+    assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts what is before and after spaces
+    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 4
+    for home in homes:
+        shutil.rmtree(home)
+    run("eval.zero_shot", "runs/tiny", *words, "parallel.sequence=2", "zero_shot.batch_tokens=100", cwd=copy, ranks=2)
+    for home, (before, rows) in zip(homes, alone, strict=True):
+        assert results(home, ".")["model"] == pytest.approx(before["model"], rel=1e-6)
+        for lines in zip((home / "rows.jsonl").read_text().splitlines(), rows, strict=True):
+            row, row_alone = map(json.loads, lines)
+            assert row.pop("nats") == pytest.approx(row_alone.pop("nats"), rel=1e-6)
+            assert row == row_alone
+    (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
+    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
+
+
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     words = "some words of a text.\n"
     (copy / "text.txt").write_text(words)
@@ -226,6 +256,26 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         ("eval.zero_shot", ["out"], "out: not a checkpoint"),
         ("eval.zero_shot", ["runs/tiny", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
         ("eval.zero_shot", ["runs/tiny", "heldout.shards=runs"], "runs: not a shard folder"),
+        (
+            "eval.zero_shot",
+            ["runs/tiny", 'zero_shot.protocols=["wikitext"]'],
+            "there is no 'wikitext'; there are",
+        ),
+        (
+            "eval.zero_shot",
+            ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]'],
+            "ptb@megatron needs a file: give sets.ptb=FILE (ptb.test.txt, Mikolov's.)",
+        ),
+        ("eval.zero_shot", ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"], "sets.ptb x: no such"),
+        (
+            "eval.zero_shot",
+            [
+                "runs/tiny",
+                'zero_shot.protocols=["lambada_openai@lm-eval"]',
+                "sets.lambada_openai=runs/tiny/config.toml",
+            ],
+            "runs/tiny/config.toml, line 1: not JSON",
+        ),
         ("eval.retrieval", ["runs/tiny", "needle.lengths=[128]"], "128 passes the model's positions (64)"),
         ("eval.retrieval", ["runs/tiny", "needle.lengths=[10]"], "10 tokens are too few"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),

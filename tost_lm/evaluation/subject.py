@@ -77,7 +77,7 @@ class Subject:
             )
         return shards
 
-    def identity(self, settings: Section, shards: "Shards | None") -> dict[str, Any]:
+    def identity(self, settings: Section | None, shards: "Shards | None") -> dict[str, Any]:
         """What a result is a result of, as written into it: how many ranks made it, [parallel], is no part of that."""
         step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
         return {
@@ -88,7 +88,7 @@ class Subject:
             "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
-            "settings": settings.model_dump(mode="json", exclude={"parallel"}),
+            "settings": settings.model_dump(mode="json", exclude={"parallel"}) if settings else None,
         }
 
     def results_path(self, protocol: str) -> Path:

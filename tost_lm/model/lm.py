@@ -37,6 +37,8 @@ class LMOutput(NamedTuple):
     """Mean nats per labelled token; None without labels."""
     nats: Tensor | None
     """Of each token [B, T], 0 where its label is not counted, in float32 at least; without a gradient."""
+    is_top: Tensor | None
+    """Whether no word has a larger logit than the label [B, T], False where it is not counted; None with gradients."""
     state: LMState | None
     """After the last token; None unless wanted."""
     read_logits: Callable[[], Tensor]
@@ -51,10 +53,10 @@ class LMOutput(NamedTuple):
 class TiedHead(nn.Module):
     """The loss and the logits, by the token embedding."""
 
-    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over labels in nats, and the nats of each token [B, T], without a gradient."""
-        total, nats_M = linear_cross_entropy(x_BTC.flatten(0, 1), weight_VC, labels_BT.flatten())
-        return total, nats_M.view(labels_BT.shape)
+    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sum over labels in nats; of each token [B, T] its nats and, without gradients, whether it is on top."""
+        total, nats_M, is_top_M = linear_cross_entropy(x_BTC.flatten(0, 1), weight_VC, labels_BT.flatten())
+        return total, nats_M.view(labels_BT.shape), None if is_top_M is None else is_top_M.view(labels_BT.shape)
 
     def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
         """[B, T, V] of a call of T `tokens`, which x holds a share of where the residual stream is shared out."""
@@ -137,13 +139,14 @@ class TostLM(nn.Module):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, places)
             states.append(mixer_state)
         x_BTC, weight_VC = self.norm(x_BTC), self.embedding.weight
-        loss = nats_BT = None
+        loss = nats_BT = is_top_BT = None
         if labels is not None:
-            total, nats_BT = self.head(x_BTC, weight_VC, labels)
+            total, nats_BT, is_top_BT = self.head(x_BTC, weight_VC, labels)
             loss = total / ((labels != IGNORED_LABEL).sum() if label_count is None else label_count)
         ends = places.ends[-1:] if output_state == "last" else places.ends
         state = LMState(tuple(states), ends) if output_state else None
-        return LMOutput(loss, nats_BT, state, _later(partial(self.head.logits, x_BTC, weight_VC, tokens_BT.shape[1])))
+        read_logits = _later(partial(self.head.logits, x_BTC, weight_VC, tokens_BT.shape[1]))
+        return LMOutput(loss, nats_BT, is_top_BT, state, read_logits)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, piece_tokens: int = PIECE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, in constant memory: see `TokenStream`."""

@@ -7,7 +7,7 @@ are computed once, where recomputation would add a third to the head's work.
 Shapes: M tokens, C channels, V words of the vocabulary that are here, m tokens of a portion.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ class VocabularyShard(Protocol):
         """The log-sum-exp of the logits of all words, from those here; the label's logit, 0 where it is elsewhere."""
         ...
 
+    def largest(self, logit_m: Tensor) -> Tensor:
+        """The largest logit of all words, from that of those here."""
+        ...
+
+
+class CrossEntropy(NamedTuple):
+    """Of M tokens; what is of each is 0 where the label is not counted, and has no gradient."""
+
+    total: Tensor
+    """In nats, differentiable once (and backward through it once)."""
+    nats_M: Tensor
+    is_top_M: Tensor | None
+    """Whether no word has a larger logit than the label; None with gradients, where nobody asks."""
+
 
 def linear_cross_entropy(
     x_MC: Tensor,
@@ -38,8 +52,10 @@ def linear_cross_entropy(
     *,
     shard: VocabularyShard | None = None,
     logits_bytes: int = LOGITS_BYTES,
-) -> tuple[Tensor, Tensor]:
+) -> CrossEntropy:
     """−log softmax(x·Wᵀ) at each label, in float32 (float64 for float64 inputs).
+
+    Without gradients, only where the label is counted.
 
     Args:
         x_MC: inputs of the head, any floating dtype.
@@ -48,14 +64,14 @@ def linear_cross_entropy(
         shard: the vocabulary lies on several ranks; labels are of the whole of it, and x is the same on all of them.
             x's gradient is then of the words here: to be summed over ranks.
         logits_bytes: what a portion's logits may take, at least those of one token.
-
-    Returns:
-        The sum over labels in nats, differentiable once (and backward through it once), and the nats of each token
-        [M], 0 where the label is not counted, without a gradient.
     """
-    if not torch.is_grad_enabled():  # a Function is told of parameters that they need gradients all the same
-        x_MC, weight_VC = x_MC.detach(), weight_VC.detach()
-    return _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportGeneralTypeIssues]
+        return CrossEntropy(total, nats_M, None)
+    counted_M = labels_M != IGNORED_LABEL
+    counted = _in_portions(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
+    nats_M, is_top_M = (torch.zeros_like(labels_M, dtype=x.dtype).masked_scatter_(counted_M, x) for x in counted)
+    return CrossEntropy(nats_M.sum(), nats_M, is_top_M)
 
 
 def portion_tokens(words: int, dtype: torch.dtype, logits_bytes: int = LOGITS_BYTES) -> int:
@@ -71,11 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = None
         if any(ctx.needs_input_grad):
             gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
-        nats_M = torch.empty_like(labels_M, dtype=dtype)
-        portion = portion_tokens(len(weight_VC), x_MC.dtype, logits_bytes)
-        for start in range(0, len(x_MC), portion):
-            here = slice(start, start + portion)
-            nats_M[here] = _portion(x_MC, weight_VC, labels_M, here, shard, gradients)
+        nats_M, _ = _in_portions(x_MC, weight_VC, labels_M, shard, logits_bytes, gradients)
         ctx.mark_non_differentiable(nats_M)
         ctx.gradients, ctx.dtypes = gradients, (x_MC.dtype, weight_VC.dtype)
         return nats_M.sum(), nats_M
@@ -89,6 +101,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
 
 
+def _in_portions(
+    x_MC: Tensor,
+    weight_VC: Tensor,
+    labels_M: Tensor,
+    shard: VocabularyShard | None,
+    logits_bytes: int,
+    gradients: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Nats and, without gradients, whether the label is the top word."""
+    nats_M = torch.empty_like(labels_M, dtype=statistics_dtype(x_MC))
+    is_top_M = torch.empty_like(labels_M, dtype=torch.bool)
+    portion = portion_tokens(len(weight_VC), x_MC.dtype, logits_bytes)
+    for start in range(0, len(x_MC), portion):
+        here = slice(start, start + portion)
+        nats_M[here], is_top_M[here] = _portion(x_MC, weight_VC, labels_M, here, shard, gradients)
+    return nats_M, is_top_M
+
+
 def _portion(
     x_MC: Tensor,
     weight_VC: Tensor,
@@ -96,8 +126,8 @@ def _portion(
     here: slice,
     shard: VocabularyShard | None,
     gradients: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Nats of a portion [m]; puts its gradients into those of all."""
+) -> tuple[Tensor, Tensor | bool]:
+    """Nats of a portion [m], and whether its labels are the top words; puts its gradients into those of all."""
     x_mC, labels_m = x_MC[here], labels_M[here]
     logits_mV = linear(x_mC, weight_VC)
     compute_dtype = logits_mV.dtype
@@ -113,7 +143,10 @@ def _portion(
     log_sum_m = (sum_m1.log() + largest_m1)[:, 0]
     if shard is not None:
         log_sum_m, label_m = shard.join(log_sum_m, label_m)
-    if gradients is not None:
+    is_top_m = False
+    if gradients is None:
+        is_top_m = label_m >= (largest_m1[:, 0] if shard is None else shard.largest(largest_m1[:, 0]))
+    else:
         d_x_MC, d_weight_VC = gradients
         d_mV = p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
         d_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(d_mV.dtype))
@@ -123,4 +156,4 @@ def _portion(
             d_weight_VC.addmm_(d_mV.T, x_mC)
         else:
             d_weight_VC += d_mV.T @ x_mC
-    return (log_sum_m - label_m).where(counted_m, 0)
+    return (log_sum_m - label_m).where(counted_m, 0), is_top_m

@@ -150,11 +150,12 @@ class VocabularyHead(nn.Module):
         self.residual = residual
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `TiedHead.forward`, the same on all ranks."""
         x_MC = self._gathered(x_BTC, labels_BT.shape[1]).flatten(0, 1)
-        total, nats_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
-        return total, nats_M.view(labels_BT.T.shape).T
+        total, nats_M, is_top_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
+        shape_TB = labels_BT.T.shape
+        return total, nats_M.view(shape_TB).T, None if is_top_M is None else is_top_M.view(shape_TB).T
 
     def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
         """As `TiedHead.logits`."""
@@ -177,6 +178,9 @@ class VocabularyOverRanks:
         """As `VocabularyShard.join`; two numbers a token are gathered."""
         log_sum_Rm, label_Rm = all_gather(torch.stack([log_sum_m, label_m]), self.axis)().unbind(1)
         return log_sum_Rm.logsumexp(0), label_Rm.sum(0)
+
+    def largest(self, logit_m: Tensor) -> Tensor:
+        return all_gather(logit_m, self.axis)().amax(0)
 
 
 class SoftmaxOverRanks:

@@ -75,8 +75,8 @@ class WholeModel(nn.Module):
 
 
 def _joined(output: LMOutput, join: Callable[[Tensor], Tensor]) -> LMOutput:
-    nats_BT = None if output.nats is None else join(output.nats[..., None])[..., 0]
-    return output._replace(loss=None, nats=nats_BT, read_logits=lambda: join(output.logits))
+    nats_BT, is_top_BT = (None if x is None else join(x[..., None])[..., 0] for x in (output.nats, output.is_top))
+    return output._replace(loss=None, nats=nats_BT, is_top=is_top_BT, read_logits=lambda: join(output.logits))
 
 
 LanguageModel: TypeAlias = TostLM | WholeModel

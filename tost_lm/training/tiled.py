@@ -128,8 +128,8 @@ class TiledLM(TostLM):
             return super().forward(tokens, labels, *arguments, **options, output_state=False, shard=shard)
         portions = list(_portions(tokens, labels, *arguments, **options, tiles=tiling.tiles))
         if torch.is_grad_enabled():
-            return LMOutput(_loss(self, portions, tiling), None, None, _no_logits)
-        return LMOutput(None, _nats(self, portions), None, _no_logits)
+            return LMOutput(_loss(self, portions, tiling), None, None, None, _no_logits)
+        return LMOutput(None, _nats(self, portions), None, None, _no_logits)
 
 
 class _Portion(NamedTuple):

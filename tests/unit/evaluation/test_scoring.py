@@ -50,23 +50,23 @@ def brute_force(model, document: np.ndarray) -> float:
 @pytest.mark.parametrize("pattern", ["T", "A"])
 def test_equals_a_pass_for_every_token(make_model, documents, pattern):
     model = make_model(pattern).double()
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_sequences=4)
+    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens=40)
     np.testing.assert_allclose(scores.nats, [brute_force(model, document) for document in documents], rtol=1e-9)
 
 
 def test_every_token_counts_once(make_model, documents):
     model = make_model()
     torch.nn.init.zeros_(model.embedding.weight)  # all 40 ids equally likely
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_sequences=4)
+    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens=40)
     np.testing.assert_allclose(scores.nats, np.array(LENGTHS) * math.log(40), rtol=1e-6)
     assert scores.tokens.tolist() == LENGTHS
 
 
-@pytest.mark.parametrize("batch_sequences", [1, 2, 100])
-def test_the_batch_does_not_matter(make_model, documents, batch_sequences):
+@pytest.mark.parametrize("batch_tokens", [1, 32, 1000])
+def test_the_batch_does_not_matter(make_model, documents, batch_tokens):
     model = make_model().double()
-    expected = score_documents(model, documents, sizes(documents), EOT, batch_sequences=3).nats
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_sequences)
+    expected = score_documents(model, documents, sizes(documents), EOT, batch_tokens=50).nats
+    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens)
     np.testing.assert_allclose(scores.nats, expected, rtol=1e-12)
 
 

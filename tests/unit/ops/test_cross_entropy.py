@@ -27,7 +27,7 @@ def _whole(x, weight, labels):
 @settings(max_examples=30, deadline=None)
 def test_sum_nats_and_gradients_are_those_of_whole_logits(tokens, words, portion):
     x, weight, labels = _inputs(tokens, 5, words)
-    ours, nats = linear_cross_entropy(x, weight, labels, logits_bytes=portion * words * 8)
+    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=portion * words * 8)
     reference, reference_nats = _whole(x, weight, labels)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(nats, reference_nats.detach(), rtol=1e-12, atol=1e-12)
@@ -40,7 +40,7 @@ def test_sum_nats_and_gradients_are_those_of_whole_logits(tokens, words, portion
 def test_narrow_inputs_are_summed_in_float32(dtype, tolerance):
     x, weight, labels = _inputs(300, 32, 500)
     narrow = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-    ours, nats = linear_cross_entropy(narrow[0], narrow[1], labels, logits_bytes=1 << 16)
+    ours, nats, _ = linear_cross_entropy(narrow[0], narrow[1], labels, logits_bytes=1 << 16)
     assert nats.dtype == ours.dtype == torch.float32
     wide = [t.detach().double().requires_grad_() for t in narrow]
     reference, _ = _whole(wide[0], wide[1], labels)
@@ -52,7 +52,7 @@ def test_narrow_inputs_are_summed_in_float32(dtype, tolerance):
 
 def test_hot_logits_stay_finite():
     x, weight, labels = _inputs(8, 4, 6, torch.float32)
-    ours, _ = linear_cross_entropy(100 * x, 100 * weight, labels)
+    ours, *_ = linear_cross_entropy(100 * x, 100 * weight, labels)
     reference, _ = _whole(100 * x, 100 * weight, labels)
     torch.testing.assert_close(ours, reference)
     assert torch.autograd.grad(ours, x)[0].isfinite().all()
@@ -72,7 +72,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_is_larger_than_the_budget_whatever_the_length(tokens):
     x, weight, labels = _inputs(tokens, 2, 2000, torch.float32)
     with _Largest() as largest:
-        total, _ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 18)
+        total, *_ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 18)
         total.backward()
     assert 1 << 17 < largest.bytes <= 1 << 18
 
@@ -85,16 +85,30 @@ def test_a_portion_has_at_least_a_token():
 
 def test_a_second_backward_is_refused():
     x, weight, labels = _inputs(4, 2, 3)
-    total, _ = linear_cross_entropy(x, weight, labels)
+    total, *_ = linear_cross_entropy(x, weight, labels)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="used up"):
         total.backward()
 
 
-def test_without_gradients_none_are_computed():
-    x, weight, labels = _inputs(10, 2, 3)
+@pytest.mark.parametrize("counted", [True, False])
+def test_without_gradients_top_labels_are_told_instead(counted):
+    x, weight, labels = _inputs(50, 2, 5)
+    labels = labels if counted else torch.full_like(labels, IGNORED_LABEL)
     with torch.no_grad():
-        total, nats = linear_cross_entropy(x, weight, labels)
+        total, nats, is_top = linear_cross_entropy(x, weight, labels, logits_bytes=7 * 5 * 8)
     assert not total.requires_grad
     assert not nats.requires_grad
-    torch.testing.assert_close(total, _whole(x, weight, labels)[0].detach())
+    expected_total, expected = (t.detach() for t in _whole(x, weight, labels))
+    torch.testing.assert_close(total, expected_total)
+    torch.testing.assert_close(nats, expected)
+    assert is_top is not None
+    assert torch.equal(is_top, linear(x, weight).argmax(1) == labels)
+    assert linear_cross_entropy(x, weight, labels).is_top_M is None
+
+
+def test_labels_of_equal_logits_are_top():
+    with torch.no_grad():
+        is_top = linear_cross_entropy(torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]]), torch.arange(3)).is_top_M
+    assert is_top is not None
+    assert is_top.tolist() == [True, True, False]

@@ -1,0 +1,282 @@
+"""Zero-shot protocols on hand-written files in the published formats, and on the real ones where they are at hand."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.evaluation.likelihood import Likelihoods
+from tost_lm.evaluation.protocols import Example, Row, cbt, characters, find_protocol, ptb
+from tost_lm.evaluation.protocols.wikitext import detokenized, joined_rows, pages
+
+SHARED = Path(__file__).parents[4] / "shared/data"
+EOT, WINDOW = 0, 16
+with_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are not at hand")
+
+
+class Words(Tokenizer):
+    """Each character is an id, and a space belongs to the character after it."""
+
+    eot, vocab_size = EOT, 1 << 22
+
+    def encode(self, text: str) -> list[int]:
+        ids, space = [], 0
+        for character in text:
+            if character == " " and not space:
+                space = 1 << 21
+            else:
+                ids.append(ord(character) + space)
+                space = 0
+        return ids + [ord(" ")] * bool(space)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids) -> str:
+        return "".join(" " * (i >> 21) + chr(i & ((1 << 21) - 1)) for i in map(int, ids))
+
+
+TOKENIZER = Words(b"")
+
+
+def examples_of(name: str, path: Path, window: int = WINDOW) -> list[Example]:
+    return list(find_protocol(name).examples(path, TOKENIZER, window))
+
+
+def rows_of(name: str, examples: list[Example], nats: list[list[float]], greedy: bool = False) -> list[Row]:
+    rows = []
+    for example, values in zip(examples, nats, strict=True):
+        tokens = np.array([len(request.target) for request in example.requests])
+        scores = Likelihoods(np.array(values), tokens, np.full(len(tokens), greedy))
+        rows.append(find_protocol(name).row(example, scores))
+    return rows
+
+
+def read(example: Example) -> list[tuple[str, str]]:
+    """Context and target of each request as text; the end of text is a bar."""
+    texts = [[TOKENIZER.decode(ids).replace("\0", "|") for ids in request] for request in example.requests]
+    return [(context, target) for context, target in texts]
+
+
+WIKI = """ 
+ = One Title = 
+ 
+ It was 2 @.@ 5 . 
+ 
+ = = Part = = 
+ 
+ The end , " so " it said . 
+ = Other = 
+ 
+ More . 
+"""
+
+
+@pytest.fixture
+def wiki(tmp_path: Path) -> Path:
+    (tmp_path / "wiki.test.raw").write_text(WIKI)
+    return tmp_path / "wiki.test.raw"
+
+
+def test_wikitext_rows_are_joined_as_hugging_face_has_them(wiki: Path):
+    text = joined_rows(wiki)
+    assert text.startswith("\n\n = One Title = \n\n\n\n\n It was 2 @.@ 5 . \n\n\n")
+    assert text.endswith(" More . \n")
+    [*windows, last] = examples_of("wikitext2@hf-stride16", wiki)
+    assert all(len(example.requests[0].target) == WINDOW - 1 for example in windows)
+    tokens = sum(len(example.requests[0].target) for example in [*windows, last])
+    rows = rows_of("wikitext2@hf-stride16", [*windows, last], [[2.0]] * (len(windows) + 1))
+    totals = find_protocol("wikitext2@hf-stride16").totals(rows)
+    assert (totals["tokens"], totals["bytes"], totals["words"]) == (tokens, len(text), len(text.split()))
+    assert totals["token_perplexity"] == pytest.approx(math.exp(2.0 * len(rows) / tokens))
+
+
+def test_wikitext_pages_are_detokenized_and_count_as_they_were(wiki: Path):
+    first, second = pages(wiki)
+    assert first.startswith(" = One Title = \n")
+    assert second == " = Other = \n \n More . \n"
+    assert detokenized(first) == ' = One Title =\n\nIt was 2.5.\n\n== Part ==\n\nThe end, "so" it said. '
+    assert detokenized(second) == " = Other =\n\nMore.\n"
+    examples = examples_of("wikitext2@lm-eval", wiki)
+    assert [example.facts["bytes"] for example in examples] == [len(first), len(second)]
+    [(context, target)] = read(examples[1])
+    assert (context, target) == ("|", detokenized(second))
+    assert "".join(target for _, target in read(examples[0])) == detokenized(first)
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("the dogs ' tails", "the dogs' tails"),
+        ("1 @,@ 000 @.@ 5 @-@ inch", "1,000.5-inch"),
+        ("so , he said ; no : yes ! why ? well . end", "so, he said; no: yes! why? well. end"),
+        ("( a b ) [ c ] { d }", "(a b) [c] {d}"),
+        ("say \" a b \" and ' c ' now", "say \"a b\" and 'c' now"),
+        ("= = = x = = =", "=== x ==="),
+        ("20 ° C", "20°C"),
+        ("a \n b", "a\nb"),
+        ("N and N dogs 's", "N and 1 dogs's"),
+        (", . x", ",. x"),
+    ],
+)
+def test_spaces_of_wikitext_are_taken_out(page: str, text: str):
+    assert detokenized(page) == text
+
+
+def lambada(tmp_path: Path, *texts: str) -> Path:
+    path = tmp_path / "lambada.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    return path
+
+
+def test_lambada_asks_for_the_last_word(tmp_path: Path):
+    path = lambada(tmp_path, "He saw it", "A line end\u2028in it, and a long passage")
+    short, long = examples_of("lambada_openai@lm-eval", path)
+    assert read(short) == [("He saw", " it")]
+    assert read(long)[0][1] == " passage"
+    assert long.requests[0].inputs == WINDOW
+    [(context, target), _] = [read(example)[0] for example in examples_of("lambada_openai@last-token", path)]
+    assert (context, target) == ("He saw i", "t")
+    rows = rows_of("lambada_openai@lm-eval", [short, long], [[1.0], [3.0]], greedy=True)
+    totals = find_protocol("lambada_openai@lm-eval").totals(rows)
+    assert (totals["accuracy"], totals["word_perplexity"]) == (1.0, pytest.approx(math.exp(2.0)))
+    assert rows[0] == {"word": "it", "tokens": 2, "nats": 1.0, "right": True}
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (['{"text": "a b"}', "a b"], "line 2: not JSON"),
+        (['{"text": "a b"}', "", '{"text": "a b"}'], "line 2: not JSON"),
+        (['{"texts": "a b"}'], 'line 1: no passage of two words and more under "text"'),
+        (['{"text": "word"}'], 'line 1: no passage of two words and more under "text"'),
+        (["[1]"], "line 1: no passage"),
+        ([], "empty; give the test set as JSON lines"),
+    ],
+)
+def test_lambada_lines_that_are_none_are_refused(tmp_path: Path, lines: list[str], problem: str):
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(DataError, match=problem):
+        examples_of("lambada_openai@lm-eval", path)
+
+
+def story(question: str = "He took the XXXXX home .\tcat\t\tcat|dog|a|b|c|d|e|f|g|h") -> list[str]:
+    return [*(f"{number} Line {number} did n't end ." for number in range(1, 21)), f"21 {question}"]
+
+
+def write_stories(tmp_path: Path, *stories: list[str]) -> Path:
+    path = tmp_path / "cbtest_CN_valid_2000ex.txt"
+    path.write_text("\n\n".join("\n".join(lines) for lines in stories) + "\n\n")
+    return path
+
+
+def test_cbt_asks_for_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_path: Path):
+    path = write_stories(tmp_path, story(), story("XXXXX ran .\tdog\t\tcat|dog|a|b|c|d|e|f|g|h"))
+    first, second = examples_of("cbt_cn@gpt2", path, window=1000)
+    requests = read(first)
+    assert len(requests) == 10
+    assert all(context.startswith("Line 1 didn't end. Line 2") for context, _ in requests)
+    assert [target for _, target in requests][:2] == [" cat home.", " dog home."]
+    assert all(context.endswith(" He took the") for context, _ in requests)
+    assert read(second)[1][1] == " dog ran."
+    nats = [[3.0, 1.0, *[2.0] * 8]] * 2
+    rows = rows_of("cbt_cn@gpt2", [first, second], nats)
+    assert [row["right"] for row in rows] == [False, True]
+    assert find_protocol("cbt_cn@gpt2").totals(rows)["accuracy"] == 0.5
+    short = examples_of("cbt_cn@gpt2", path, window=30)[0]
+    assert all(request.inputs == 30 for request in short.requests)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (story()[:5] + story()[6:], "line 6: begins with '7', and sentence 6 was due"),
+        (story()[:20], "ends after sentence 20 of 21"),
+        (story("He took it .\tcat\t\tcat|dog"), "line 21: must be a sentence with one XXXXX"),
+        (story("A XXXXX .\tcat\t\tcat|dog"), "line 21: 2 candidates, of 10"),
+        (story("A XXXXX .\tcow\t\tcat|dog|a|b|c|d|e|f|g|h"), "one of which must be 'cow'"),
+        (story("A XXXXX .\tcat\tcat|dog|a|b|c|d|e|f|g|h"), "line 21: must be a sentence"),
+        ([], "empty; give a file such as"),
+    ],
+)
+def test_cbt_lines_that_are_none_are_refused(tmp_path: Path, lines: list[str], problem: str):
+    with pytest.raises(DataError, match=problem):
+        cbt.questions(write_stories(tmp_path, lines))
+
+
+def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
+    (tmp_path / "ptb.test.txt").write_text(" no it was n't <unk> 's \n N N %\n cost $ N million \n")
+    examples = examples_of("ptb@megatron", tmp_path / "ptb.test.txt")
+    text = "".join(target for example in examples for _, target in read(example))
+    assert text == "no it wasn't ?'s\n1 1 %\ncost $1 million"
+    assert read(examples[0])[0][0] == "|"
+    assert examples[0].facts["words"] == (6 + 1) + (3 + 1) + (4 + 1)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match=r"no text; give ptb\.test\.txt"):
+        examples_of("ptb@megatron", tmp_path / "empty.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("N N to N", "1 1 to 1"),
+        ("the workers ' N", "the workers' 1"),
+        ("cost $ N or # N", "cost $1 or #1"),
+        ("either\\/or <unk>", "either/or ?"),
+        ("NATO IN N.", "NATO IN N."),
+    ],
+)
+def test_spaces_of_ptb_are_taken_out(line: str, text: str):
+    assert ptb.detokenized(line) == text
+
+
+def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(characters, "TEST_BYTES", 20)
+    (tmp_path / "enwik8").write_bytes(("x" * 50 + "ü" + "y" * 19).encode())  # the cut goes through a letter
+    examples = examples_of("enwik8@bpb", tmp_path / "enwik8")
+    assert [target for example in examples for _, target in read(example)] == ["y" * 16, "y" * 3]
+    assert examples[0].facts["bytes"] == 19
+    rows = rows_of("enwik8@bpb", examples, [[16 * math.log(2)], [3 * math.log(2)]])
+    assert find_protocol("enwik8@bpb").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    (tmp_path / "enwik8").write_bytes(b"x" * 20)
+    with pytest.raises(DataError, match="20 bytes; give all of enwik8"):
+        examples_of("enwik8@bpb", tmp_path / "enwik8")
+
+
+def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path):
+    (tmp_path / "wiki").write_bytes(b"one\ntwo \xff\n")
+    with pytest.raises(DataError, match=r"wiki, line 2: not UTF-8 \(byte 0xff\)"):
+        joined_rows(tmp_path / "wiki")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-20])
+    with pytest.raises(DataError, match=r"cut\.gz: cannot be read"):
+        joined_rows(tmp_path / "cut.gz")
+
+
+def test_names_that_are_none_are_refused_with_all_there_are():
+    with pytest.raises(ConfigError, match=r"there is no 'lambada'; there are heldout@bpb, wikitext2@hf-strideN, "):
+        find_protocol("lambada")
+    with pytest.raises(ConfigError, match="there is no 'wikitext2@hf-stride0'"):
+        find_protocol("wikitext2@hf-stride0")
+
+
+def test_a_stride_beyond_the_window_is_refused(wiki: Path):
+    with pytest.raises(DataError, match=r"wikitext2@hf-stride17: windows of 16 tokens, .* leave some out"):
+        examples_of("wikitext2@hf-stride17", wiki)
+
+
+@with_files
+def test_the_real_files_have_the_published_counts():
+    tokenizer = gpt2_tokenizer(SHARED / "gpt2_bpe")
+    wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
+    assert len(tokenizer.encode(joined_rows(wiki))) == 287_644
+    assert len(list(pages(wiki))) == 62
+    examples = find_protocol("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
+    assert len(examples) == 5153
+    assert sum(len(example.requests[0].target) == 1 for example in examples) == 4010

@@ -1,0 +1,68 @@
+"""What a zero-shot protocol is: a file in its usual format, read as examples, scored, and summed up."""
+
+import gzip
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import DataError
+from tost_lm.evaluation.likelihood import Likelihoods, Request
+
+Row = dict[str, Any]
+"""What is written of an example, a line of JSON."""
+
+
+@dataclass(frozen=True)
+class Example:
+    requests: tuple[Request, ...]
+    facts: Row
+    """What its row says beside the scores."""
+
+
+class Protocol(ABC):
+    """One way to measure a model on one text, by a name that a change of it changes.
+
+    Attributes: `name`; `data_set`, the key of [sets] that names its file.
+    """
+
+    name: str
+    data_set: str
+
+    @abstractmethod
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        """All examples of a file, for a model that reads at most `window` tokens at once.
+
+        Raises:
+            DataError: the file is not in the format; names file and line.
+        """
+
+    @abstractmethod
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        """What is written of an example whose requests have these scores."""
+
+    @abstractmethod
+    def totals(self, rows: Sequence[Row]) -> Row:
+        """The results, each with its denominator and a standard error."""
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, or one in gzip where the name ends in .gz. Raises DataError, naming file and line."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x})") from None
+
+
+def to_array(scores: Sequence[Row], key: str) -> Any:
+    """A column of rows, float64."""
+    import numpy as np
+
+    return np.array([row[key] for row in scores], dtype=np.float64)

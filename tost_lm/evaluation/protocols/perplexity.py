@@ -1,0 +1,46 @@
+"""What protocols of running text have in common: nats by token, word and byte, each with its denominator."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tost_lm.evaluation.likelihood import Likelihoods, Request
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, to_array
+from tost_lm.evaluation.scoring import bootstrap_error
+
+LARGEST_EXPONENT = 700.0
+
+
+class TextProtocol(Protocol):
+    """Each token of a target is scored once. Examples are texts whose facts have `words` and `bytes`, or the windows of
+    one text, whose first has those of all of it."""
+
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        return {"tokens": int(scores.tokens.sum()), **example.facts, "nats": float(scores.nats.sum())}
+
+    def totals(self, rows: Sequence[Row]) -> Row:
+        nats, tokens = to_array(rows, "nats"), to_array(rows, "tokens")
+        words, size = (sum(row.get(key, 0) for row in rows) for key in ("words", "bytes"))
+        total = nats.sum()
+        return {
+            "examples": len(rows),
+            "tokens": int(tokens.sum()),
+            "words": words,
+            "bytes": size,
+            "nats": float(total),
+            "nats_per_token": float(total / tokens.sum()),
+            "nats_per_token_standard_error": bootstrap_error(nats, tokens),
+            "token_perplexity": perplexity(total / tokens.sum()),
+            "word_perplexity": perplexity(total / words),
+            "byte_perplexity": perplexity(total / size),
+            "bits_per_byte": float(total / size / math.log(2)),
+        }
+
+
+def windows_of(windows: Iterable[Request], words: int, text: str) -> list[Example]:
+    """Of one text, which has so many words."""
+    facts = {"words": words, "bytes": len(text.encode())}
+    return [Example((window,), {} if number else facts) for number, window in enumerate(windows)]
+
+
+def perplexity(nats: float) -> float:
+    return math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
