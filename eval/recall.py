@@ -10,7 +10,7 @@ runs/NAME/eval/mqar@zoology/results.json when it is there; a model whose setting
 from pathlib import Path
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.config import RecallConfig
+from tost_lm.evaluation.recall_config import RecallConfig
 
 
 def main(path: Path, config: RecallConfig) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.config import ZeroShotConfig
+from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
 
 if TYPE_CHECKING:

@@ -1,15 +1,13 @@
-"""Settings of the evaluation programs; all but `eval.recall` take a run folder, which brings those of the model."""
+"""Settings of the evaluation programs that take a run folder, which brings those of the model."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
-from tost_lm.model.config import ModelConfig
-from tost_lm.optim.config import OptimConfig
 
 NAME_CHARACTERS = 100
 
@@ -28,56 +26,6 @@ class TextConfig(Section):
 
     shards: str = ""
     """Folder of tokenized shards whose `valid` split is used; empty: the shards that the run was trained on."""
-
-
-class HeldoutConfig(TextConfig):
-    """Protocol `heldout@bpb`."""
-
-    max_documents: int = Field(default=0, ge=0)
-    """Score the first so many held-out documents; 0: all of them."""
-    baseline_bytes: int = Field(default=100_000_000, gt=0)
-    """The byte n-gram baselines count at most this many bytes of the training text."""
-
-
-class ProtocolsConfig(Section):
-    """What is measured."""
-
-    protocols: list[str] = Field(default=["heldout@bpb"], min_length=1)
-    """By name, one after another; a name that is none is refused with a list of all."""
-    batch_tokens: int = Field(default=8192, gt=0)
-    """Tokens read at once; it changes memory and time, not the result."""
-
-
-class DataSetsConfig(Section):
-    """The file of each test set, in the format it is published in; in gzip where the name ends in .gz."""
-
-    wikitext2: Path | None = None
-    """wiki.test.raw of WikiText-2's raw release."""
-    wikitext103: Path | None = None
-    """wiki.test.raw of WikiText-103's raw release."""
-    lambada_openai: Path | None = None
-    """JSON lines {"text": …}, 5,153 of them: OpenAI's variant."""
-    lambada_standard: Path | None = None
-    """The same of the original, lower-case variant."""
-    ptb: Path | None = None
-    """ptb.test.txt, Mikolov's."""
-    cbt_cn: Path | None = None
-    """Common nouns of the Children's Book Test, cbtest_CN_valid_2000ex.txt."""
-    cbt_ne: Path | None = None
-    """Named entities, cbtest_NE_valid_2000ex.txt."""
-    enwik8: Path | None = None
-    """enwik8 as it is; its last 5,000,000 bytes are the test part."""
-    text8: Path | None = None
-    """text8, likewise."""
-
-
-class ZeroShotConfig(Section):
-    """What `eval.zero_shot` reads."""
-
-    zero_shot: ProtocolsConfig = Field(default_factory=ProtocolsConfig)
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
-    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig)
-    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class TextFileConfig(Section):
@@ -127,95 +75,6 @@ class RetrievalConfig(Section):
     heldout: TextConfig = Field(default_factory=TextConfig)
     needle: NeedleConfig = Field(default_factory=NeedleConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
-
-
-class MqarConfig(Section):
-    """Protocol `mqar@zoology`."""
-
-    pairs: int = Field(default=4, gt=0)
-    """Keys of an example, each given with its value once and asked for once."""
-    sequence_tokens: int = Field(default=64, gt=0)
-    """Tokens of an example."""
-    vocab_size: int = Field(default=256, gt=0)
-    """Ids; the lower half are keys, the upper half values."""
-    power: float = Field(default=0.01, ge=0, le=1)
-    """A query stands in slot g after the pairs with a weight of g^(power − 1); 1: evenly in all."""
-    examples: int = Field(default=1000, gt=1)
-    """Held-out examples, on which trained models are tested; training draws its own."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of all examples."""
-
-    @property
-    def slots(self) -> int:
-        """Places for a query: the tokens after the pairs, two by two."""
-        return (self.sequence_tokens - 2 * self.pairs) // 2
-
-    @model_validator(mode="after")
-    def _pairs_fit(self) -> "MqarConfig":
-        if self.vocab_size % 2:
-            raise ValueError(f"mqar.vocab_size {self.vocab_size} is odd: half of it are keys, half values")
-        if self.pairs > self.vocab_size // 2:
-            raise ValueError(
-                f"mqar.pairs: {self.pairs} distinct keys need an mqar.vocab_size of {2 * self.pairs} or more"
-            )
-        if self.pairs > self.slots:
-            raise ValueError(
-                f"mqar.pairs: {self.pairs} need mqar.sequence_tokens of {4 * self.pairs} or more, two for each pair and "
-                "two for its query"
-            )
-        return self
-
-
-class RecallTrainConfig(Section):
-    """How long `eval.recall` trains."""
-
-    steps: int = Field(default=1000, gt=0)
-    """Updates of a model."""
-    batch_examples: int = Field(default=64, gt=0)
-    """Examples of a step."""
-
-
-class RecallModelsConfig(Section):
-    """Which models `eval.recall` trains; they share all other settings, and a result is kept for each."""
-
-    name: str = Field(default="mqar", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Results go to runs/NAME/eval/mqar@zoology."""
-    patterns: list[str] = Field(default=["A", "TA", "AT", "T"], min_length=1)
-    """In place of model.pattern."""
-    seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
-    """Each pattern is trained with each; a seed draws weights and training examples."""
-
-
-class RecallConfig(Section):
-    """What `eval.recall` reads."""
-
-    model: ModelConfig
-    mqar: MqarConfig = Field(default_factory=MqarConfig)
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    train: RecallTrainConfig = Field(default_factory=RecallTrainConfig)
-    recall: RecallModelsConfig = Field(default_factory=RecallModelsConfig)
-
-    def model_of(self, pattern: str) -> ModelConfig:
-        return ModelConfig.model_validate({**self.model.model_dump(), "pattern": pattern})
-
-    @model_validator(mode="after")
-    def _models_fit(self) -> "RecallConfig":
-        if self.model.vocab_size != self.mqar.vocab_size:
-            raise ValueError(
-                f"model.vocab_size {self.model.vocab_size} is not mqar.vocab_size {self.mqar.vocab_size}: make them equal"
-            )
-        for pattern in self.recall.patterns:
-            try:
-                limit = self.model_of(pattern).position_limit
-            except ValidationError as error:
-                message = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"recall.patterns {pattern!r}: {message}") from None
-            if limit is not None and limit < self.mqar.sequence_tokens:
-                raise ValueError(
-                    f"mqar.sequence_tokens {self.mqar.sequence_tokens} pass the model's positions "
-                    f"(model.max_positions = {limit})"
-                )
-        return self
 
 
 class SampleConfig(Section):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tost_lm.evaluation.config import MqarConfig
+from tost_lm.evaluation.recall_config import MqarConfig
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 

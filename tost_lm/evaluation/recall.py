@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tost_lm.errors import TrainingError
-from tost_lm.evaluation.config import MqarConfig, RecallConfig
 from tost_lm.evaluation.mqar import Examples, draw_examples
+from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
 from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.subject import pick_device, results_path
 from tost_lm.files import write_whole

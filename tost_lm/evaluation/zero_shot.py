@@ -6,11 +6,11 @@ from pathlib import Path
 
 from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.config import ZeroShotConfig
 from tost_lm.evaluation.likelihood import Likelihoods, score_requests
 from tost_lm.evaluation.protocols import Protocol
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import sha256_file, write_rows
 from tost_lm.parallel.whole import LanguageModel
 
