@@ -64,5 +64,5 @@ def score_protocol(
     for name, figure in totals.items():
         print(f"  {name} {figure:,}" if isinstance(figure, int) else f"  {name} {figure:.5g}")
     write_rows(subject.results_path(protocol.name).with_name("rows.jsonl"), rows)
-    results = {"model": totals, "window": window, "file": str(path)}
+    results = {"model": totals, "headline": protocol.headline, "window": window, "file": str(path)}
     subject.write_results(protocol.name, identity, started, results)

@@ -279,6 +279,21 @@ def test_a_text_in_one_stream_is_shown(run_folder):
         assert words in page.text
 
 
+def test_scores_on_test_sets_are_a_row_each(run_folder):
+    assert "Test sets" not in text_of(run_folder).text
+    subject = Subject.find(run_folder)
+    totals = {
+        "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
+        "wikitext2@lm-eval": {"examples": 62, "word_perplexity": 37.37},
+    }
+    for protocol, model in totals.items():
+        headline = list(model)[1]
+        subject.write_results(protocol, subject.identity(None, None), 0.0, {"model": model, "headline": headline})
+    text = " ".join(text_of(run_folder).text.split())
+    assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 step_" in text
+    assert "wikitext2@lm-eval word perplexity 37.37 62 step_" in text
+
+
 def test_a_model_that_reads_any_length_may_score_a_text(run_folder):
     config = run_folder / "config.toml"
     unlimited = config.read_text().replace('positions = "learned"', 'positions = "none"')

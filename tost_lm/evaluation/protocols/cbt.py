@@ -19,6 +19,8 @@ SENTENCES, CANDIDATES, BLANK = 20, 10, "XXXXX"
 class MissingWord(Protocol):
     """`cbt_cn@gpt2` and `cbt_ne@gpt2`: the candidate that is, with the rest of its sentence, the likeliest."""
 
+    headline = "accuracy"
+
     def __init__(self, data_set: str):
         self.name, self.data_set = f"{data_set}@gpt2", data_set
 

@@ -16,6 +16,8 @@ class LastBytes(TextProtocol):
     """`enwik8@bpb` and `text8@bpc`: the test part in disjoint windows after an end of text; bits_per_byte is what is
     compared, and text8 has a byte for each character."""
 
+    headline = "bits_per_byte"
+
     def __init__(self, name: str):
         self.name, self.data_set = name, name.split("@")[0]
 

@@ -25,11 +25,12 @@ class Example:
 class Protocol(ABC):
     """One way to measure a model on one text, by a name that a change of it changes.
 
-    Attributes: `name`; `data_set`, the key of [sets] that names its file.
+    Attributes: `name`; `data_set`, the key of [sets] that names its file; `headline`, which of the totals is cited.
     """
 
     name: str
     data_set: str
+    headline: str
 
     @abstractmethod
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:

@@ -19,6 +19,8 @@ class LastWord(Protocol):
     """`…@lm-eval`: the last word with the space before it, given the rest: right when each of its tokens is the
     likeliest; perplexity is of words."""
 
+    headline = "accuracy"
+
     def __init__(self, data_set: str):
         self.name, self.data_set = f"{data_set}@lm-eval", data_set
 

@@ -15,7 +15,7 @@ class PennTreebank(TextProtocol):
     """`ptb@megatron`: the whole text in disjoint windows after an end of text; words are those of the file and an end
     for each line, 82,430, so word_perplexity is what is compared."""
 
-    name, data_set = "ptb@megatron", "ptb"
+    name, data_set, headline = "ptb@megatron", "ptb", "word_perplexity"
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         lines = [line.strip() for line in read_text(path).split("\n") if line.strip()]

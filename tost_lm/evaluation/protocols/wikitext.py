@@ -18,6 +18,8 @@ class StridedWikitext(TextProtocol):
     token. The words and bytes are those of the text as it is joined, whose first token is scored nowhere.
     """
 
+    headline = "token_perplexity"
+
     def __init__(self, data_set: str, stride: int):
         self.name, self.data_set, self.stride = f"{data_set}@hf-stride{stride}", data_set, stride
 
@@ -33,6 +35,8 @@ class StridedWikitext(TextProtocol):
 
 class WikitextPages(TextProtocol):
     """`wikitext2@lm-eval`: each page detokenized and by itself; words and bytes are those of the page as it was."""
+
+    headline = "word_perplexity"
 
     def __init__(self, data_set: str):
         self.name, self.data_set = f"{data_set}@lm-eval", data_set

@@ -39,6 +39,26 @@ def heldout(run: RunRecord) -> str:
     ])  # fmt: skip
 
 
+def zero_shot(run: RunRecord) -> str:
+    """The scores on test sets, where there are any."""
+    rows = []
+    for name, results in run.named_protocols().items():
+        headline, model = results["headline"], results["model"]
+        figure = f"{model[headline]:,.4g}"
+        if headline == "accuracy":
+            figure = f"{model['accuracy']:.2%} ± {model['accuracy_standard_error']:.2%}"
+        rows.append(
+            (name, headline.replace("_", " "), figure, f"{model['examples']:,}", results["identity"]["checkpoint"])
+        )
+    if not rows:
+        return ""
+    return (
+        f"## Test sets\n\n{table(('protocol', 'measure', 'this model', 'examples', 'of'), rows)}\n\n"
+        "± is the bootstrap standard error over examples. The other measures, with their denominators, are in "
+        "eval/PROTOCOL/results.json, and each example in rows.jsonl beside it."
+    )
+
+
 def retrieval(run: RunRecord, page: Page) -> str:
     """The needle grid beside its control."""
     results = run.results(NEEDLE)
@@ -67,7 +87,7 @@ def retrieval(run: RunRecord, page: Page) -> str:
         f"single cell at chance is off by {_chance_error(results['chance'], cells[0]['samples']):.0%} (one standard "
         f"error), the mean by {_chance_error(results['chance'], examples):.1%}.",
     ]
-    if "A" not in results["pattern"]:
+    if set(results["pattern"]) == {"T"}:
         parts.append(
             "Pure TSSA keeps statistics of the past, not the tokens themselves: it is not expected to recall a word "
             "exactly, and chance level here is no defect."

@@ -63,6 +63,12 @@ class RunRecord:
         train = self.config["train"]
         return self.step * train["batch_sequences"] * train["sequence_tokens"]
 
+    def named_protocols(self) -> dict[str, dict[str, Any]]:
+        """Results of `eval.zero_shot` on test sets, by protocol."""
+        names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
+        found = {name: self.results(name) or {} for name in names}
+        return {name: results for name, results in found.items() if "headline" in results}
+
     def results(self, protocol: str) -> dict[str, Any] | None:
         """A protocol's results, None if it was not evaluated."""
         path = results_path(self.folder, protocol)

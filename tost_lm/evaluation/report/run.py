@@ -32,6 +32,7 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield training.speed(run)
     yield training.events(run)
     yield protocols.heldout(run)
+    yield protocols.zero_shot(run)
     yield protocols.retrieval(run, page)
     yield memberships_of_run(run)
     yield protocols.text(run)
