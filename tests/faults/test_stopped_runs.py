@@ -54,7 +54,8 @@ def test_ranks_killed_at_random(workplace: Path, never_stopped: Path, times: Tim
         begin = max(
             (int(folder.name[5:]) for folder in (workplace / "runs/tiny/checkpoints").glob("step_*")), default=0
         )
-        assert step - begin <= 10 + 1, "more than the interval between checkpoints is lost"
+        # The newest save may have been in the midst of being written; before it began, the one before it was whole.
+        assert begin >= (step // 10 - 1) * 10, "more than an interval and a save that was being written is lost"
     said = train(workplace, 2)
     assert f"resuming from runs/tiny/checkpoints/step_{begin:08d}" in said
     assert_same_run(workplace / "runs/tiny", never_stopped)
