@@ -59,7 +59,8 @@ def test_ranks_killed_at_random(workplace: Path, never_stopped: Path, times: Tim
     said = train(workplace, 2)
     assert f"resuming from runs/tiny/checkpoints/step_{begin:08d}" in said
     assert_same_run(workplace / "runs/tiny", never_stopped)
-    survived("rank killed in a run of 300 steps", count, "named; at most an interval and a save in the making lost; bit-exact")
+    outcome = "named; at most an interval and a save in the making lost; bit-exact"
+    survived("rank killed in a run of 300 steps", count, outcome)
 
 
 PREEMPTED_IN = {
