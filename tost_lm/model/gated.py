@@ -18,7 +18,7 @@ from tost_lm.model.positions import Places
 
 GATE_TEMPERATURE = 16.0
 RECURRENT_TOKENS = 64
-"""Up to so many, one after another is faster than in chunks."""
+"""Documents of up to so many go token by token, longer ones in chunks."""
 
 
 class GatedState(NamedTuple):

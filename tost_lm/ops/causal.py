@@ -92,8 +92,7 @@ def causal_tssa(
             if heads is None and membership == "uniform":
                 heads = UniformMemberships(H)
             walk = partial(_fast, passes, heads)
-            alike = membership != "energy-mean" or bool((state.count == state.count[0]).all())
-            if passes is chunked and not pieces.packed and alike:
+            if passes is chunked and not pieces.packed and _count_alike(state, membership):
                 walk = partial(_rows_together, heads or LocalSoftmax(), chunked.rows_in_chunk(w))
             y, final_state = walk(*inputs)
     return y, final_state if output_final_state else None
@@ -156,6 +155,11 @@ def _fast(
     )
     count_N = state.count + whole_numbers(pieces.whole_lengths, w.device)
     return y_MHD.view(B, T, H, D), TssaState(energy, weighted, mass, count_N)
+
+
+def _count_alike(state: TssaState, membership: Membership) -> bool:
+    """Whether the number of earlier tokens, where scores depend on it, is the same for all rows."""
+    return membership != "energy-mean" or bool((state.count == state.count[0]).all())
 
 
 def _rows_together(

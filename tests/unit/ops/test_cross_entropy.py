@@ -107,6 +107,14 @@ def test_without_gradients_top_labels_are_told_instead(counted):
     assert linear_cross_entropy(x, weight, labels).is_top_M is None
 
 
+def test_without_gradients_logits_are_of_counted_labels_alone():
+    x, weight, labels = _inputs(1000, 2, 2000, torch.float32)
+    labels[3:] = IGNORED_LABEL
+    with torch.no_grad(), _Largest() as largest:
+        linear_cross_entropy(x, weight, labels)
+    assert largest.bytes < 4 * 10 * 2000
+
+
 def test_labels_of_equal_logits_are_top():
     with torch.no_grad():
         is_top = linear_cross_entropy(torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]]), torch.arange(3)).is_top_M

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.likelihood import Likelihoods, Request
@@ -62,8 +64,6 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x})") from None
 
 
-def to_array(scores: Sequence[Row], key: str) -> Any:
+def to_array(rows: Sequence[Row], key: str) -> np.ndarray:
     """A column of rows, float64."""
-    import numpy as np
-
-    return np.array([row[key] for row in scores], dtype=np.float64)
+    return np.array([row[key] for row in rows], dtype=np.float64)
