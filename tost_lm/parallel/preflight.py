@@ -6,7 +6,6 @@ import platform
 import shutil
 import socket
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from tost_lm.errors import ConfigError, DataError
 from tost_lm.parallel.agreement import disagreements, gather, name_ranks, rank_numbers, settings_as_facts, wire_device
 from tost_lm.parallel.failures import naming_lost_ranks
 from tost_lm.parallel.world import start_world, stop_world
-from tost_lm.version import VERSION
+from tost_lm.version import VERSION, git_commit
 
 LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # enough to measure bandwidth and not latency
 REPETITIONS = 3
@@ -227,9 +226,7 @@ def _versions() -> dict[str, str]:
     for package in ("torch", "deepspeed", "megatron-core", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    with contextlib.suppress(OSError):  # no git
-        asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        versions["commit"] = subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+    versions["commit"] = git_commit() or "unknown"
     if wire_device().type == "cuda":
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version()))}
     return versions

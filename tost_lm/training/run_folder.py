@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.initial_weights import InitialWeights
 from tost_lm.training.progress import Progress
 from tost_lm.training.redaction import redact_command
-from tost_lm.version import VERSION
+from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 
@@ -106,7 +105,7 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> No
     environment = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "tost_lm": VERSION,
-        "commit": _git_commit(),
+        "commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -128,14 +127,6 @@ def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 def step_folder(folder: Path, step: int) -> Path:
     """Where a run's checkpoint after `step` steps lies."""
     return folder / "checkpoints" / f"step_{step:08d}"
-
-
-def _git_commit() -> str | None:
-    try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
