@@ -23,7 +23,6 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
 
-        from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
         from tost_lm.evaluation.generation import state_bytes
         from tost_lm.evaluation.text import TextFile, score_text
 
@@ -32,8 +31,8 @@ def main(path: Path, config: ScoreTextConfig) -> None:
         if ranks.reusable(subject, TEXT, identity):
             return
         print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
-        model = ranks.load(subject.checkpoint)
-        scores, state = score_text(model, read_tokenizer(find_tokenizer(subject.checkpoint)), text)
+        model = ranks.load(subject)
+        scores, state = score_text(model, subject.tokenizer(), text)
     if ranks.rank > 0:
         return
 

@@ -28,24 +28,26 @@ from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
 
 if TYPE_CHECKING:
+    from tost_lm.evaluation.language_model import LanguageModel
     from tost_lm.evaluation.ranks import Ranks
     from tost_lm.evaluation.subject import Subject
-    from tost_lm.parallel.whole import LanguageModel
 
 
 def main(path: Path, config: ZeroShotConfig) -> None:
+    from tost_lm.evaluation.data_sets import find_set_file
+    from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.protocols import find_protocol
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import HELDOUT, Subject
-    from tost_lm.evaluation.zero_shot import file_of, score_protocol
+    from tost_lm.evaluation.subject import HELDOUT
+    from tost_lm.evaluation.zero_shot import score_protocol
 
     names = list(dict.fromkeys(config.zero_shot.protocols))
     protocols = [find_protocol(name) for name in names if name != HELDOUT]
-    files = [file_of(protocol, config) for protocol in protocols]
     finish = None
-    with joined_ranks(config.parallel) as ranks:
-        subject = Subject.find(path)
-        load = cache(lambda: ranks.load(subject.checkpoint))
+    with joined_ranks(config.parallel, copies=True) as ranks:
+        files = [find_set_file(protocol.data_set, config.sets) for protocol in protocols]
+        subject = find_subject(path)
+        load = cache(lambda: ranks.load(subject))
         for protocol, file in zip(protocols, files, strict=True):
             score_protocol(ranks, subject, load, protocol, file, config.zero_shot.batch_tokens)
         if HELDOUT in names:
@@ -73,7 +75,7 @@ def score_heldout(
     texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
     print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
     scores = score_documents(
-        load(), documents, [len(text) for text in texts], tokenizer.eot, config.zero_shot.batch_tokens
+        load(), documents, [len(text) for text in texts], tokenizer.eot, config.zero_shot.batch_tokens, ranks
     )
 
     def finish() -> None:
@@ -98,6 +100,7 @@ def score_heldout(
             print(f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} of {ngrams.bytes:,} bytes of the training text")
         results = {
             "model": totals,
+            "headline": "bits_per_byte",
             "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
             "baselines": baselines,
             "baseline_training_bytes": ngrams.bytes,

@@ -37,14 +37,13 @@ def main(path: Path, config: GenerateConfig) -> None:
                 print(f"… the whole text is {subject.results_path(SAMPLE).with_name('text.txt')}")
             return
 
-        from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
         from tost_lm.data.tokenizers.piecewise import decode_ids
         from tost_lm.evaluation.generation import generate, state_bytes, tell
         from tost_lm.files import writing_whole
         from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
 
-        tokenizer = read_tokenizer(find_tokenizer(subject.checkpoint))
-        model = ranks.load(subject.checkpoint)
+        tokenizer = subject.tokenizer()
+        model = ranks.load(subject)
         prompt_ids = ids_of(tokenizer, file.blocks() if file else [sample.prompt])
         output = read(model, in_pieces(prompt_ids, PIECE_TOKENS))
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]

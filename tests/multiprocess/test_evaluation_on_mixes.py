@@ -8,14 +8,17 @@ from torch import Tensor
 from training_on_mixes import VOCAB, T, build_model
 
 from tost_lm.evaluation.generation import generate
-from tost_lm.evaluation.needle import model_scorer
+from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.retrieval.interface import Example
+from tost_lm.evaluation.retrieval.scoring import Scores, model_scorer
 from tost_lm.evaluation.scoring import score_documents
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_pieces, read
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.whole import LanguageModel, WholeModel
+from tost_lm.parallel.whole import WholeModel
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -43,8 +46,8 @@ def on_mesh(model: TostLM, mesh: Mesh) -> WholeModel:
     return WholeModel(parallelize(model, mesh), mesh).eval()
 
 
-@torch.inference_mode()
-def read_all(model: LanguageModel) -> list[LMOutput]:
+@torch.no_grad()
+def read_all(model: TostLM | WholeModel) -> list[LMOutput]:
     """Prompt, chunk and single tokens of two rows; packed documents, then chunk and token of each of them."""
     tokens_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(0))
     outputs = [model(tokens_BT[:, :13])]
@@ -58,13 +61,13 @@ def read_all(model: LanguageModel) -> list[LMOutput]:
     return outputs
 
 
-def score(model: LanguageModel) -> np.ndarray:
+def score(model: LanguageModel, ranks: Ranks | None = None) -> np.ndarray:
     draws = np.random.default_rng(0)
     documents = [draws.integers(2, VOCAB, length) for length in (1, 3, T, 2 * T + 5)]
-    return score_documents(model, documents, [1] * len(documents), EOT, batch_tokens=2 * T).nats
+    return score_documents(model, documents, [1] * len(documents), EOT, batch_tokens=2 * T, ranks=ranks).nats
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def find_tops(model: LanguageModel) -> Tensor:
     """Whether each label is the likeliest word, which it is at even places."""
     tokens_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(3))
@@ -82,10 +85,10 @@ def stream(model: LanguageModel) -> tuple[Tensor, LMState | None]:
     return torch.cat(list(pieces)), pieces.state
 
 
-def find_needles(model: LanguageModel) -> tuple[np.ndarray, list[list[int]]]:
-    """Candidates of one to three tokens after two prompts."""
-    draws = np.random.default_rng(1)
-    return model_scorer(model, 60)(draws.integers(VOCAB, size=(2, 9)).tolist(), [[3], [8, 4], [5, 30, 6]])
+def find_needles(model: LanguageModel) -> Scores:
+    """Options of one to three tokens after two prompts."""
+    prompts = np.random.default_rng(1).integers(VOCAB, size=(2, 9))
+    return model_scorer(model, 60)([Example(ids, "", (), ((3,), (8, 4), (5, 30, 6)), 0) for ids in prompts], 3)
 
 
 def go_on(model: LanguageModel) -> list[list[int]]:
@@ -120,7 +123,7 @@ def evaluate_on(mixes: list[tuple[int, int]]) -> list[Tensor]:
         plain = build(settings)
         readings, scores, texts = read_all(plain), score(plain), go_on(plain)
         nats, state = stream(plain)
-        log_probs, words = find_needles(plain)
+        needles = find_needles(plain)
         assert all(len(set(text)) > 3 for text in texts), "a text that repeats a token says little"
         for tensor, sequence in mixes:
             mesh = build_mesh(start_world("cpu"), ParallelConfig(tensor=tensor, sequence=sequence))
@@ -136,8 +139,9 @@ def evaluate_on(mixes: list[tuple[int, int]]) -> list[Tensor]:
             logits.append(streamed)
             assert go_on(model) == texts
             found = find_needles(model)
-            np.testing.assert_allclose(found[0], log_probs, rtol=1e-10)
-            assert found[1] == words
+            np.testing.assert_allclose(found.nats, needles.nats, rtol=1e-10)
+            assert np.array_equal(found.exact, needles.exact)
+            assert found.generated == needles.generated
     return logits
 
 
@@ -149,6 +153,23 @@ def assert_evaluated_as_one_process(mixes: list[tuple[int, int]]) -> None:
     first, *others = run_on_ranks(evaluate_on, 4, mixes)
     for other in others:
         assert all(torch.equal(mine, rank_0s) for mine, rank_0s in zip(other, first, strict=True))
+
+
+def score_with_copies(mixes: list[tuple[int, int]]) -> list[list[float]]:
+    """Nats of the same documents on as many copies of the model as the ranks of each mix make."""
+    found = []
+    for tensor, sequence in mixes:
+        world = start_world("cpu")
+        mesh = build_mesh(world, ParallelConfig(tensor=tensor, sequence=sequence))
+        found.append(score(on_mesh(build(MODELS[2]), mesh), Ranks(world.rank, mesh)).tolist())
+    return found
+
+
+def test_copies_of_the_model_share_the_work_and_all_ranks_get_all_scores():
+    alone = score(build(MODELS[2]))
+    for ranks in run_on_ranks(score_with_copies, 4, [(1, 1), (2, 1), (1, 2)]):
+        for nats in ranks:
+            np.testing.assert_allclose(nats, alone, rtol=1e-10)
 
 
 def read_on_unlike_ranks() -> list[Tensor | None]:

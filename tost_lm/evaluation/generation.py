@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.model import LMOutput, LMState
-from tost_lm.parallel.whole import LanguageModel
 
 Choose = Callable[[Tensor], Tensor]
 """Logits [B, V] in, the next token of each sequence [B] out."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: LanguageModel,
     output: LMOutput,

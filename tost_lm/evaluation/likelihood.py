@@ -1,9 +1,10 @@
 """Log-likelihoods of tokens after others: what every protocol of zero-shot evaluation is scored by.
 
-The log-softmax is in float32 at least, sums are in float64, and how requests are batched changes them by no more than
-rounding.
+The log-softmax is in float32 at least, sums are in float64, and how requests are batched, or shared out to copies of
+the model, changes them by no more than rounding.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.ranks import Ranks
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel.whole import LanguageModel
 
 BATCH_TOKENS = 8192
+TELL_EVERY_S = 60.0
 
 
 class Request(NamedTuple):
@@ -40,40 +43,71 @@ class Likelihoods(NamedTuple):
     """Whether the model, always taking its most likely token, would go on with the target, bool [R]."""
 
 
-@torch.inference_mode()
-def score_requests(model: LanguageModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS) -> Likelihoods:
-    """Score requests, in batches of about one length.
+@torch.no_grad()  # not inference_mode: training could not go on with buffers that were made in it
+def score_requests(
+    model: LanguageModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, ranks: Ranks | None = None
+) -> Likelihoods:
+    """Score requests, in batches of about one length. Prints how far it is each minute.
 
     Args:
-        model: in evaluation mode; on several ranks all of them call it.
+        model: in evaluation mode.
         requests: in any order.
         batch_tokens: tokens that are read at once, or one request; it changes memory and time, not the result.
+        ranks: all of them call it with the same requests, and get all scores; None: this one alone.
 
     Raises:
         ConfigError: a request passes the model's positions.
     """
+    ranks = ranks or Ranks()
+    rounds = _rounds([request.inputs for request in requests], batch_tokens, ranks.copies)
+    mine = _shares(rounds, ranks)
+    mine_in_order, found, told = [number for share in mine for number in share], [], time.monotonic()
+    for share, numbers in zip(mine, rounds, strict=True):
+        ranks.beat()
+        length = _alike_on_ranks(requests[numbers[-1]].inputs, ranks, model.config.position_limit)
+        found.append(_score_batch(model, [requests[number] for number in share], length))
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            print(f"{sum(len(nats) for nats, _ in found):,} of {len(mine_in_order):,} requests scored", flush=True)
+    parts = [np.concatenate(part).tolist() for part in zip(*found, strict=True)] if found else [[], []]
     nats, is_greedy = np.zeros(len(requests)), np.zeros(len(requests), dtype=bool)
-    for batch in _batches([request.inputs for request in requests], batch_tokens):
-        nats[batch], is_greedy[batch] = _score_batch(model, [requests[number] for number in batch])
+    for numbers, *scores in ranks.gather((mine_in_order, *parts)):
+        nats[numbers], is_greedy[numbers] = scores
     return Likelihoods(nats, np.array([len(request.target) for request in requests], dtype=np.int64), is_greedy)
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Numbers of requests by length, as many together as fit when all are filled up to the longest."""
-    batches: list[list[int]] = []
+def _rounds(lengths: Sequence[int], batch_tokens: int, copies: int) -> list[list[int]]:
+    """Numbers of requests by length, as many together as all copies read at once when filled up to the longest."""
+    rounds: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[number] <= batch_tokens:
-            batches[-1].append(number)
+        if rounds and len(rounds[-1]) < copies * max(1, batch_tokens // lengths[number]):
+            rounds[-1].append(number)
         else:
-            batches.append([number])
-    return batches
+            rounds.append([number])
+    return rounds
 
 
-def _score_batch(model: LanguageModel, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows are filled up on the right, where a causal model cannot look."""
-    longest = max(request.inputs for request in requests)
-    inputs_BT = np.zeros((len(requests), longest), dtype=np.int64)
-    labels_BT = np.full((len(requests), longest), IGNORED_LABEL, dtype=np.int64)
+def _shares(rounds: list[list[int]], ranks: Ranks) -> list[list[int]]:
+    """What this rank's copy of the model reads in each round.
+
+    A copy that nothing is left for reads the last request again: where ZeRO stage 3 spreads the weights over ranks,
+    all of them go through the same layers, and as often, for they gather each one together.
+    """
+    return [numbers[ranks.copy :: ranks.copies] or numbers[-1:] for numbers in rounds]
+
+
+def _alike_on_ranks(length: int, ranks: Ranks, limit: int | None) -> int:
+    """A length with as many tokens for each sequence rank, which so take an MLP in as many portions; at most `limit`,
+    the model's positions."""
+    parts = ranks.mesh.sequence.size if ranks.mesh else 1
+    filled_up = -(-length // parts) * parts
+    return filled_up if limit is None else max(length, min(filled_up, limit))
+
+
+def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows are filled up to `length` tokens on the right, where a causal model cannot look."""
+    inputs_BT = np.zeros((len(requests), length), dtype=np.int64)
+    labels_BT = np.full((len(requests), length), IGNORED_LABEL, dtype=np.int64)
     for request, inputs, labels in zip(requests, inputs_BT, labels_BT, strict=True):
         inputs[: request.inputs] = np.concatenate([request.context, request.target[:-1]])
         labels[len(request.context) - 1 : request.inputs] = request.target

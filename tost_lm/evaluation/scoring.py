@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.likelihood import BATCH_TOKENS, score_requests
+from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.windows import disjoint_windows
-from tost_lm.parallel.whole import LanguageModel
 
 BOOTSTRAP_RESAMPLES = 1000
 
@@ -54,6 +55,7 @@ def score_documents(
     sizes: Sequence[int],
     eot: int,
     batch_tokens: int = BATCH_TOKENS,
+    ranks: Ranks | None = None,
 ) -> DocumentScores:
     """Score documents (token ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""
     windows = [
@@ -61,7 +63,7 @@ def score_documents(
         for number, tokens in enumerate(documents)
         for window in disjoint_windows(tokens, eot, model.config.max_positions)
     ]
-    scores = score_requests(model, [window for _, window in windows], batch_tokens)
+    scores = score_requests(model, [window for _, window in windows], batch_tokens, ranks)
     nats = np.zeros(len(documents))
     np.add.at(nats, [number for number, _ in windows], scores.nats)
     counts = np.array([len(tokens) for tokens in documents], dtype=np.int64)

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tost_lm.config import Section, read_toml
-from tost_lm.data.tokenizers import find_tokenizer
+from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
+from tost_lm.evaluation.history import record
 from tost_lm.files import sha256_file, write_whole
 from tost_lm.model.checkpoint import find_checkpoint
-from tost_lm.version import VERSION
+from tost_lm.version import VERSION, git_commit
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
+    from tost_lm.evaluation.language_model import LanguageModel
+    from tost_lm.parallel.mesh import Mesh
 
-HELDOUT, NEEDLE, SAMPLE, MEMBERSHIPS, TEXT = "heldout@bpb", "needle@words", "sample", "memberships", "text@bpb"
+HELDOUT, SAMPLE, MEMBERSHIPS, TEXT = "heldout@bpb", "sample", "memberships", "text@bpb"
 """The protocols; a new version of one gets a new name."""
 
 
@@ -41,6 +44,34 @@ class Subject:
         run = path.absolute().parent.parent
         in_run = path.absolute().parent == run / "checkpoints" and (run / "config.toml").is_file()
         return cls(checkpoint, run if in_run else checkpoint)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises DataError when it is absent or damaged."""
+        return read_tokenizer(find_tokenizer(self.checkpoint))
+
+    def load(self, device: str) -> "LanguageModel":
+        """The model, in evaluation mode. Raises CheckpointError."""
+        from tost_lm.model.checkpoint import load
+
+        return load(self.checkpoint, device)
+
+    def load_on_ranks(self, mesh: "Mesh") -> "LanguageModel":
+        """A copy of the model spread over tensor and sequence ranks; all of them call it.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+            ConfigError: heads or vocabulary cannot be shared out evenly.
+        """
+        from tost_lm.parallel.whole import load_on_ranks
+
+        return load_on_ranks(self.checkpoint, mesh)
+
+    def hashes(self) -> dict[str, Any]:
+        """What tells this checkpoint and its tokenizer from others."""
+        return {
+            "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
+            "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
+        }
 
     def open_shards(self, folder: str) -> "Shards":
         """The shards in `folder`, or those that the run was trained on if it is empty.
@@ -83,9 +114,8 @@ class Subject:
         return {
             "tost_lm": VERSION,
             "checkpoint": self.checkpoint.name,
-            "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
+            **self.hashes(),
             "step": int(step[1]) if step else None,
-            "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
             "settings": settings.model_dump(mode="json", exclude={"parallel"}) if settings else None,
@@ -108,11 +138,22 @@ class Subject:
         return results
 
     def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
-        """Write results.json; `started` is the time.monotonic() at which the evaluation began."""
-        whole = {"protocol": protocol, "identity": identity, "seconds": time.monotonic() - started, **results}
+        """Write results.json; `started` is the time.monotonic() at which the evaluation began.
+
+        With a `headline`, which of the totals in `model` is cited, they are also appended to eval/results.jsonl.
+        """
+        whole = {
+            "protocol": protocol,
+            "identity": identity,
+            "commit": git_commit(),
+            "seconds": time.monotonic() - started,
+            **results,
+        }
         path = self.results_path(protocol)
         write_whole(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {path}")
+        if "headline" in results:
+            record(self.home, whole)
 
 
 def results_path(home: Path, protocol: str) -> Path:

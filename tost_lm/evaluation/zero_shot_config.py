@@ -27,7 +27,7 @@ class ProtocolsConfig(Section):
 
 
 class DataSetsConfig(Section):
-    """The file of each test set, in the format it is published in; in gzip where the name ends in .gz."""
+    """The file of each test set, in the format it is published in; in gzip where the name ends in .gz. Without one it is fetched from the Hugging Face hub, where there is such a set, into data/test_sets."""
 
     wikitext2: Path | None = None
     """wiki.test.raw of WikiText-2's raw release."""
@@ -36,7 +36,7 @@ class DataSetsConfig(Section):
     lambada_openai: Path | None = None
     """JSON lines {"text": …}, 5,153 of them: OpenAI's variant."""
     lambada_standard: Path | None = None
-    """The same of the original, lower-case variant."""
+    """JSON lines {"text": …} of the original, lower-case variant."""
     ptb: Path | None = None
     """ptb.test.txt, Mikolov's."""
     cbt_cn: Path | None = None
@@ -46,7 +46,14 @@ class DataSetsConfig(Section):
     enwik8: Path | None = None
     """enwik8 as it is; its last 5,000,000 bytes are the test part."""
     text8: Path | None = None
-    """text8, likewise."""
+    """text8 as it is; its last 5,000,000 characters are the test part."""
+
+
+class VerifyConfig(Section):
+    """What `eval.verify` reads."""
+
+    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class ZeroShotConfig(Section):

@@ -69,7 +69,7 @@ class TokenStream(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         return next(self._nats)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _read(self, model: Reader, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         device = _device(model)
         for ids_1T in overlapping(pieces):
@@ -83,7 +83,7 @@ class TokenStream(Iterator[Tensor]):
             yield output.nats[0].cpu().double()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read(model: Reader, pieces: Iterable[Tensor], state: "LMState | None" = None) -> "LMOutput":
     """Read sequences piece by piece, without logits but those that follow them.
 

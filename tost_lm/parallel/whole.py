@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -77,7 +76,3 @@ class WholeModel(nn.Module):
 def _joined(output: LMOutput, join: Callable[[Tensor], Tensor]) -> LMOutput:
     nats_BT, is_top_BT = (None if x is None else join(x[..., None])[..., 0] for x in (output.nats, output.is_top))
     return output._replace(loss=None, nats=nats_BT, is_top=is_top_BT, read_logits=lambda: join(output.logits))
-
-
-LanguageModel: TypeAlias = TostLM | WholeModel
-"""What evaluation works with: on one rank the model itself."""

@@ -13,7 +13,8 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.likelihood import Likelihoods
 from tost_lm.evaluation.protocols import Example, Row, cbt, characters, find_protocol, ptb
-from tost_lm.evaluation.protocols.wikitext import detokenized, joined_rows, pages
+from tost_lm.evaluation.protocols.wikitext import detokenized, pages
+from tost_lm.evaluation.protocols.wikitext import rows_of as wikitext_rows
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 EOT, WINDOW = 0, 16
@@ -85,7 +86,7 @@ def wiki(tmp_path: Path) -> Path:
 
 
 def test_wikitext_rows_are_joined_as_hugging_face_has_them(wiki: Path):
-    text = joined_rows(wiki)
+    text = "\n\n".join(wikitext_rows(wiki))
     assert text.startswith("\n\n = One Title = \n\n\n\n\n It was 2 @.@ 5 . \n\n\n")
     assert text.endswith(" More . \n")
     [*windows, last] = examples_of("wikitext2@hf-stride16", wiki)
@@ -127,6 +128,40 @@ def test_wikitext_pages_are_detokenized_and_count_as_they_were(wiki: Path):
 )
 def test_spaces_of_wikitext_are_taken_out(page: str, text: str):
     assert detokenized(page) == text
+
+
+def test_perplexities_have_the_error_of_their_nats(wiki: Path):
+    examples = examples_of("wikitext2@lm-eval", wiki)
+    nats = [[1.0 + number + len(request.target) for request in e.requests] for number, e in enumerate(examples)]
+    totals = find_protocol("wikitext2@lm-eval").totals(rows_of("wikitext2@lm-eval", examples, nats))
+    error = totals["nats_per_token_standard_error"]
+    assert error > 0
+    for measure, count in (("token", "tokens"), ("word", "words"), ("byte", "bytes")):
+        mean = totals["nats"] / totals[count]
+        assert totals[f"{measure}_perplexity"] == pytest.approx(math.exp(mean))
+        higher = math.exp(mean + error * totals["tokens"] / totals[count])
+        found = totals[f"{measure}_perplexity_standard_error"]
+        assert found == pytest.approx(higher - math.exp(mean), rel=0.2)
+
+
+def test_the_authors_read_windows_of_all_rows_and_their_ends(wiki: Path):
+    text = "".join(f"{row}|" for row in wikitext_rows(wiki))
+    examples = examples_of("wikitext103@tost", wiki)
+    assert len(examples) == 1000
+    starts = [example.facts["start"] for example in examples]
+    ids = [id for row in wikitext_rows(wiki) for id in [*TOKENIZER.encode(row), EOT]]
+    assert (min(starts), max(starts)) == (0, len(ids) - WINDOW - 1)
+    assert len(set(starts)) > 50
+    for example in examples[:20]:
+        [(first, rest)] = read(example)
+        assert first + rest in text
+        assert len(example.requests[0].target) == WINDOW
+    rows = rows_of("wikitext103@tost", examples, [[2.0 * WINDOW]] * 1000)
+    totals = find_protocol("wikitext103@tost").totals(rows)
+    assert (totals["nats_per_token"], totals["tokens"]) == (2.0, 1000 * WINDOW)
+    assert "word_perplexity" not in totals
+    with pytest.raises(DataError, match="tokens are too few for windows of 1,024; give all of it"):
+        examples_of("wikitext103@tost", wiki, 1024)
 
 
 def lambada(tmp_path: Path, *texts: str) -> Path:
@@ -253,10 +288,10 @@ def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytes
 def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path):
     (tmp_path / "wiki").write_bytes(b"one\ntwo \xff\n")
     with pytest.raises(DataError, match=r"wiki, line 2: not UTF-8 \(byte 0xff\)"):
-        joined_rows(tmp_path / "wiki")
+        wikitext_rows(tmp_path / "wiki")
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-20])
     with pytest.raises(DataError, match=r"cut\.gz: cannot be read"):
-        joined_rows(tmp_path / "cut.gz")
+        wikitext_rows(tmp_path / "cut.gz")
 
 
 def test_names_that_are_none_are_refused_with_all_there_are():
@@ -275,7 +310,7 @@ def test_a_stride_beyond_the_window_is_refused(wiki: Path):
 def test_the_real_files_have_the_published_counts():
     tokenizer = gpt2_tokenizer(SHARED / "gpt2_bpe")
     wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
-    assert len(tokenizer.encode(joined_rows(wiki))) == 287_644
+    assert len(tokenizer.encode("\n\n".join(wikitext_rows(wiki)))) == 287_644
     assert len(list(pages(wiki))) == 62
     examples = find_protocol("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
     assert len(examples) == 5153

@@ -3,12 +3,13 @@
 import re
 
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.protocols.authors import RandomWindows
 from tost_lm.evaluation.protocols.cbt import MissingWord
 from tost_lm.evaluation.protocols.characters import LastBytes
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row
-from tost_lm.evaluation.protocols.lambada import LastToken, LastWord
-from tost_lm.evaluation.protocols.ptb import PennTreebank
-from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages
+from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
+from tost_lm.evaluation.protocols.ptb import PennTreebank, sentences
+from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
 
 __all__ = ["Example", "Protocol", "Row", "find_protocol"]
 
@@ -23,15 +24,18 @@ _NAMED: list[Protocol] = [
     PennTreebank(),
     LastBytes("enwik8@bpb"),
     LastBytes("text8@bpc"),
+    RandomWindows("wikitext103", rows_of),
+    RandomWindows("lambada_standard", passages),
+    RandomWindows("ptb", sentences),
 ]
 
 
-def find_protocol(name: str) -> Protocol:
-    """Raises ConfigError, naming all there are, when there is none of this name."""
+def find_protocol(name: str, setting: str = "zero_shot.protocols") -> Protocol:
+    """Raises ConfigError, naming `setting` and all there are, when there is none of this name."""
     if strided := re.fullmatch(r"(wikitext2|wikitext103)@hf-stride([1-9]\d*)", name):
         return StridedWikitext(strided[1], int(strided[2]))
     for protocol in _NAMED:
         if protocol.name == name:
             return protocol
     names = ["heldout@bpb", "wikitext2@hf-strideN", "wikitext103@hf-strideN", *(protocol.name for protocol in _NAMED)]
-    raise ConfigError(f"zero_shot.protocols: there is no {name!r}; there are {', '.join(names)}")
+    raise ConfigError(f"{setting}: there is no {name!r}; there are {', '.join(names)}")

@@ -1,6 +1,5 @@
 """What a zero-shot protocol is: a file in its usual format, read as examples, scored, and summed up."""
 
-import gzip
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
+from tost_lm.evaluation.data_sets import unpacked
 from tost_lm.evaluation.likelihood import Likelihoods, Request
 
 Row = dict[str, Any]
@@ -53,10 +53,7 @@ class Protocol(ABC):
 
 def read_text(path: Path) -> str:
     """A UTF-8 file, or one in gzip where the name ends in .gz. Raises DataError, naming file and line."""
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    data = unpacked(path)
     try:
         return data.decode()
     except UnicodeDecodeError as error:

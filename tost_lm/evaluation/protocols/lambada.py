@@ -10,7 +10,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.likelihood import Likelihoods
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_text, to_array
-from tost_lm.evaluation.protocols.perplexity import perplexity
+from tost_lm.evaluation.protocols.perplexity import with_error
 from tost_lm.evaluation.scoring import bootstrap_error
 from tost_lm.evaluation.windows import after_what_fits
 
@@ -47,13 +47,14 @@ class LastWord(Protocol):
 
     def totals(self, rows: Sequence[Row]) -> Row:
         right, nats, one = to_array(rows, "right"), to_array(rows, "nats"), np.ones(len(rows))
+        error = bootstrap_error(nats, one)
         return {
             "examples": len(rows),
             "accuracy": float(right.mean()),
             "accuracy_standard_error": bootstrap_error(right, one),
             "nats_per_word": float(nats.mean()),
-            "nats_per_word_standard_error": bootstrap_error(nats, one),
-            "word_perplexity": perplexity(float(nats.mean())),
+            "nats_per_word_standard_error": error,
+            **with_error("word_perplexity", float(nats.mean()), error),
             "words_of_one_token": int((to_array(rows, "tokens") == 1).sum()),
         }
 
@@ -76,6 +77,7 @@ class LastToken(LastWord):
             "nats_per_token": of_words["nats_per_word"],
             "nats_per_token_standard_error": of_words["nats_per_word_standard_error"],
             "token_perplexity": of_words["word_perplexity"],
+            "token_perplexity_standard_error": of_words["word_perplexity_standard_error"],
         }
 
 

@@ -20,19 +20,25 @@ class TextProtocol(Protocol):
     def totals(self, rows: Sequence[Row]) -> Row:
         nats, tokens = to_array(rows, "nats"), to_array(rows, "tokens")
         words, size = (sum(row.get(key, 0) for row in rows) for key in ("words", "bytes"))
-        total = nats.sum()
-        return {
+        total, count = float(nats.sum()), int(tokens.sum())
+        error = bootstrap_error(nats, tokens)
+        totals = {
             "examples": len(rows),
-            "tokens": int(tokens.sum()),
+            "tokens": count,
+            "nats": total,
+            "nats_per_token": total / count,
+            "nats_per_token_standard_error": error,
+            **with_error("token_perplexity", total / count, error),
+        }
+        if not size:
+            return totals
+        return totals | {
             "words": words,
             "bytes": size,
-            "nats": float(total),
-            "nats_per_token": float(total / tokens.sum()),
-            "nats_per_token_standard_error": bootstrap_error(nats, tokens),
-            "token_perplexity": perplexity(total / tokens.sum()),
-            "word_perplexity": perplexity(total / words),
-            "byte_perplexity": perplexity(total / size),
-            "bits_per_byte": float(total / size / math.log(2)),
+            **with_error("word_perplexity", total / words, error * count / words),
+            **with_error("byte_perplexity", total / size, error * count / size),
+            "bits_per_byte": total / size / math.log(2),
+            "bits_per_byte_standard_error": error * count / size / math.log(2),
         }
 
 
@@ -42,5 +48,7 @@ def windows_of(windows: Iterable[Request], words: int, text: str) -> list[Exampl
     return [Example((window,), {} if number else facts) for number, window in enumerate(windows)]
 
 
-def perplexity(nats: float) -> float:
-    return math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
+def with_error(name: str, nats: float, error: float) -> Row:
+    """The perplexity of mean nats, and its standard error from theirs, to first order."""
+    perplexity = math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
+    return {name: perplexity, f"{name}_standard_error": perplexity * error}

@@ -18,12 +18,18 @@ class PennTreebank(TextProtocol):
     name, data_set, headline = "ptb@megatron", "ptb", "word_perplexity"
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        lines = [line.strip() for line in read_text(path).split("\n") if line.strip()]
-        if not lines:
-            raise DataError(f"{path}: no text; give ptb.test.txt")
+        lines = sentences(path)
         text = detokenized("\n".join(lines))
         words = sum(len(line.split()) + 1 for line in lines)
         return windows_of(disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window), words, text)
+
+
+def sentences(path: Path) -> list[str]:
+    """The lines of the file without the spaces around them. Raises DataError."""
+    lines = [line.strip() for line in read_text(path).split("\n") if line.strip()]
+    if not lines:
+        raise DataError(f"{path}: no text; give ptb.test.txt")
+    return lines
 
 
 def detokenized(text: str) -> str:

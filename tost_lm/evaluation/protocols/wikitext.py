@@ -29,7 +29,7 @@ class StridedWikitext(TextProtocol):
                 f"{self.name}: windows of {window} tokens, which the model reads at once, leave some out: choose a "
                 "smaller stride"
             )
-        text = joined_rows(path)
+        text = "\n\n".join(rows_of(path))
         return windows_of(strided_windows(tokenizer.encode_array(text), window, self.stride), len(text.split()), text)
 
 
@@ -53,14 +53,14 @@ class WikitextPages(TextProtocol):
         ]
 
 
-def joined_rows(path: Path) -> str:
-    """The text of the test file as the rows of Hugging Face's dataset make it up. Raises DataError."""
+def rows_of(path: Path) -> list[str]:
+    """The rows of Hugging Face's dataset: lines with their line ends, those without words empty. Raises DataError."""
     lines = read_text(path).split("\n")
     if lines[-1] == "":
         lines.pop()
     if not any(line.strip() for line in lines):
         raise DataError(f"{path}: no text; give wiki.test.raw of the raw release")
-    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)
+    return [f"{line}\n" if line.strip() else "" for line in lines]
 
 
 def pages(path: Path) -> Iterator[str]:

@@ -1,0 +1,55 @@
+"""Checks the scorer: GPT-2 124M must get the figures that are known of it, on WikiText-2 and LAMBADA.
+
+    python -m eval.verify hub:openai-community/gpt2
+    python -m eval.verify models/gpt2 sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
+
+Measures four protocols, as eval.zero_shot does and with its files, prints each figure beside the known one, and ends
+with exit code 2 when one is off by more than 0.2 %.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from tost_lm.config import run_program
+from tost_lm.errors import ConfigError, TostError
+from tost_lm.evaluation.zero_shot_config import VerifyConfig
+
+
+def main(path: Path, config: VerifyConfig) -> None:
+    from tost_lm.evaluation.data_sets import find_set_file
+    from tost_lm.evaluation.hugging_face import find_subject
+    from tost_lm.evaluation.likelihood import BATCH_TOKENS
+    from tost_lm.evaluation.protocols import find_protocol
+    from tost_lm.evaluation.published import GPT2_PARAMETERS, KNOWN_OF_GPT2, is_reached
+    from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.evaluation.side_by_side import read_results
+    from tost_lm.evaluation.zero_shot import score_protocol
+
+    with joined_ranks(config.parallel, copies=True) as ranks:
+        subject = find_subject(path)
+        load = cache(lambda: ranks.load(subject))
+        parameters = sum(p.numel() for p in load().parameters())
+        if parameters != GPT2_PARAMETERS:
+            raise ConfigError(
+                f"{path}: has {parameters:,} parameters, and GPT-2 124M {GPT2_PARAMETERS:,}; give that one"
+            )
+        for name in dict.fromkeys(row.protocol for row in KNOWN_OF_GPT2):
+            protocol = find_protocol(name)
+            file = find_set_file(protocol.data_set, config.sets)
+            score_protocol(ranks, subject, load, protocol, file, BATCH_TOKENS)
+    if ranks.rank > 0:
+        return
+
+    measured = read_results(subject.home)
+    off = []
+    for known in KNOWN_OF_GPT2:
+        value = measured[known.protocol]["model"][known.measure]
+        print(f"{known.protocol} {known.measure} {value:.4f}, known to be {known.value:g}")
+        if not is_reached(known, value):
+            off.append(f"{known.protocol}: {known.measure} is {value:.4f} and must be {known.value:g}")
+    if off:
+        raise TostError("\n".join(off))
+
+
+if __name__ == "__main__":
+    run_program(main, name="eval.verify", doc=__doc__ or "", takes="RUN", config=VerifyConfig)

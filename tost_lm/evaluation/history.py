@@ -1,0 +1,43 @@
+"""Every result of a run or an export in the order it was made: eval/results.jsonl, and as a table eval/results.md."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tost_lm.evaluation.report.markdown import table
+from tost_lm.files import read_rows, write_whole
+
+NAME = "results.jsonl"
+
+
+def record(home: Path, results: dict[str, Any]) -> None:
+    """Append what results.json of a protocol says, but for single examples, and write the table anew."""
+    path = home / "eval" / NAME
+    facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
+    row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
+    rows = [*read_rows(path), row | {key: results[key] for key in ("window", "file_is", "model") if key in results}]
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    header = ("protocol", "measure", "result", "examples", "checkpoint", "tokenizer", "commit", "time")
+    write_whole(path.with_suffix(".md"), table(header, [_cells(row) for row in rows]) + "\n")
+
+
+def figure(headline: str, totals: dict[str, Any]) -> str:
+    """A result as it is cited, with its standard error where there is one."""
+    error = totals.get(f"{headline}_standard_error")
+    form = ".2%" if headline == "accuracy" else ",.4f" if totals[headline] < 10 else ",.2f"
+    return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    identity, totals = row["identity"], row["model"]
+    return (
+        row["protocol"],
+        row["headline"].replace("_", " "),
+        figure(row["headline"], totals),
+        f"{totals.get('examples', totals.get('documents', 0)):,}",
+        f"{identity['checkpoint']} {identity['checkpoint_sha256'][:12]}",
+        identity["tokenizer_sha256"][:12],
+        (row["commit"] or "–")[:12],
+        row["time"],
+    )

@@ -1,0 +1,243 @@
+"""Any causal language model of the Hugging Face library as a baseline, scored as our own models are.
+
+Shape suffixes: B rows, T tokens, K positions whose logits are wanted, V words.
+"""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.evaluation.subject import Subject
+from tost_lm.files import sha256_bytes, xxh3_file
+from tost_lm.model import LMOutput, LMState
+from tost_lm.model.checkpoint import MANIFEST
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, portion_tokens
+
+if TYPE_CHECKING:
+    from tost_lm.parallel.mesh import Mesh
+
+HUB = "hub:"
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+"""What the settings of a model call the length that it was trained for."""
+
+
+def find_subject(path: Path) -> Subject:
+    """What `path` stands for: a run, step folder or export of ours; a folder that the Hugging Face library saved a
+    model to; or `hub:NAME`, which is downloaded.
+
+    Raises:
+        CheckpointError: it is none of them.
+        ConfigError: the library is not installed.
+    """
+    name = str(path)
+    if name.startswith(HUB):
+        folder = _downloaded(name.removeprefix(HUB))
+        return HuggingFaceSubject(folder, Path("runs") / re.sub(r"[^\w.-]+", "--", name.removeprefix(HUB)))
+    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
+        return HuggingFaceSubject(path, path)
+    return Subject.find(path)
+
+
+class HuggingFaceSubject(Subject):
+    """A folder as `save_pretrained` leaves it."""
+
+    def tokenizer(self) -> "HuggingFaceTokenizer":
+        transformers = _library()
+        return HuggingFaceTokenizer(_guarded(self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint)))
+
+    def load(self, device: str) -> "HuggingFaceLM":
+        """In float32. Raises CheckpointError, also where weights are missing."""
+        transformers = _library()
+
+        def load() -> Any:
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                self.checkpoint, dtype=torch.float32, output_loading_info=True
+            )
+
+        model, told = _guarded(self, load)
+        if missing := sorted(told["missing_keys"]):
+            raise CheckpointError(
+                f"{self.checkpoint}: lacks {len(missing)} weights of a causal language model ({missing[0]}, …)"
+            )
+        return HuggingFaceLM(model).to(device).eval()
+
+    def load_on_ranks(self, mesh: "Mesh") -> "HuggingFaceLM":
+        if mesh.tensor.size * mesh.sequence.size > 1:
+            raise ConfigError(
+                f"{self.checkpoint}: a Hugging Face model is not spread over ranks: leave parallel.tensor and "
+                "parallel.sequence out, and each rank takes its share of the examples"
+            )
+        return self.load(str(mesh.device))
+
+    def open_shards(self, folder: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.checkpoint}: a Hugging Face model, of whose tokens there are no shards: choose other "
+            "zero_shot.protocols, and for retrieval a text (retrieval.haystack=FILE)"
+        )
+
+    def hashes(self) -> dict[str, Any]:
+        files = sorted(path for pattern in WEIGHTS for path in self.checkpoint.glob(pattern))
+        of_model = [f"{path.name} {xxh3_file(path)}" for path in [self.checkpoint / CONFIG, *files]]
+        tokenizer = [f"{path.name} {xxh3_file(path)}" for path in sorted(self.checkpoint.glob("*")) if _tokenizes(path)]
+        return {
+            "checkpoint_sha256": sha256_bytes("\n".join(of_model).encode()),
+            "tokenizer_sha256": sha256_bytes("\n".join(tokenizer).encode()),
+        }
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A model's own tokenizer; its `eot` is what stands before a text: the beginning of sequence, where it has one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if first is None:
+            raise CheckpointError("the tokenizer has neither a beginning of sequence nor an end")
+        self.eot = first
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class HuggingFaceFacts(NamedTuple):
+    """What evaluation asks of a model's settings."""
+
+    max_positions: int
+    pattern: str
+    """The library's name of the architecture."""
+    window: None = None
+
+    @property
+    def position_limit(self) -> int:
+        return self.max_positions
+
+
+class HuggingFaceLM(nn.Module):
+    """A causal language model of the Hugging Face library, called as `TostLM` is, for inference."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        found = [positions for name in POSITIONS if (positions := getattr(model.config, name, None))]
+        if not found:
+            raise ConfigError(f"the settings of this {model.config.model_type} do not say how many tokens it reads")
+        self.config = HuggingFaceFacts(found[0], model.config.model_type)
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
+        """Args and results as `TostLM`; with labels there is no state.
+
+        Raises:
+            ConfigError: the rows pass the model's positions.
+        """
+        rows, tokens = tokens_BT.shape
+        end = tokens + (state.positions[0] if state else 0)
+        if end > self.config.max_positions:
+            raise ConfigError(f"{end} tokens are more than the model has positions ({self.config.max_positions})")
+        if labels is not None and state is None:
+            parts = zip(*(x.split(self._rows_at_once(labels)) for x in (tokens_BT, labels)), strict=True)
+            nats_BT, is_top_BT = (
+                torch.cat(part) for part in zip(*(self._scored(*part) for part in parts), strict=True)
+            )
+            return LMOutput(None, nats_BT, is_top_BT, None, lambda: self.model(tokens_BT, use_cache=False).logits)
+        last = self._gone_on(tokens_BT, state, 1)
+        after = LMState((last.past_key_values,), (end,) * rows)
+
+        def whole_logits() -> Tensor:
+            return last.logits if tokens == last.logits.shape[1] else self._gone_on(tokens_BT, state, 0).logits
+
+        nats_BT, is_top_BT = (None, None) if labels is None else _against(whole_logits(), labels)
+        return LMOutput(None, nats_BT, is_top_BT, after, whole_logits)
+
+    def _gone_on(self, tokens_BT: Tensor, state: LMState | None, kept: int) -> Any:
+        """Logits of the last `kept` tokens, 0: of all, if the model can leave others out; and the cache after them."""
+        # A cache is changed in place, and the same state may be gone on with again.
+        past = copy.deepcopy(state.layers[0]) if state else None
+        chosen = {"logits_to_keep": kept} if self._selects else {}
+        return self.model(tokens_BT, past_key_values=past, use_cache=True, **chosen)
+
+    def _rows_at_once(self, labels_BT: Tensor) -> int:
+        """So many that their logits are no more than ours are: memory that is taken anew for each batch costs time."""
+        columns = int((labels_BT != IGNORED_LABEL).any(0).sum()) if self._selects else labels_BT.shape[1]
+        return max(1, portion_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
+
+    def _scored(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Nats and whether labels are on top, by logits of no more columns than have labels, if the model allows it."""
+        columns_K = (labels_BT != IGNORED_LABEL).any(0).nonzero()[:, 0]
+        chosen = {"logits_to_keep": columns_K} if self._selects else {}
+        logits_BKV = self.model(tokens_BT, use_cache=False, **chosen).logits
+        if not self._selects:
+            logits_BKV = logits_BKV[:, columns_K]
+        nats_BK, is_top_BK = _against(logits_BKV, labels_BT[:, columns_K])
+        nats_BT = torch.zeros_like(labels_BT, dtype=nats_BK.dtype).index_copy_(1, columns_K, nats_BK)
+        is_top_BT = torch.zeros_like(labels_BT, dtype=torch.bool).index_copy_(1, columns_K, is_top_BK)
+        return nats_BT, is_top_BT
+
+
+def _against(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of each label, and whether no word has a larger logit; 0 and False where it is not counted."""
+    counted_BK = labels_BK != IGNORED_LABEL
+    nats_BK, is_top_BK = [], []
+    for logits_KV, labels_K, counted_K in zip(logits_BKV, labels_BK, counted_BK, strict=True):  # one in float32 at once
+        logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
+        label_K = logits_KV.gather(1, labels_K.where(counted_K, 0)[:, None])[:, 0]
+        nats_BK.append((logits_KV.logsumexp(1) - label_K).where(counted_K, 0))
+        is_top_BK.append((label_K >= logits_KV.amax(1)) & counted_K)
+    return torch.stack(nats_BK), torch.stack(is_top_BK)
+
+
+def _tokenizes(path: Path) -> bool:
+    return path.is_file() and ("token" in path.name or path.name.startswith(("vocab.", "merges.", "spiece")))
+
+
+def _downloaded(name: str) -> Path:
+    """Where the hub's client keeps a model."""
+    _library()
+    import huggingface_hub
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the client raises its own errors and the network's alike
+        raise CheckpointError(
+            f"{HUB}{name}: cannot be downloaded ({_first_line(error)}); give a folder that holds it"
+        ) from None
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("a Hugging Face model needs transformers: pip install 'tost-lm[hf]'") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _guarded(subject: Subject, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # each architecture raises its own
+        raise CheckpointError(f"{subject.checkpoint}: cannot be loaded: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

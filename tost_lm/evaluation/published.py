@@ -1,0 +1,93 @@
+"""Published figures, and whether a measured one may stand beside them."""
+
+from typing import Any, NamedTuple
+
+GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"
+TOST_PAPER = "ToST paper (arXiv 2412.17810)"
+
+
+class Published(NamedTuple):
+    """A figure that somebody has printed."""
+
+    protocol: str
+    """The protocol that it belongs to, or that measures the same test set."""
+    model: str
+    measure: str
+    value: float
+    source: str
+    window: int = 1024
+    """Tokens that the model reads at once."""
+    differs: str = ""
+    """What was done otherwise than the protocol does it; empty: nothing."""
+    tokens: int | None = None
+    """How many were scored, where the measure is by token: another number means another tokenizer."""
+
+
+OWN_DETOKENIZERS = "their detokenizers were not released"
+OWN_SCRIPT = "their script was not released"
+TOST_MODELS = ("gpt2-base 124M", "tost-base 110M", "tost-medium 304M", "tost-large 655M")
+TOST_NATS = {
+    "lambada_standard@tost": (4.32, 4.98, 4.45, 4.32),
+    "wikitext103@tost": (4.13, 4.77, 4.30, 3.99),
+    "ptb@tost": (5.75, 6.39, 5.64, 5.03),
+}
+
+HUGGING_FACE = "Hugging Face's guide to perplexity"
+MEASURED_GPT2 = "GPT-2's released weights"
+
+PUBLISHED = [
+    Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2, tokens=287_363),
+    Published("wikitext2@hf-stride1024", "GPT-2 774M", "token_perplexity", 19.44, HUGGING_FACE, tokens=287_363),
+    Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE, tokens=287_643),
+    Published("wikitext2@lm-eval", "GPT-2 124M", "word_perplexity", 37.37, MEASURED_GPT2),
+    Published("wikitext2@lm-eval", "GPT-2 117M", "word_perplexity", 29.41, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("wikitext103@lm-eval", "GPT-2 117M", "word_perplexity", 37.50, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("lambada_openai@lm-eval", "GPT-2 124M", "accuracy", 0.3256, MEASURED_GPT2),
+    Published("lambada_openai@lm-eval", "GPT-2 124M", "word_perplexity", 40.06, MEASURED_GPT2),
+    Published("lambada_openai@last-token", "GPT-2 124M", "accuracy", 0.4667, MEASURED_GPT2),
+    Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
+    Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("text8@bpc", "GPT-2 117M", "bits_per_byte", 1.17, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    *[
+        Published(protocol, model, "nats_per_token", value, TOST_PAPER)
+        for protocol, values in TOST_NATS.items()
+        for model, value in zip(TOST_MODELS, values, strict=True)
+    ],
+]  # fmt: skip
+
+KNOWN_OF_GPT2 = [row for row in PUBLISHED if row.source == MEASURED_GPT2]
+GPT2_PARAMETERS = 124_439_808
+TOLERANCE = 0.002
+
+
+def is_reached(known: Published, value: float) -> bool:
+    """Whether a measured value is the known one, to TOLERANCE of it: figures are printed with three or four digits."""
+    return abs(value / known.value - 1) <= TOLERANCE
+
+
+def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
+    """Why a published figure may not stand beside results of its protocol; empty: it may."""
+    if published.differs:
+        return published.differs
+    if results["file_is"] == "unknown":
+        return "the file is not the published one"
+    if results["window"] != published.window:
+        return f"windows of {results['window']:,} tokens, and {published.window:,} there"
+    if published.tokens and results["model"]["tokens"] != published.tokens:
+        return f"other tokens: {results['model']['tokens']:,} in the text, and {published.tokens:,} there"
+    return ""
+
+
+def why_not_like(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Why results of one protocol of two models may not be compared; empty: they may."""
+    if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
+        return "of another file"
+    if one["window"] != other["window"]:
+        return f"windows of {other['window']:,} tokens, and {one['window']:,} in the first"
+    by_token = "token" in one["headline"]
+    if by_token and one["model"]["tokens"] != other["model"]["tokens"]:
+        return "by token, and the tokenizers differ"
+    return ""

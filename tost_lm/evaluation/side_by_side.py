@@ -1,0 +1,61 @@
+"""Models side by side with published figures, protocol by protocol, and which of them may be compared."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation.history import figure
+from tost_lm.evaluation.published import PUBLISHED, why_not_comparable, why_not_like
+from tost_lm.evaluation.report.markdown import escape, table
+
+
+def side_by_side(homes: Sequence[Path]) -> str:
+    """Markdown of all test sets that have results in any of these folders.
+
+    Raises:
+        ConfigError: a folder has none, or a damaged one.
+    """
+    found = {home: read_results(home) for home in homes}
+    protocols = list(dict.fromkeys(name for results in found.values() for name in results))
+    return "\n\n".join(part for name in protocols for part in _section(name, found))
+
+
+def read_results(home: Path) -> dict[str, dict[str, Any]]:
+    """What `eval.zero_shot` measured on test sets, by protocol. Raises ConfigError when that is nothing."""
+    found = {}
+    for path in sorted(home.glob("eval/*/results.json")):
+        try:
+            results = json.loads(path.read_bytes())
+        except ValueError:
+            raise ConfigError(f"{path}: damaged; remove it and run eval.zero_shot again") from None
+        if isinstance(results, dict) and "file_is" in results:
+            found[path.parent.name] = results
+    if not found:
+        raise ConfigError(f"{home}: has no results of test sets; python -m eval.zero_shot {home} makes them")
+    return found
+
+
+def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    measured = {home: results[protocol] for home, results in found.items() if protocol in results}
+    first = next(iter(measured.values()))
+    rows = []
+    for home, results in measured.items():
+        result, why = figure(results["headline"], results["model"]), why_not_like(first, results)
+        rows.append((str(home), results["headline"], result, results["identity"]["checkpoint"], _verdict(why)))
+    for row in PUBLISHED:
+        if row.protocol == protocol:
+            verdicts = {home: _verdict(why_not_comparable(row, results)) for home, results in measured.items()}
+            same = len(set(verdicts.values())) == 1
+            verdict = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
+            rows.append((row.model, row.measure, figure(row.measure, {row.measure: row.value}), row.source, verdict))
+    yield f"## {escape(protocol)}"
+    yield table(
+        ("model", "measure", "result", "checkpoint or source", "comparable"),
+        [(model, measure.replace("_", " "), *rest) for model, measure, *rest in rows],
+    )
+
+
+def _verdict(why_not: str) -> str:
+    return f"no: {why_not}" if why_not else "yes"
