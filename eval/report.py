@@ -1,9 +1,10 @@
-"""The report of a run: its losses, optimizer, speed, events, held-out score, needle grid and a generated text.
+"""The report of a run: its losses, optimizer, speed, events, held-out score, retrieval tasks and a generated text.
 
     python -m eval.report runs/demo
 
-Writes report.html, one self-contained page, and report.md, with each figure as PNG, PDF and CSV in eval/report/. What
-was not evaluated yet is left open, with the command that does it.
+Writes report.html, one self-contained page, and report.md, with each figure as PNG, PDF and CSV in eval/report/ (as
+LaTeX, too, where it is a table); with report.wandb=true also to wandb. What was not evaluated yet is left open, with
+the command that does it.
 
     python -m eval.report runs/small-seed0 runs/small-seed1 runs/large
 
@@ -22,9 +23,9 @@ def main(paths: list[Path], config: ReportConfig) -> None:
     from tost_lm.evaluation.report import write_comparison, write_report
 
     if len(paths) > 1:
-        written = write_comparison(paths, config.report.folder_for(paths))
+        written = write_comparison(paths, config.report.folder_for(paths), to_wandb=config.report.wandb)
     elif config.report.folder is None:
-        written = write_report(paths[0])
+        written = write_report(paths[0], to_wandb=config.report.wandb)
     else:
         raise ConfigError(f"report.folder: is for several runs; the report of {paths[0]} lies in that folder itself")
     print(f"wrote {written}")

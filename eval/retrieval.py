@@ -1,51 +1,73 @@
-"""Needle-in-a-haystack grid of a checkpoint, length by depth, with its control (protocol needle@words).
+"""Retrieval from long texts by length, beside controls without what is asked for: does a model use what it has read?
 
     python -m eval.retrieval runs/demo
-    torchrun --standalone --nproc-per-node 4 -m eval.retrieval runs/demo parallel.tensor=2 parallel.sequence=2
+    python -m eval.retrieval runs/long 'retrieval.tasks=["niah_single_1@own-words", "vt@own-words"]' \\
+      'retrieval.lengths=[1024, 4096, 16384]' retrieval.samples=100
+    torchrun --standalone --nproc-per-node 4 -m eval.retrieval runs/demo parallel.tensor=2
 
-Writes eval/needle@words/results.json (scores of each cell) and examples.jsonl (a row an example).
+    needle@words                  a secret word at a depth of a text: a grid of length by depth
+    niah_single_1@own-words       a number of seven digits by its key, in a few sentences over and over
+    niah_single_2@own-words       the same in a text
+    niah_single_3@own-words       a UUID in a text
+    niah_multikey_1@own-words     four keys in a text, one asked for
+    niah_multikey_2@own-words     nothing but keys and their numbers, one asked for
+    niah_multikey_3@own-words     the same with UUIDs for both
+    niah_multivalue@own-words     four numbers of one key in a text, all asked for
+    niah_multiquery@own-words     four keys in a text, all asked for
+    vt@own-words                  five variables, each set to the one before it: those with a given value
+
+The last nine have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is written
+when it is measured, to eval/TASK/cells/ with all its examples, and all of a task's scores to eval/TASK/results.json; a
+cell that is there already, of this checkpoint, text and seed, is not measured again. On more than tensor × sequence
+ranks, copies of the model share the cells.
 """
 
 import time
 from pathlib import Path
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.config import RetrievalConfig
-from tost_lm.files import write_rows
+from tost_lm.evaluation.retrieval_config import RetrievalConfig
 
 
 def main(path: Path, config: RetrievalConfig) -> None:
+    from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import NEEDLE, Subject
+    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of
+    from tost_lm.evaluation.retrieval.scoring import model_scorer
+    from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
 
-    started = time.monotonic()
-    with joined_ranks(config.parallel) as ranks:
-        subject = Subject.find(path)
-        shards = subject.open_shards(config.heldout.shards)
-        identity = subject.identity(config, shards)
-        if ranks.reusable(subject, NEEDLE, identity):
+    with joined_ranks(config.parallel, copies=True) as ranks:
+        subject = find_subject(path)
+        tokenizer = subject.tokenizer()
+        tasks = make_tasks(config, tokenizer, lambda: find_text(config, subject, tokenizer))
+        identities = [identity_of(task, config, subject) for task in tasks]
+        wanted = [
+            (task, identity)
+            for task, identity in zip(tasks, identities, strict=True)
+            if not ranks.reusable(subject, task.name, identity)
+        ]
+        if not wanted:
             return
 
-        from tost_lm.evaluation.needle import CHANCE, NeedleTask, model_scorer, run_grid
-
-        tokenizer = shards.tokenizer()
-        model = ranks.load(subject.checkpoint)
-        max_positions, limit = model.config.max_positions, model.config.position_limit
-        task = NeedleTask(config.needle, tokenizer, shards.documents("valid"), max_positions, limit)
-        cells, rows = run_grid(task, model_scorer(model, tokenizer.vocab_size))
-    if ranks.rank > 0:
-        return
-
-    print("choice accuracy (exact match), and the same without the needle:")
-    for cell in cells:
-        print(
-            f"length {cell['length']:>6}  depth {cell['depth']:<5g} "
-            f"{cell['choice_accuracy']:6.1%} ({cell['exact_accuracy']:.1%})   "
-            f"{cell['control_choice_accuracy']:6.1%} ({cell['control_exact_accuracy']:.1%})"
-        )
-    write_rows(subject.results_path(NEEDLE).with_name("examples.jsonl"), rows)
-    results = {"pattern": model.config.pattern, "chance": CHANCE, "cells": cells}
-    subject.write_results(NEEDLE, identity, started, results)
+        model = ranks.load(subject)
+        settings, facts = config.retrieval, model.config
+        grids = []
+        for task, identity in wanted:
+            lengths = lengths_of(task, settings.lengths, settings.samples, facts.max_positions, facts.position_limit)
+            grids.append(Grid(task, identity, subject, lengths))
+        scorer = model_scorer(model, tokenizer.vocab_size)
+        for grid in grids:
+            started = time.monotonic()
+            grid.measure(ranks, scorer, tokenizer)
+            if ranks.rank == 0:
+                results = {"pattern": facts.pattern, "chance": grid.task.chance, "cells": grid.results()}
+                subject.write_results(grid.task.name, grid.identity, started, results)
+    if ranks.rank == 0:
+        print("\nmeans over the examples, those without the needles in parentheses:")
+        for grid in grids:
+            print(f"{grid.task.name}, chance {grid.task.chance:.2g}:")
+            for cell in grid.results():
+                print(f"  {describe(cell)}")
 
 
 if __name__ == "__main__":

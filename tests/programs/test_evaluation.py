@@ -20,7 +20,7 @@ HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/s
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
     "eval.zero_shot": (),
-    "eval.retrieval": ("needle.samples=2", "needle.depths=[0.0, 1.0]"),
+    "eval.retrieval": ("retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
     "tost_lm.generate": ("sample.tokens=20", "sample.prompt=some words"),
     "eval.report": (),
 }
@@ -120,8 +120,34 @@ def test_named_protocols_are_scored_alone_and_on_two_ranks_alike(copy: Path):
             row, row_alone = map(json.loads, lines)
             assert row.pop("nats") == pytest.approx(row_alone.pop("nats"), rel=1e-6)
             assert row == row_alone
+        shutil.rmtree(home)
+    run("eval.zero_shot", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
+    for home, (before, _) in zip(homes, alone, strict=True):
+        assert results(home, ".")["model"] == pytest.approx(before["model"], rel=1e-6)
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
     assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
+
+
+def test_retrieval_goes_on_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
+    home = copy / "runs/tiny" / NEEDLE
+    cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
+    alone = results(home, ".")["cells"]
+    assert len(cells) == len(alone)
+    (home / "results.json").unlink()
+    kept = min(cells)
+    for name in set(cells) - {kept}:
+        (home / "cells" / name).unlink()
+    words = PROGRAMS["eval.retrieval"]
+    said = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    assert f"needle@words: 1 of {len(cells)} cells are there already" in said
+    assert results(home, ".")["cells"] == alone
+    again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
+    assert again.keys() == cells.keys()
+    assert again[kept] == cells[kept]
+
+    task = 'retrieval.tasks=["niah_single_1@own-words"]'
+    told = refusal("eval.retrieval", "runs/tiny", task, cwd=copy)
+    assert "64 tokens are too few for niah_single_1@own-words, whose needles, question and answer alone take" in told
 
 
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):
@@ -153,16 +179,15 @@ def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
 
 
 def test_ranks_and_their_mix_must_fit(evaluated: Path):
-    for program, words in list(PROGRAMS.items())[:3]:
-        launched = refusal(program, "runs/tiny", *words, cwd=evaluated, WORLD_SIZE="4")
-        assert launched == (
-            "parallel.tensor 1 × parallel.sequence 1 = 1, and this launch has 4 ranks: give two numbers whose product "
-            "is 4, or start it without a launcher"
-        )
-    said = refusal("eval.zero_shot", "runs/tiny", "parallel.tensor=2", "parallel.sequence=3", cwd=evaluated)
-    assert said.endswith(
-        "has 1 rank: give two numbers whose product is 1, or launch it with torchrun --nproc-per-node 6"
+    assert refusal("tost_lm.generate", "runs/tiny", cwd=evaluated, WORLD_SIZE="4") == (
+        "parallel.tensor 1 × parallel.sequence 1 = 1, and this launch has 4 ranks: give two numbers whose product "
+        "is 4, or start it without a launcher"
     )
+    for program in ("eval.zero_shot", "eval.retrieval"):
+        said = refusal(program, "runs/tiny", "parallel.tensor=3", cwd=evaluated, WORLD_SIZE="4")
+        assert said.endswith("4 ranks: give two numbers whose product divides 4, or launch it with torchrun "
+                             "--nproc-per-node 3")  # fmt: skip
+    said = refusal("eval.zero_shot", "runs/tiny", "parallel.tensor=2", "parallel.sequence=3", cwd=evaluated)
     assert "\n" not in said
 
 
@@ -231,7 +256,7 @@ def test_ctrl_c_leaves_no_half_result(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports
     code, errors = interrupt(
-        "eval.retrieval", "runs/tiny", "needle.samples=4000", cwd=copy, when=lambda: time.monotonic() > deep_inside
+        "eval.retrieval", "runs/tiny", "retrieval.samples=4000", cwd=copy, when=lambda: time.monotonic() > deep_inside
     )
     assert code == 130
     assert "Traceback" not in errors
@@ -263,8 +288,8 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         ),
         (
             "eval.zero_shot",
-            ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]'],
-            "ptb@megatron needs a file: give sets.ptb=FILE (ptb.test.txt, Mikolov's.)",
+            ["runs/tiny", 'zero_shot.protocols=["text8@bpc"]'],
+            "text8 needs a file: give sets.text8=FILE (text8 as it is; its last 5,000,000 characters are the test",
         ),
         ("eval.zero_shot", ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"], "sets.ptb x: no such"),
         (
@@ -276,8 +301,14 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
             ],
             "runs/tiny/config.toml, line 1: not JSON",
         ),
-        ("eval.retrieval", ["runs/tiny", "needle.lengths=[128]"], "128 passes the model's positions (64)"),
-        ("eval.retrieval", ["runs/tiny", "needle.lengths=[10]"], "10 tokens are too few"),
+        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 passes the model's positions (64)"),
+        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
+        (
+            "eval.retrieval",
+            ["runs/tiny", 'retrieval.tasks=["needle"]'],
+            "there is no 'needle'; there are needle@words, ",
+        ),
+        ("eval.retrieval", ["runs/tiny", "retrieval.haystack=nowhere"], "retrieval.haystack nowhere: no such file"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("eval.text", ["runs/tiny"], "text.file: must be set"),

@@ -13,7 +13,7 @@ NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
-    """How one model is spread over the ranks of a launch, of which there are tensor × sequence; no result depends on it."""
+    """How a model is spread over the ranks of a launch; no result depends on it. With more than tensor × sequence ranks, test sets and retrieval are shared out to as many copies of the model."""
 
     tensor: int = Field(default=1, gt=0)
     """Ranks that share the heads, the MLP and the vocabulary."""
@@ -46,35 +46,6 @@ class ScoreTextConfig(Section):
     def _the_file_is_missed(cls, values: Any) -> Any:
         """And not its section, where that is not there."""
         return {"text": {}, **values} if isinstance(values, dict) else values
-
-
-class NeedleConfig(Section):
-    """Protocol `needle@words`."""
-
-    lengths: list[int] = Field(default_factory=list)
-    """Cell lengths in tokens, prompt and answer together; empty: a quarter, half and all of model.max_positions."""
-    depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
-    """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
-    samples: int = Field(default=8, gt=0)
-    """Examples in each cell."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of texts, names and words."""
-
-    @field_validator("depths")
-    @classmethod
-    def _depths_are_shares(cls, depths: list[float]) -> list[float]:
-        for depth in depths:
-            if not 0 <= depth <= 1:
-                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1")
-        return depths
-
-
-class RetrievalConfig(Section):
-    """What `eval.retrieval` reads."""
-
-    heldout: TextConfig = Field(default_factory=TextConfig)
-    needle: NeedleConfig = Field(default_factory=NeedleConfig)
-    parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class SampleConfig(Section):
@@ -130,11 +101,13 @@ class AnalyzeConfig(Section):
     memberships: MembershipsConfig = Field(default_factory=MembershipsConfig)
 
 
-class ComparisonConfig(Section):
-    """The report of several runs; that of one lies in its folder."""
+class PagesConfig(Section):
+    """Where a report goes."""
 
     folder: Path | None = None
-    """Where the report of several runs goes; without it to reports/A-B-C by the names of their folders, or reports/A-and-9-more."""
+    """Where the report of several runs goes, that of one lies in its folder; without it to reports/A-B-C by the names of their folders, or reports/A-and-9-more."""
+    wandb: bool = False
+    """Each figure, as an image and as a table, also to a wandb run of its own, offline unless WANDB_MODE says otherwise."""
 
     def folder_for(self, runs: Sequence[Path]) -> Path:
         names = [run.resolve().name for run in runs]
@@ -145,4 +118,4 @@ class ComparisonConfig(Section):
 class ReportConfig(Section):
     """What `eval.report` reads."""
 
-    report: ComparisonConfig = Field(default_factory=ComparisonConfig)
+    report: PagesConfig = Field(default_factory=PagesConfig)

@@ -1,6 +1,7 @@
 """The report: one page that needs nothing else, honest about what is missing, small or out of date."""
 
 import base64
+import csv
 import json
 import re
 import sys
@@ -18,7 +19,9 @@ from tost_lm.evaluation.report.page import Page as ReportPage
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import all_sections
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, TEXT, Subject
+from tost_lm.evaluation.retrieval_config import NEEDLE
+from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
+from tost_lm.training.wandb_files import history
 
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
@@ -118,9 +121,8 @@ def test_the_page_needs_nothing_else_and_its_figures_lie_beside_it(evaluated):
     shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
     assert shown == [f"eval/report/{name}.png" for name in ("loss", "optimizer", "needle")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    assert {path.name for path in (evaluated / "eval/report").iterdir()} == {
-        f"{name}.{ending}" for name in ("loss", "optimizer", "needle") for ending in ("png", "pdf", "csv")
-    }
+    files = {f"{name}.{ending}" for name in ("loss", "optimizer", "needle") for ending in ("png", "pdf", "csv")}
+    assert {path.name for path in (evaluated / "eval/report").iterdir()} == {*files, "needle.tex"}
 
 
 def test_generated_text_is_shown_as_it_is(evaluated):
@@ -142,6 +144,61 @@ def test_needle_means_chance_and_expectation(evaluated):
     page = text_of(evaluated)
     for words in ("25.0%", "12.5%", "Chance is 10%", "32 in all", "not expected to recall a word exactly"):
         assert words in page.text
+
+
+def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
+    return {
+        "length": length, "depth": None, "samples": 4, "found_share": found, "control_found_share": control,
+        "exact_accuracy": 0.125, "control_exact_accuracy": 0.0, "answer_nats": 3.25, "control_answer_nats": 17.5,
+    }  # fmt: skip
+
+
+def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
+    subject = Subject.find(run)
+    identity = subject.identity(None, None)
+    subject.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
+
+
+def test_retrieval_tasks_are_a_heatmap_and_tables_by_length(run_folder):
+    add_task(run_folder, "vt@own-words", cell_of_task(2048, 0.6, 0.2))
+    add_task(
+        run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
+    )  # fmt: skip
+    write_report(run_folder)
+    text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
+    assert "task chance 1,024 tokens 2,048 tokens niah_single_1@own-words < 0.1% 87.5% (0.0%) 37.5% (12.5%) vt@" in text
+    assert "vt@own-words < 0.1% – 60.0% (20.0%)" in text
+    assert "12.5%, 3.25 / 17.50" in text
+    assert "Needle in a haystack" not in text
+    folder = run_folder / "eval/report"
+    header, *rows = csv.reader((folder / "retrieval.csv").read_text().splitlines())
+    assert header[:4] == ["task", "length (tokens)", "found (%)", "found without the needles (%)"]
+    assert [row[:4] for row in rows] == [
+        ["niah_single_1@own-words", "1024", "87.5", "0.0"], ["niah_single_1@own-words", "2048", "37.5", "12.5"],
+        ["vt@own-words", "2048", "60.0", "20.0"],
+    ]  # fmt: skip
+    assert (folder / "retrieval.tex").read_text() == (
+        "\\begin{tabular}{lrrr}\n"
+        "task & chance & 1,024 tokens & 2,048 tokens \\\\\n"
+        "\\hline\n"
+        "niah\\_single\\_1@own-words & $<$ 0.1\\% & 87.5\\% (0.0\\%) & 37.5\\% (12.5\\%) \\\\\n"
+        "vt@own-words & $<$ 0.1\\% & -- & 60.0\\% (20.0\\%) \\\\\n"
+        "\\end{tabular}\n"
+    )
+    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tasks_of_several_checkpoints_are_told_apart(run_folder):
+    for name in ("niah_single_1@own-words", "vt@own-words"):
+        add_task(run_folder, name, cell_of_task(1024, 0.5, 0.0))
+    path = Subject.find(run_folder).results_path("vt@own-words")
+    results = json.loads(path.read_text())
+    results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
+    path.write_text(json.dumps(results))
+    text = " ".join(text_of(run_folder).text.split())
+    assert "niah_single_1@own-words: Of step_00000100" in text
+    assert "vt@own-words: Of step_00000050" in text
+    assert f"python -m eval.retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
 
 
 def test_a_short_run_is_called_one(run_folder):
@@ -305,3 +362,21 @@ def test_of_a_long_generated_text_the_beginning_is_shown(evaluated):
     path = Subject.find(evaluated).results_path(SAMPLE)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"characters": 1_234_567}))
     assert "the first of 1,234,567 characters; all are in eval/sample/text.txt" in text_of(evaluated).text
+
+
+def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_report(evaluated, to_wandb=True)
+    [launch] = (evaluated / "eval/wandb").glob("offline-run-*")
+    [file] = launch.glob("run-*.wandb")
+    [row] = history(file)
+    paths = {item.nested_key[0]: json.loads(item.value_json) for item in row.item if item.nested_key[1:] == ["path"]}
+    figures = {path.stem for path in (evaluated / "eval/report").glob("*.png")}
+    assert figures
+    assert figures | {f"{name}_table" for name in figures} == set(paths)
+    for name in figures:
+        picture = launch / "files" / paths[name]
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+        table = json.loads((launch / "files" / paths[f"{name}_table"]).read_text())
+        with (evaluated / f"eval/report/{name}.csv").open(newline="") as lines:
+            assert [table["columns"], *table["data"]] == list(csv.reader(lines))

@@ -18,7 +18,8 @@ from tost_lm.evaluation.report import write_comparison
 from tost_lm.evaluation.report.comparison import all_sections
 from tost_lm.evaluation.report.groups import Mean, grouped, read_runs, what_is_trained
 from tost_lm.evaluation.report.page import Page, to_markdown
-from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, NEEDLE
+from tost_lm.evaluation.retrieval_config import NEEDLE
+from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS
 from tost_lm.model import TostLM
 from tost_lm.training.config import PretrainConfig
 
@@ -71,6 +72,24 @@ def add_results(folder: Path, protocol: str, step: int, score: float, shards: st
     path.parent.mkdir(parents=True)
     identity = {"step": step, "shards_fingerprint": shards, "settings": {}}
     path.write_text(json.dumps({"identity": identity, "model": {"bits_per_byte": score}, "cells": cells}))
+
+
+def add_task(
+    folder: Path, name: str, step: int, found: Sequence[float], depths: Sequence[float | None] = (None,)
+) -> None:
+    """A score for each length, the same at all depths; the control has a tenth of it."""
+    cells = [
+        {
+            "length": 1024 * number, "depth": depth, "samples": 4,
+            **dict.fromkeys(("found_share", "choice_accuracy"), share),
+            **dict.fromkeys(("control_found_share", "control_choice_accuracy"), share / 10),
+        }
+        for number, share in enumerate(found, start=1) for depth in depths
+    ]  # fmt: skip
+    path = folder / "eval" / name / "results.json"
+    path.parent.mkdir(parents=True)
+    identity = {"step": step, "shards_fingerprint": "a", "settings": {}}
+    path.write_text(json.dumps({"identity": identity, "chance": 0.1, "cells": cells}))
 
 
 def add_memberships(folder: Path, step: int, first: float, moved: float) -> None:
@@ -235,6 +254,26 @@ def test_memberships_are_means_over_layers_and_runs(make_run):
     text, _ = compare(a, b)
     assert f"Results of {MEMBERSHIPS} in group 1 are of different steps" in text
     assert "## Memberships" not in text
+
+
+def test_retrieval_stands_by_task_and_length_a_column_for_each_group(make_run):
+    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+    add_task(a, NEEDLE, 10, [0.5, 0.25], depths=(0.0, 1.0))
+    assert "## Retrieval" not in compare(a, b, c)[0]
+    add_task(b, NEEDLE, 10, [0.75, 0.25], depths=(0.0, 1.0))
+    add_task(c, "vt@own-words", 10, [0.4])
+    text, _ = compare(a, b, c)
+    assert table(text, "Retrieval") == [
+        ["task", "length", "chance", "group 1", "group 2"],
+        [NEEDLE, "1,024", "10%", "62.5% ± 12.5% (6.2%)", "–"],
+        [NEEDLE, "2,048", "10%", "25.0% ± 0.0% (2.5%)", "–"],
+        ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"],
+    ]
+    add_task(a, "vt@own-words", 10, [0.4])
+    add_task(b, "vt@own-words", 20, [0.4])
+    text, _ = compare(a, b, c)
+    assert "Results of vt@own-words in group 1 are of different steps" in text
+    assert table(text, "Retrieval")[3] == ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"]
 
 
 def test_the_standard_error_is_that_of_the_mean():

@@ -7,46 +7,60 @@ from pathlib import Path
 from tost_lm.errors import ConfigError
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
     """Write report.md and report.html into a run folder, and their figures into its eval/report/.
+
+    Args:
+        to_wandb: as `log_to_wandb`, below its eval/.
 
     Returns:
         The path of report.html.
 
     Raises:
-        ConfigError: it is no run folder, or the report's packages are not installed.
+        ConfigError: it is no run folder, or the report's packages are not installed; or as `log_to_wandb`.
         CheckpointError: the run has no valid checkpoint.
     """
     _require_packages()
     from tost_lm.evaluation.report.page import Page
     from tost_lm.evaluation.report.record import RunRecord
     from tost_lm.evaluation.report.run import all_sections, title
+    from tost_lm.evaluation.report.wandb_page import log_to_wandb
 
     run = RunRecord.read(folder)
     page = Page(title(run), figures="eval/report")
-    return page.write(folder, all_sections(run, page))
+    written = page.write(folder, all_sections(run, page))
+    if to_wandb:
+        log_to_wandb(run.config["run"]["name"], folder / "eval", page.charts)
+    return written
 
 
-def write_comparison(folders: Sequence[Path], target: Path) -> Path:
+def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = False) -> Path:
     """Write report.md and report.html of several runs into the folder `target`, and their figures into its figures/.
+
+    Args:
+        to_wandb: as `log_to_wandb`, in `target`.
 
     Returns:
         The path of report.html.
 
     Raises:
         ConfigError: one is no run folder, has no metrics or is there twice, `target` is a run folder itself, or the
-            report's packages are not installed.
+            report's packages are not installed; or as `log_to_wandb`.
     """
     _require_packages()
     from tost_lm.evaluation.report.comparison import all_sections, title
     from tost_lm.evaluation.report.groups import grouped, read_runs
     from tost_lm.evaluation.report.page import Page
+    from tost_lm.evaluation.report.wandb_page import log_to_wandb
 
     runs = read_runs(folders)
     if (target / "config.toml").exists():
         raise ConfigError(f"{target}: a run, which keeps the report of its own there; give another report.folder")
     page = Page(title(runs), figures="figures")
-    return page.write(target, all_sections(grouped(runs), page))
+    written = page.write(target, all_sections(grouped(runs), page))
+    if to_wandb:
+        log_to_wandb(target.name, target, page.charts)
+    return written
 
 
 def _require_packages() -> None:

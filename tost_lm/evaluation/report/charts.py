@@ -1,4 +1,7 @@
-"""A figure of a report: its drawing as PNG and PDF, the numbers in it as CSV. The same numbers give the same bytes."""
+"""A figure of a report: its drawing as PNG and PDF, the numbers in it as CSV, and where they make a table as LaTeX.
+
+The same numbers give the same bytes.
+"""
 
 import csv
 import io
@@ -18,14 +21,17 @@ class Chart:
     header: Sequence[str]
     """Names of the columns, each with its unit in parentheses."""
     rows: Sequence[Sequence[Any]]
+    latex: str = ""
+    """The same as a table, where it is one."""
 
     def files(self) -> dict[str, bytes]:
         """The figure's files by their ending."""
-        return {
+        files = {
             "png": self._drawn("png", dpi=130, metadata={"Software": None}),
             "pdf": self._drawn("pdf", metadata={"CreationDate": None}),
             "csv": self.table().encode(),
         }
+        return files | ({"tex": self.latex.encode()} if self.latex else {})
 
     def table(self) -> str:
         """As CSV."""

@@ -14,6 +14,7 @@ from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.memberships import memberships_of_groups, places_table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.retrieval import of_groups as retrieval_of_groups
 from tost_lm.evaluation.report.scores import FIGURES, Figure, Score, behind_the_best, limits
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
@@ -34,6 +35,7 @@ def all_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
     yield training_loss(groups, page)
     yield validation_loss(groups, page)
     yield loss_by_position(groups, page)
+    yield retrieval_of_groups(groups)
     yield memberships_of_groups(groups)
     yield each_run(groups)
     yield page.whereabouts()

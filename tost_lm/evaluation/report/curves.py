@@ -81,38 +81,6 @@ def optimizer_chart(metrics: Sequence[dict[str, Any]]) -> Chart:
     return Chart(figure, **joined("step", lines))
 
 
-def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
-    """Choice accuracy by depth and length on a fixed scale of 0 to 100 %, beside the control without the needle."""
-    lengths = sorted({cell["length"] for cell in cells})
-    depths = sorted({cell["depth"] for cell in cells})
-    figure = Figure(figsize=(3 + 1.5 * len(lengths), 1.6 + 0.5 * len(depths)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    keys = {"choice_accuracy": "with the needle", "control_choice_accuracy": "control: no needle"}
-    image = None
-    for axes, (key, title) in zip(panels, keys.items(), strict=True):
-        percent = np.full((len(depths), len(lengths)), np.nan)
-        for cell in cells:
-            percent[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell[key]
-        # cividis is even in lightness and reads the same with red-green colour blindness
-        image = axes.imshow(percent, cmap="cividis", vmin=0, vmax=100, aspect="auto")
-        for (row, place), value in np.ndenumerate(percent):
-            colour = "black" if value > 55 else "white"
-            axes.text(place, row, f"{value:.0f}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        axes.set_xlabel("length (tokens)")
-        axes.set_title(title)
-    panels[0].set_ylabel("depth of the needle (0: beginning)")
-    assert image is not None
-    figure.colorbar(image, ax=panels, label="right word chosen (%)")
-    header = [
-        "length (tokens)",
-        "depth (share of the text)",
-        *[f"right word chosen, {name} (%)" for name in keys.values()],
-    ]
-    return Chart(figure, header, [[c["length"], c["depth"], *[100 * c[key] for key in keys]] for c in cells])
-
-
 def _smoothed(values: np.ndarray) -> np.ndarray:
     """Mean of up to a tenth of all values around each; fewer towards the ends, so that the curve does not lag.
 

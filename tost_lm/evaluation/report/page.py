@@ -1,4 +1,4 @@
-"""One page and its files: report.md, report.html, and each figure as PNG, PDF and CSV."""
+"""One page and its files: report.md, report.html, and each figure as PNG, PDF and CSV, some also as LaTeX."""
 
 import base64
 from collections.abc import Iterable
@@ -40,7 +40,8 @@ class Page:
         """Where the figures lie that were shown so far, in a sentence; empty if there are none."""
         if not self.charts:
             return ""
-        return f"The figures lie in `{self.figures}/` as PNG and PDF, and the numbers drawn in them as CSV."
+        tables = "; those that are tables also as LaTeX" if any(chart.latex for chart in self.charts.values()) else ""
+        return f"The figures lie in `{self.figures}/` as PNG and PDF, and the numbers drawn in them as CSV{tables}."
 
     def write(self, folder: Path, sections: Iterable[str]) -> Path:
         """Make the sections, then write all files into `folder`. Returns the path of report.html."""

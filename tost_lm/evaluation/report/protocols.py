@@ -1,14 +1,12 @@
-"""The sections of a run's report about evaluations: held-out text, needle grid, text in one stream, generated text."""
+"""The sections of a run's report about evaluations: held-out text, test sets, text in one stream, generated text."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from tost_lm.config import validate
-from tost_lm.evaluation.report.curves import needle_chart
 from tost_lm.evaluation.report.markdown import escape, fenced, table
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.subject import HELDOUT, NEEDLE, SAMPLE, TEXT
+from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig
 
@@ -59,42 +57,6 @@ def zero_shot(run: RunRecord) -> str:
     )
 
 
-def retrieval(run: RunRecord, page: Page) -> str:
-    """The needle grid beside its control."""
-    results = run.results(NEEDLE)
-    if results is None:
-        return f"## Needle in a haystack\n\n{missing('eval.retrieval', run.folder)}"
-    cells = results["cells"]
-    examples = sum(cell["samples"] for cell in cells)
-    keys = ("choice_accuracy", "control_choice_accuracy", "exact_accuracy", "control_exact_accuracy")
-    means = {key: needle_mean(results, key) for key in keys}
-    parts = [
-        f"## Needle in a haystack ({escape(NEEDLE)})",
-        of_checkpoint(run, results, "eval.retrieval"),
-        page.show("needle", needle_chart(cells), "Percentage of right words by depth and length, and control"),
-        table(
-            ("mean over all cells", "right word chosen of ten", "greedy text begins with it"),
-            [
-                ("with the needle", f"{means['choice_accuracy']:.1%}", f"{means['exact_accuracy']:.1%}"),
-                (
-                    "control: no needle",
-                    f"{means['control_choice_accuracy']:.1%}",
-                    f"{means['control_exact_accuracy']:.1%}",
-                ),
-            ],
-        ),
-        f"Chance is {results['chance']:.0%}, with {cells[0]['samples']} examples in a cell and {examples} in all: a "
-        f"single cell at chance is off by {_chance_error(results['chance'], cells[0]['samples']):.0%} (one standard "
-        f"error), the mean by {_chance_error(results['chance'], examples):.1%}.",
-    ]
-    if set(results["pattern"]) == {"T"}:
-        parts.append(
-            "Pure TSSA keeps statistics of the past, not the tokens themselves: it is not expected to recall a word "
-            "exactly, and chance level here is no defect."
-        )
-    return "\n\n".join(parts)
-
-
 def text(run: RunRecord) -> str:
     """The score of a text file."""
     results = run.results(TEXT)
@@ -135,12 +97,6 @@ def sample(run: RunRecord) -> str:
     return "\n\n".join(parts)
 
 
-def needle_mean(results: dict[str, Any], key: str) -> float:
-    """The mean of a score over all examples of a needle grid."""
-    cells = results["cells"]
-    return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)
-
-
 def missing(program: str, argument: Any) -> str:
     """What stands where an evaluation is yet to be made: the command that makes it."""
     return f"Not there yet; this makes it: `python -m {program} {argument}`"
@@ -176,7 +132,3 @@ def of_checkpoint(run: RunRecord, results: dict[str, Any], program: str, setting
         command = f"python -m {program} {run.folder}{setting}"
         line += f" **That is not the run's newest checkpoint**; this evaluates it: `{command}`"
     return line
-
-
-def _chance_error(chance: float, examples: int) -> float:
-    return (chance * (1 - chance) / examples) ** 0.5

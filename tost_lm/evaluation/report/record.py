@@ -9,7 +9,7 @@ from typing import Any
 
 from tost_lm.config import read_toml
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.subject import Subject, results_path
+from tost_lm.evaluation.subject import HELDOUT, Subject, results_path
 from tost_lm.files import read_rows
 from tost_lm.model.checkpoint import MANIFEST, StoredTensors
 
@@ -67,7 +67,7 @@ class RunRecord:
         """Results of `eval.zero_shot` on test sets, by protocol."""
         names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
         found = {name: self.results(name) or {} for name in names}
-        return {name: results for name, results in found.items() if "headline" in results}
+        return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
 
     def results(self, protocol: str) -> dict[str, Any] | None:
         """A protocol's results, None if it was not evaluated."""

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tost_lm.config import validate
 from tost_lm.errors import DataError
-from tost_lm.evaluation.report import protocols, training
+from tost_lm.evaluation.report import protocols, retrieval, training
+from tost_lm.evaluation.report.beyond import beyond
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
@@ -33,8 +34,10 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield training.events(run)
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
-    yield protocols.retrieval(run, page)
+    yield retrieval.needle(run, page)
+    yield retrieval.tasks(run, page)
     yield memberships_of_run(run)
+    yield beyond(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
     yield software(run)

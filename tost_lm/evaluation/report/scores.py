@@ -7,10 +7,11 @@ import numpy as np
 
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.groups import Group, Mean, at_step, common_steps, seed
-from tost_lm.evaluation.report.protocols import needle_mean
-from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, NEEDLE, TEXT
+from tost_lm.evaluation.report.retrieval import needle_mean
+from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
+from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, TEXT
 
-PROTOCOLS = (HELDOUT, NEEDLE, MEMBERSHIPS, TEXT)
+PROTOCOLS = (HELDOUT, *TASKS, MEMBERSHIPS, TEXT)
 
 
 class Score(NamedTuple):

@@ -1,0 +1,31 @@
+"""Tasks that hide their needles in a small text."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.retrieval.haystacks import Text
+from tost_lm.evaluation.retrieval.interface import Task
+from tost_lm.evaluation.retrieval.tasks import make_tasks
+from tost_lm.evaluation.retrieval_config import NEEDLE, RetrievalConfig
+
+LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
+
+
+@pytest.fixture
+def make_task(tokenizer: Tokenizer) -> Callable[..., Task]:
+    """A task by its name, with the tokenizer of the small text unless another is given."""
+    own = tokenizer
+
+    def make(
+        name: str = NEEDLE, seed: int = 0, depths: Sequence[float] = (0.0, 0.5, 1.0), tokenizer: Tokenizer = own
+    ) -> Task:
+        tree: dict[str, Any] = {"retrieval": {"tasks": [name], "seed": seed}, "needle": {"depths": depths}}
+        text = Text("the text", map(tokenizer.encode_array, LINES), {})
+        (task,) = make_tasks(validate(RetrievalConfig, tree, "test"), tokenizer, lambda: text)
+        return task
+
+    return make

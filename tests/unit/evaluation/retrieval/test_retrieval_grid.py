@@ -1,0 +1,123 @@
+"""The grid of cells: what is there is not measured again, and the same seed gives the same bytes."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.retrieval.grid import Cell, Grid, identity_of
+from tost_lm.evaluation.retrieval.interface import Example
+from tost_lm.evaluation.retrieval.scoring import Scores
+from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
+from tost_lm.evaluation.retrieval_config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.subject import Subject
+
+LENGTHS = [160, 200]
+
+
+class Reader:
+    """Scores by the prompts alone, and counts its calls; killed at one of them."""
+
+    def __init__(self, killed_at: int | None = None):
+        self.calls, self.killed_at = 0, killed_at
+
+    def __call__(self, examples: Sequence[Example], room: int) -> Scores:
+        if self.calls == self.killed_at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        nats = np.array([np.cos(example.prompt.sum() + np.arange(10)) for example in examples])
+        return Scores(nats, nats > 0, [[int(example.prompt[5])] for example in examples])
+
+
+@pytest.fixture
+def make_grid(run_folder: Path, tokenizer):
+    def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
+        tree = {"retrieval": {"lengths": lengths, "samples": 2, **settings}, "needle": {"depths": depths}}
+        config, subject = validate(RetrievalConfig, tree, "test"), Subject.find(run_folder)
+        (task,) = make_tasks(config, tokenizer, lambda: find_text(config, subject, tokenizer))
+        return Grid(task, identity_of(task, config, subject), subject, lengths)
+
+    return make
+
+
+def cell_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "eval" / NEEDLE / "cells").iterdir())}
+
+
+def test_a_file_for_each_cell_holds_scores_and_examples(make_grid, run_folder, tokenizer, capsys):
+    grid, reader = make_grid(), Reader()
+    grid.measure(Ranks(), reader, tokenizer)
+    files = cell_files(run_folder)
+    assert list(files) == [f"length_{n:08d}_depth_{depth}.json" for n in LENGTHS for depth in ("0.00", "0.50")]
+    assert reader.calls == 2 * 4  # each cell's examples and their controls
+    cell = json.loads(files["length_00000160_depth_0.50.json"])
+    assert (cell["protocol"], cell["length"], cell["depth"], cell["samples"]) == (NEEDLE, 160, 0.5, 2)
+    assert cell["identity"]["settings"] == {"samples": 2, "seed": 0, "length": 160, "depth": 0.5}
+    assert cell["seconds"] > 0
+    rows = cell["examples"]
+    assert len(rows) == 4
+    for key, name in (("choice_accuracy", "choice"), ("exact_accuracy", "exact"), ("answer_nats", "nats")):
+        assert cell[key] == pytest.approx(np.mean([row[name] for row in rows[:2]]))
+        assert cell[f"control_{key}"] == pytest.approx(np.mean([row[name] for row in rows[2:]]))
+    assert capsys.readouterr().out.count(f"{NEEDLE}: length ") == 4
+    results = grid.results()
+    assert [(row["length"], row["depth"]) for row in results] == [(length, d) for length in LENGTHS for d in (0.0, 0.5)]
+    assert results[1].items() <= cell.items()
+    assert not {"examples", "identity", "seconds"} & set(results[1])
+
+
+def test_a_killed_grid_goes_on_where_it_was(make_grid, run_folder, tokenizer):
+    with pytest.raises(KeyboardInterrupt):
+        make_grid().measure(Ranks(), Reader(killed_at=5), tokenizer)  # within the third cell
+    before = cell_files(run_folder)
+    assert len(before) == 2
+    again = Reader()
+    make_grid().measure(Ranks(), again, tokenizer)
+    assert again.calls == 4
+    after = cell_files(run_folder)
+    assert len(after) == 4
+    assert before.items() <= after.items()
+
+
+def test_cells_are_kept_whatever_others_are_asked_for(make_grid, tokenizer):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    for asked, calls in (
+        ({"lengths": [200, 180], "depths": [0.5]}, 2),
+        ({"tasks": [NEEDLE], "depths": [0.0, 0.5, 1.0]}, 4),
+        ({"seed": 1}, 8),
+        ({"seed": 1, "samples": 3}, 8),
+    ):
+        reader = Reader()
+        make_grid(**asked).measure(Ranks(), reader, tokenizer)
+        assert reader.calls == calls
+
+
+def test_a_damaged_cell_is_measured_again(make_grid, run_folder, tokenizer):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    path = run_folder / "eval" / NEEDLE / "cells" / "length_00000160_depth_0.00.json"
+    path.write_text(path.read_text()[:100])
+    reader = Reader()
+    make_grid().measure(Ranks(), reader, tokenizer)
+    assert reader.calls == 2
+
+
+def test_the_same_seed_gives_the_same_bytes_but_for_the_time(make_grid, run_folder, tokenizer):
+    def written() -> dict[str, bytes]:
+        make_grid().measure(Ranks(), Reader(), tokenizer)
+        files = cell_files(run_folder)
+        for name in files:
+            (run_folder / "eval" / NEEDLE / "cells" / name).unlink()
+        return {name: re.sub(rb'"seconds": .*', b"", data) for name, data in files.items()}
+
+    assert written() == written()
+
+
+def test_depths_that_are_close_have_files_of_their_own():
+    names = {Cell(100, depth).file_name for depth in (0.1, 0.12, 0.123, 0.1234567, None)}
+    assert len(names) == 5

@@ -1,0 +1,134 @@
+"""The cells of a task, each a file of its own, so that a killed evaluation goes on where it was:
+
+    eval/TASK/cells/length_00001024_depth_0.50.json    scores and examples; no depth where it is drawn
+    eval/TASK/results.json                             the scores of all cells that were asked for
+
+A cell is measured again when anything that it is a result of has changed: checkpoint, text, seed or examples. Which
+other cells are asked for does not matter.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.retrieval.interface import Example, Task
+from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, score_cell
+from tost_lm.evaluation.retrieval_config import RetrievalConfig
+from tost_lm.evaluation.subject import Subject
+from tost_lm.files import write_whole
+
+
+class Cell(NamedTuple):
+    """A place of a task's grid."""
+
+    length: int
+    depth: float | None
+
+    @property
+    def file_name(self) -> str:
+        if self.depth is None:
+            return f"length_{self.length:08d}.json"
+        depth = f"{self.depth:.2f}" if round(self.depth, 2) == self.depth else f"{self.depth!r}"
+        return f"length_{self.length:08d}_depth_{depth}.json"
+
+
+def identity_of(task: Task, config: RetrievalConfig, subject: Subject) -> dict[str, Any]:
+    """What the results of a task are results of."""
+    identity = subject.identity(None, task.text and task.text.shards) | (task.text.facts if task.text else {})
+    settings = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
+    if task.depths != (None,):
+        settings["depths"] = list(task.depths)
+    return identity | {"settings": settings}
+
+
+def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: int, limit: int | None) -> list[int]:
+    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of `max_positions`.
+
+    Args:
+        limit: the longest sequence that the model reads; None: any.
+
+    Raises:
+        ConfigError: a length passes the limit, or is too short for needles, question and answer.
+        DataError: the haystack's text is shorter than a length.
+    """
+    needed = task.needed(samples)
+    quarters = [max_positions // 4, max_positions // 2, max_positions]
+    chosen = list(lengths) or [length for length in quarters if length > needed] or quarters[-1:]
+    for length in chosen:
+        if limit is not None and length > limit:
+            raise ConfigError(f"retrieval.lengths: {length} passes the model's positions ({limit})")
+        if length <= needed:
+            raise ConfigError(
+                f"retrieval.lengths: {length} tokens are too few for {task.name}, whose needles, question and answer "
+                f"alone take {needed}"
+            )
+        if task.text:
+            task.text.for_length(length)
+    return chosen
+
+
+class Grid:
+    """One task's cells and where they lie."""
+
+    def __init__(self, task: Task, identity: dict[str, Any], subject: Subject, lengths: Sequence[int]):
+        self.task, self.identity = task, identity
+        self.samples: int = identity["settings"]["samples"]
+        self.cells = [Cell(length, depth) for length in lengths for depth in task.depths]
+        self.folder = subject.results_path(task.name).parent / "cells"
+
+    def measure(self, ranks: Ranks, scorer: Scorer, tokenizer: Tokenizer) -> None:
+        """Measure what is not there yet; all ranks call it. The copies of the model share the cells out, and
+        when the call ends all files are there."""
+        # As rank 0 finds it, since ranks that decide apart would wait for each other in vain.
+        there = ranks.gather([self._is_there(cell) for cell in self.cells])[0]
+        if any(there):
+            print(f"{self.task.name}: {sum(there)} of {len(there)} cells are there already", flush=True)
+        todo = [cell for cell, done in zip(self.cells, there, strict=True) if not done]
+
+        def in_step(examples: Sequence[Example], room: int) -> Scores:
+            scores = scorer(examples, room)
+            ranks.gather(True)  # copies that are done wait for that, not for long cells as a whole
+            return scores
+
+        for cell in todo[ranks.copy :: ranks.copies]:
+            started = time.monotonic()
+            scores, rows = score_cell(self.task, tokenizer, in_step, cell.length, cell.depth, self.samples)
+            result = {
+                "protocol": self.task.name, "identity": self._identity(cell), **cell._asdict(), "samples": self.samples,
+                **scores, "seconds": time.monotonic() - started, "examples": rows,
+            }  # fmt: skip
+            if ranks.leads:
+                write_whole(self.folder / cell.file_name, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            print(f"{self.task.name}: {describe(result)}", flush=True)
+        while any(ranks.gather(False)):
+            pass
+
+    def results(self) -> list[dict[str, Any]]:
+        """The scores of all cells."""
+        kept = [json.loads((self.folder / cell.file_name).read_bytes()) for cell in self.cells]
+        return [
+            {k: v for k, v in cell.items() if k not in ("protocol", "identity", "seconds", "examples")} for cell in kept
+        ]
+
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        """What a cell is a result of, which is less than what all of them are."""
+        settings = {key: self.identity["settings"][key] for key in ("samples", "seed")}
+        return self.identity | {"settings": settings | cell._asdict()}
+
+    def _is_there(self, cell: Cell) -> bool:
+        try:
+            return json.loads((self.folder / cell.file_name).read_bytes())["identity"] == self._identity(cell)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def describe(cell: dict[str, Any]) -> str:
+    """A line for a cell, its control in parentheses."""
+    place = f"length {cell['length']:>9,}" + ("" if cell["depth"] is None else f"  depth {cell['depth']:<5g}")
+    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact"}
+    scores = [f"{name} {cell[key]:6.1%} ({cell[f'control_{key}']:.1%})" for key, name in names.items() if key in cell]
+    return "  ".join([place, *scores, f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"])

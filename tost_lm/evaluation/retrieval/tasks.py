@@ -1,0 +1,42 @@
+"""The tasks by name, and the text that their needles are hidden in."""
+
+from collections.abc import Callable
+from functools import cache
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.retrieval.haystacks import Text
+from tost_lm.evaluation.retrieval.interface import Task
+from tost_lm.evaluation.retrieval.needle import NeedleTask
+from tost_lm.evaluation.retrieval.niah import NiahTask
+from tost_lm.evaluation.retrieval.variable_tracking import VariableTracking
+from tost_lm.evaluation.retrieval_config import NEEDLE, VARIABLE_TRACKING, RetrievalConfig
+from tost_lm.evaluation.subject import Subject
+
+
+def make_tasks(config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[], Text]) -> list[Task]:
+    """Those of `retrieval.tasks`; `text` is called if one of them hides its needles in text."""
+    text = cache(text)
+    return [_make(name, config, tokenizer, text) for name in config.retrieval.tasks]
+
+
+def find_text(config: RetrievalConfig, subject: Subject, tokenizer: Tokenizer) -> Text:
+    """The text that the settings name, else the held-out documents, else what every Python has.
+
+    Raises:
+        DataError: the file is missing, empty or not UTF-8; or as `Subject.open_shards`.
+        ConfigError: as `Subject.open_shards`.
+    """
+    if config.retrieval.haystack is not None:
+        return Text.of_file(config.retrieval.haystack, tokenizer)
+    if config.heldout.shards or (subject.home / "config.toml").is_file():
+        return Text.of_shards(subject.open_shards(config.heldout.shards), tokenizer)
+    return Text.embedded(tokenizer)
+
+
+def _make(name: str, config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[], Text]) -> Task:
+    seed = config.retrieval.seed
+    if name == NEEDLE:
+        return NeedleTask(seed, tokenizer, text(), config.needle.depths)
+    if name == VARIABLE_TRACKING:
+        return VariableTracking(name, seed, tokenizer)
+    return NiahTask(name, seed, tokenizer, text)

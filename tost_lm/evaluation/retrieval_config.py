@@ -1,0 +1,76 @@
+"""Settings of `eval.retrieval`."""
+
+from pathlib import Path
+
+from pydantic import Field, PositiveInt, field_validator
+
+from tost_lm.config import Section
+from tost_lm.evaluation.config import RanksConfig, TextConfig
+
+NEEDLE = "needle@words"
+VARIABLE_TRACKING = "vt@own-words"
+OWN_WORDS = (
+    "niah_single_1@own-words",
+    "niah_single_2@own-words",
+    "niah_single_3@own-words",
+    "niah_multikey_1@own-words",
+    "niah_multikey_2@own-words",
+    "niah_multikey_3@own-words",
+    "niah_multivalue@own-words",
+    "niah_multiquery@own-words",
+    VARIABLE_TRACKING,
+)
+TASKS = (NEEDLE, *OWN_WORDS)
+"""Every task, in the order in which they are shown; a new version of one gets a new name."""
+
+
+class RetrievalTasksConfig(Section):
+    """What all tasks share."""
+
+    tasks: list[str] = Field(default=[NEEDLE], min_length=1)
+    """Which tasks, by name."""
+    lengths: list[PositiveInt] = Field(default_factory=list)
+    """Tokens of prompt and answer together; empty: a quarter, half and all of model.max_positions."""
+    samples: int = Field(default=8, gt=0)
+    """Examples in each cell."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of texts, keys and values."""
+    haystack: Path | None = None
+    """A UTF-8 file to hide needles in; without it the held-out documents, or if none are known Python's manual."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_are_there(cls, tasks: list[str]) -> list[str]:
+        for name in tasks:
+            if name not in TASKS:
+                raise ValueError(f"retrieval.tasks: there is no {name!r}; there are {', '.join(TASKS)}")
+        return list(dict.fromkeys(tasks))
+
+    @field_validator("lengths")
+    @classmethod
+    def _lengths_are_distinct(cls, lengths: list[int]) -> list[int]:
+        return list(dict.fromkeys(lengths))
+
+
+class NeedleConfig(Section):
+    """Protocol `needle@words`."""
+
+    depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
+    """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
+
+    @field_validator("depths")
+    @classmethod
+    def _depths_are_shares(cls, depths: list[float]) -> list[float]:
+        for depth in depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1")
+        return list(dict.fromkeys(depths))
+
+
+class RetrievalConfig(Section):
+    """What `eval.retrieval` reads."""
+
+    retrieval: RetrievalTasksConfig = Field(default_factory=RetrievalTasksConfig)
+    needle: NeedleConfig = Field(default_factory=NeedleConfig)
+    heldout: TextConfig = Field(default_factory=TextConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
