@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
     python -m pretrain.train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
 
-Reads shard folders, writes runs/NAME: config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl, events.jsonl,
-heartbeats/, wandb/ (offline unless WANDB_MODE says otherwise) and checkpoints/. A run that has a checkpoint goes on
-from the newest valid one. On SIGTERM, SIGUSR1 and before run.max_minutes are over the ranks save and exit with 75.
+Reads shard folders, writes runs/NAME: config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
+evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE says otherwise) and checkpoints/. A run
+that has a checkpoint goes on from the newest valid one. On SIGTERM, SIGUSR1 and before run.max_minutes are over the
+ranks save and exit with 75.
 """
 
 import os
@@ -21,6 +22,7 @@ from tost_lm.training.run_folder import claim_run_folder
 
 if TYPE_CHECKING:
     from tost_lm.data.mixture import Corpora
+    from tost_lm.training.hooks import Evaluation
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -42,11 +44,12 @@ def main(path: Path, config: PretrainConfig) -> None:
         say(f"reusing {claim.resume_from}: nothing is left to train up to step {config.last_step}")
         return
     check_vocabulary(config, corpora)
+    evaluation = find_evaluation(config, corpora)
     if claim.resume_from is None:
         claim = claim._replace(initial_weights=find_initial_weights(config, corpora, say))
     from tost_lm.training.loop import train
 
-    if train(config, corpora, claim, departure):
+    if train(config, corpora, claim, departure, evaluation):
         leave()
 
 
@@ -57,6 +60,18 @@ def check_vocabulary(config: PretrainConfig, corpora: "Corpora") -> None:
             f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size} pieces: "
             f"set model.vocab_size to at least {corpora.vocab_size}"
         )
+
+
+def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":
+    """What is measured in the course of training. Raises ConfigError or DataError, as `ProtocolsInTraining.find`."""
+    settings = config.evaluation
+    if settings.every is None:
+        return None
+    from tost_lm.evaluation.in_training import ProtocolsInTraining
+
+    return ProtocolsInTraining.find(
+        settings.protocols, settings.sets, corpora.tokenizer(), config.model.max_positions, settings.batch_tokens
+    )
 
 
 if __name__ == "__main__":

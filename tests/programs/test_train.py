@@ -37,8 +37,8 @@ def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     folder = never_stopped / "runs/tiny"
     assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "env.json", "log.txt", "metrics.jsonl", "validation.jsonl", "events.jsonl",
-        "heartbeats", "checkpoints", "wandb",
+        "config.toml", "env.json", "log.txt", "metrics.jsonl", "validation.jsonl", "evaluations.jsonl",
+        "events.jsonl", "heartbeats", "checkpoints", "wandb",
     }  # fmt: skip
     assert [row["step"] for row in metrics(never_stopped, "tiny")] == list(range(1, 13))
     assert all({"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"} < set(row)

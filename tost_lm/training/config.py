@@ -107,6 +107,29 @@ class ValidationConfig(Section):
     """How many sequences of train.sequence_tokens, the same each time, over all ranks and micro-batches."""
 
 
+class EvaluationConfig(Section):
+    """Test sets in the course of training, measured as eval.zero_shot measures them; nothing here changes what is trained."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Steps between measurements, and there is one after the last step; without it there are none."""
+    protocols: list[str] = Field(default_factory=list)
+    """Those of eval.zero_shot, by name."""
+    batch_tokens: int = Field(default=8192, gt=0)
+    """Tokens that a copy of the model reads at once; it changes memory and time, not the result."""
+    sets: dict[str, Path] = Field(default_factory=dict)
+    """The file of each test set, as sets of eval.zero_shot: {wikitext2 = "wiki.test.raw"}; one that is not given is fetched."""
+
+    @model_validator(mode="after")
+    def _when_and_what(self) -> "EvaluationConfig":
+        if self.every and not self.protocols:
+            raise ValueError(
+                "evaluation.every: nothing is measured; name what in evaluation.protocols, or leave it out"
+            )
+        if self.protocols and not self.every:
+            raise ValueError("evaluation.protocols: are never measured; say after how many steps in evaluation.every")
+        return self
+
+
 class RunConfig(Section):
     """Where and how the run is carried out; nothing here changes what is trained, so it may differ on resuming."""
 
@@ -148,6 +171,7 @@ class PretrainConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -181,6 +205,19 @@ class PretrainConfig(Section):
                 f"train.sequence_tokens {self.train.sequence_tokens} is less than a token for each of "
                 f"parallel.sequence {self.parallel.sequence} ranks: lower the latter"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _portions_are_alike_on_ranks(self) -> "PretrainConfig":
+        portion, ranks = self.memory.mlp_tokens, self.parallel.sequence
+        if portion and self.parallel.zero_stage == 3:
+            fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
+            if -(-fewest // portion) != -(-most // portion):
+                raise ValueError(
+                    f"memory.mlp_tokens {portion}: of {self.row_tokens} tokens in a row some of parallel.sequence {ranks} "
+                    f"ranks have {fewest}, others {most}, which make other numbers of portions, and parallel.zero_stage "
+                    "3 gathers weights for each: choose train.sequence_tokens that the ranks share evenly"
+                )
         return self
 
     @model_validator(mode="after")
@@ -230,6 +267,7 @@ class PretrainConfig(Section):
         """What two launches of one run must agree on: the rest, how the work is shared out, is the same for all."""
         carried_out = {
             "validation": ValidationConfig(),
+            "evaluation": EvaluationConfig(),
             "parallel": ParallelConfig(),
             "memory": MemoryConfig(),
             "checkpoint": CheckpointConfig(),

@@ -1,11 +1,13 @@
 """What happens after a step beside training itself: all ranks call the hooks alike, in the order of `build_hooks`."""
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.heartbeat import Heartbeat
+from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.world import max_over_ranks
 from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
@@ -49,18 +51,31 @@ class Hook(Protocol):
     def after_step(self, run: Run) -> None: ...
 
 
+class Evaluation(Protocol):
+    """Measures a model while it is trained; what and how is not known here."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What all ranks must agree on, by name."""
+        ...
+
+    def measure(self, engine: Any, mesh: Mesh, beat: Callable[[], None]) -> list[dict[str, Any]]:
+        """A row for each protocol, the same on all ranks, which all call it: `protocol`, `headline` (which of the
+        figures is told), and figures by name. `beat` is called often enough for a rank that goes on."""
+        ...
+
+
 def build_hooks(
     guard: Guard,
     checksums: Checksums,
     profiler: Profiler,
-    validation: Validation | None,
+    measuring: Sequence[Hook],
     departure: Departure,
     writer: CheckpointWriter,
 ) -> list[Hook]:
     """In the order in which they are called: a checkpoint holds what those before it found out."""
     first: list[Hook] = [SumUp(checksums), Judge(guard), Tell(), Profile(profiler)]
-    last: list[Hook] = [Leave(departure, writer), Save(checksums, writer)]
-    return [*first, *([Validate(validation)] if validation else []), *last]
+    return [*first, *measuring, Leave(departure, writer), Save(checksums, writer)]
 
 
 class SumUp:
@@ -125,6 +140,21 @@ class Validate:
                 row = self._validation.measure(run.engine)
             run.metrics.validation({"step": step, **row})
             run.progress = replace(run.progress, validation_loss=row["loss"])
+
+
+class Evaluate:
+    """The figures on test sets."""
+
+    def __init__(self, evaluation: Evaluation, mesh: Mesh) -> None:
+        self._evaluation, self._mesh = evaluation, mesh
+
+    def after_step(self, run: Run) -> None:
+        step, every = run.progress.step, run.config.evaluation.every
+        if step % (every or 1) == 0 or step == run.config.train.steps:
+            with run.metrics.paused():
+                rows = self._evaluation.measure(run.engine, self._mesh, lambda: run.heart.beat(step, "validation"))
+            for row in rows:
+                run.metrics.evaluation({"step": step, **row})
 
 
 def reason_to_leave(departure: Departure, seconds_needed: float) -> str:

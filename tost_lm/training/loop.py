@@ -25,7 +25,7 @@ from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.departure import Departure
 from tost_lm.training.guard import Guard
-from tost_lm.training.hooks import Run, build_hooks, reason_to_leave
+from tost_lm.training.hooks import Evaluate, Evaluation, Hook, Run, Validate, build_hooks, reason_to_leave
 from tost_lm.training.lock import only_launch
 from tost_lm.training.memory import telling_what_needs_memory
 from tost_lm.training.metrics import Metrics, Silence
@@ -39,8 +39,17 @@ from tost_lm.training.validation import Validation
 from tost_lm.version import VERSION
 
 
-def train(config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Departure) -> str:
+def train(
+    config: PretrainConfig,
+    corpora: Corpora,
+    claim: Claim,
+    departure: Departure,
+    evaluation: Evaluation | None = None,
+) -> str:
     """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`.
+
+    Args:
+        evaluation: what is measured every `evaluation.every` steps; None: nothing.
 
     Returns:
         Why the run was left before that, with all steps saved: one of `departure.REASONS`; empty: it was not.
@@ -50,16 +59,22 @@ def train(config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Dep
         gated_kernels(world.device)  # which may refuse, before anything is written
     heart = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with naming_lost_ranks(heart, config.run.timeout_seconds, departure.ask):
-        _require_agreement(config, corpora, claim)
+        _require_agreement(config, corpora, claim, evaluation)
         config = with_tile_size(config, world)
         with only_launch(config.run_folder, world.rank), telling_what_needs_memory(config, heart):
-            leaving = _train_together(config, corpora, claim, departure, world, heart)
+            leaving = _train_together(config, corpora, claim, departure, evaluation, world, heart)
             stop_world()
     return leaving
 
 
 def _train_together(
-    config: PretrainConfig, corpora: Corpora, claim: Claim, departure: Departure, world: World, heart: Heartbeat
+    config: PretrainConfig,
+    corpora: Corpora,
+    claim: Claim,
+    departure: Departure,
+    evaluation: Evaluation | None,
+    world: World,
+    heart: Heartbeat,
 ) -> str:
     mesh = build_mesh(world, config.parallel)
     tiling = tiling_of(config, mesh)
@@ -71,9 +86,9 @@ def _train_together(
     guard = Guard(config.train.skip_spikes, config.run.abort_after_skips, progress)
     checksums = Checksums(engine, config.run.check_every)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
-    validation = _build_validation(config, corpora, mesh, tiling)
+    measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
     writer = CheckpointWriter(engine, config, corpora)
-    hooks = build_hooks(guard, checksums, profiler, validation, departure, writer)
+    hooks = build_hooks(guard, checksums, profiler, measuring, departure, writer)
     run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart, tiling), heart)
 
     departure.get_under_way()
@@ -121,8 +136,10 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
     )
 
 
-def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim) -> None:
+def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim, evaluation: Evaluation | None) -> None:
     facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(claim.resume_from)}
+    if evaluation:
+        facts |= evaluation.facts
     if claim.initial_weights:
         facts["initial weights"] = claim.initial_weights.manifest_sha256
     require_agreement(
@@ -131,11 +148,16 @@ def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim) -
     )
 
 
-def _build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling) -> Validation | None:
-    if config.validation.every is None:
-        return None
-    held_out = build_batches(config, corpora, mesh, tiling, "valid")
-    return Validation(held_out, mesh, tiling, config.train.sequence_tokens)
+def _build_measuring(
+    config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling, evaluation: Evaluation | None
+) -> list[Hook]:
+    hooks: list[Hook] = []
+    if config.validation.every:
+        held_out = build_batches(config, corpora, mesh, tiling, "valid")
+        hooks.append(Validate(Validation(held_out, mesh, tiling, config.train.sequence_tokens)))
+    if evaluation:
+        hooks.append(Evaluate(evaluation, mesh))
+    return hooks
 
 
 def _open_folder(

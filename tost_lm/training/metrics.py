@@ -1,4 +1,4 @@
-"""What a run tells of itself, all by rank 0: lines, rows of metrics, validation and events, and wandb."""
+"""What a run tells of itself, all by rank 0: lines, rows of metrics, validation, evaluations and events, and wandb."""
 
 import json
 import resource
@@ -17,6 +17,9 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import drop_rows_after
 from tost_lm.training.wandb_sink import open_wandb
+
+ROWS = ("metrics", "validation", "evaluations", "events")
+"""What has a JSONL file of its own."""
 
 
 class Metrics:
@@ -40,13 +43,13 @@ class Metrics:
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
 
         folder, first_step = config.run_folder, progress.step if progress else 0
-        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ("metrics", "validation")}
-        drop_rows_after(folder / "events.jsonl", first_step)
-        self._rows, self._validation_rows, self._events, self._log = (
-            (folder / name).open("a") for name in ("metrics.jsonl", "validation.jsonl", "events.jsonl", "log.txt")
+        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ROWS}
+        self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
+            (folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
         )
         self._wandb_id = progress.wandb_run_id if progress else ""
-        self._wandb = open_wandb(config, self._wandb_id, kept["metrics"], kept["validation"], self.say)
+        by_step = _with_evaluations(kept["metrics"], kept["evaluations"])
+        self._wandb = open_wandb(config, self._wandb_id, by_step, kept["validation"], self.say)
 
         seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()
@@ -104,6 +107,18 @@ class Metrics:
             self._wandb.validation(recorded)
         self.say(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
 
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Record a measurement on a test set: step, protocol, headline (which of the figures is told) and figures, of
+        the headline with its standard error."""
+        recorded = _append(self._evaluation_rows, row)
+        if self._wandb:
+            self._wandb.metrics(_headline_values(recorded))
+        figure, error = (f"{row[key]:.5g}" for key in (row["headline"], f"{row['headline']}_standard_error"))
+        self.say(
+            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {row['headline'].replace('_', ' ')} "
+            f"{figure} ± {error}"
+        )
+
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Record something that does not happen at every step."""
         _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
@@ -121,7 +136,7 @@ class Metrics:
         """Waits until wandb has every row."""
         if self._wandb:
             self._wandb.close()
-        for file in (self._rows, self._validation_rows, self._events, self._log):
+        for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
             file.close()
 
     def _use_of_device(self, row: dict[str, Any]) -> str:
@@ -137,6 +152,7 @@ class Silence:
     def say(self, line: str) -> None: ...
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None: ...
     def validation(self, row: dict[str, Any]) -> None: ...
+    def evaluation(self, row: dict[str, Any]) -> None: ...
     def event(self, step: int, kind: str, **fields: Any) -> None: ...
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -151,6 +167,20 @@ def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
         file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
         file.flush()
     return recorded
+
+
+def _headline_values(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """What wandb shows of a row of evaluations.jsonl, in one with the metrics of its step."""
+    headline = evaluation["headline"]
+    return {"step": evaluation["step"], f"evaluation/{evaluation['protocol']}/{headline}": evaluation[headline]}
+
+
+def _with_evaluations(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl with the headlines of their steps, and rows of those alone; in no order."""
+    rows = {row["step"]: row for row in metrics}
+    for evaluation in evaluations:
+        rows[evaluation["step"]] = {**rows.get(evaluation["step"], {}), **_headline_values(evaluation)}
+    return list(rows.values())
 
 
 @contextmanager

@@ -53,6 +53,8 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
         ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
         ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
         ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
+        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every: nothing is measured"),
+        ('[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n', "evaluation.protocols: are never measured"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
@@ -70,6 +72,7 @@ def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
 def test_what_may_change_between_launches(tmp_path: Path):
     same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
     assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_sequences=3") == []
+    assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.protocols=["x"]', "evaluation.sets.y=z") == []
     assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
         "data.mixture.z: 2.0 → None",
         "data.mixture.w: None → 2.0",
@@ -78,6 +81,23 @@ def test_what_may_change_between_launches(tmp_path: Path):
     assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == "data.folder: None → PosixPath('x/y')"
 
 
+def test_the_files_of_test_sets_read_back(tmp_path: Path):
+    tables = '[data]\nfolder = "a"\n[evaluation]\nevery = 5\nprotocols = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
+    config = read(tmp_path, tables)
+    assert config.evaluation.sets == {"x": Path("d/x.txt")}
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+
+
 def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
     assert read(tmp_path, '[data]\nfolder = "a"\n').row_tokens == 8
     assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
+
+
+def test_zero_3_asks_for_as_many_portions_of_the_mlp_on_each_sequence_rank(tmp_path: Path):
+    data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
+    with pytest.raises(ConfigError, match="ranks have 3, others 4, which make other numbers of portions"):
+        read(tmp_path, data, *ranks, "train.sequence_tokens=7", "memory.mlp_tokens=3")
+    read(tmp_path, data, *ranks, "train.sequence_tokens=8", "memory.mlp_tokens=3")
+    read(tmp_path, data, *ranks, "train.sequence_tokens=7", "memory.mlp_tokens=2")
+    read(tmp_path, data, "parallel.sequence=2", "train.sequence_tokens=7", "memory.mlp_tokens=3")

@@ -47,6 +47,11 @@ def validation_row(step: int) -> dict[str, Any]:
     return {"step": step, "loss": 2.5, "position_ends": [8], "loss_by_position": [2.5], "sequences": 4, "tokens": 32}
 
 
+def evaluation_row(step: int) -> dict[str, Any]:
+    figures = {"accuracy": 0.25, "accuracy_standard_error": 0.0123456, "examples": 9}
+    return {"step": step, "protocol": "lambada_openai@lm-eval", "headline": "accuracy", **figures}
+
+
 def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[str]):
     metrics = Metrics(config(), None, 2, CPU)
     metrics.step(1, 3.0, 1e-3, 0.5)
@@ -85,6 +90,7 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
         metrics.step(step, 3.0, 1e-3, 0.5)
     for step in (4, 8):
         metrics.validation(validation_row(step))
+        metrics.evaluation(evaluation_row(step))
         metrics.event(step, "saved")
     metrics.event(7, "skipped", why="loss is inf", samples=[24, 27])
     metrics.close()
@@ -99,8 +105,18 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
     assert [row["step"] for row in rows("metrics")] == [1, 2, 3, 4, 5, 6]
     assert rows("metrics")[5]["seconds"] > before[4]["seconds"]
     assert rows("validation") == [validation_row(4)]
+    assert rows("evaluations") == [evaluation_row(4)]
     events = [(row["step"], row["event"], row.get("ranks")) for row in rows("events")]
     assert events == [(0, "started", 1), (4, "saved", None), (5, "resumed", 2)]
+
+
+def test_the_headline_of_a_test_set_is_told(capsys: pytest.CaptureFixture[str]):
+    metrics = Metrics(config(), None, 1, CPU)
+    metrics.evaluation(evaluation_row(4))
+    metrics.close()
+    line = "step 4/20  lambada_openai@lm-eval  accuracy 0.25 ± 0.012346"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert (FOLDER / "log.txt").read_text().splitlines() == [line]
 
 
 def test_what_is_not_finite_is_null_in_json():

@@ -54,13 +54,15 @@ def open_metrics(progress: Progress | None) -> Metrics:
 
 
 def train(metrics: Metrics, first: int, last: int) -> None:
-    """The loss of a step says in which launch it was trained; every fourth is followed by a validation."""
+    """The loss of a step says in which launch it was trained; every fourth is followed by both measurements."""
     for step in range(first, last + 1):
         metrics.step(step, 1000 * first + step, 1e-3, 0.5)
         if step % 4 == 0:
             metrics.validation(
                 {"step": step, "loss": 2.5, "position_ends": [4, 8], "loss_by_position": [3.5, None], "tokens": 32}
             )
+            figures = {"accuracy": step / 100, "accuracy_standard_error": 0.01}
+            metrics.evaluation({"step": step, "protocol": "a@b", "headline": "accuracy", **figures})
 
 
 def train_until_killed() -> None:
@@ -93,6 +95,8 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_with_no_step_twice(folder:
     assert [row["loss"] for row in rows] == [1000 + s for s in range(1, 6)] + [6000 + s for s in range(6, 13)]
     assert [row["_step"] for row in rows if "validation/loss" in row] == [4, 8, 12]
     assert all(row["validation/loss_by_position/4"] == 3.5 for row in rows if "validation/loss" in row)
+    headlines = {row["_step"]: row["evaluation/a@b/accuracy"] for row in rows if "evaluation/a@b/accuracy" in row}
+    assert headlines == {4: 0.04, 8: 0.08, 12: 0.12}
 
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert [path for path, data in files.items() if SECRET.encode() in data] == []

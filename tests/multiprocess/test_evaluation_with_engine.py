@@ -1,0 +1,118 @@
+"""Test sets measured with the engine that trains: on any mix of ranks and at any ZeRO stage what one process finds, and
+training goes on as if nothing had been measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training_on_mixes import BATCH, LR, T, build_model, build_optimizer, micro_batch_sequences, micro_batches
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.evaluation.in_training import ProtocolsInTraining
+from tost_lm.evaluation.protocols import Row
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.zero_shot import score_rows
+from tost_lm.model.recompute import hold_less
+from tost_lm.parallel import zero
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.testing import run_on_ranks
+from tost_lm.training.step import train_step
+from tost_lm.training.tiled import tile
+
+PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
+PROTOCOL = "wikitext2@hf-stride13"
+# Two of its weights have more than 100,000 numbers: ZeRO stage 3 spreads those over the ranks, and smaller ones not.
+SHAPE = {"layers": 2, "width": 192, "vocab_size": 576, "pattern": "TA", "window": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A test set and a tokenizer."""
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "wiki.test.raw").write_text(PAGES)
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([PAGES], 280))
+    return folder
+
+
+def find_protocols(folder: Path) -> ProtocolsInTraining:
+    tokenizer = SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
+    return ProtocolsInTraining.find([PROTOCOL], {"wikitext2": folder / "wiki.test.raw"}, tokenizer, T, 3 * T)
+
+
+def build_engine(parallel: ParallelConfig, bfloat16: bool) -> Any:
+    mesh = build_mesh(start_world("cpu"), parallel)
+    model = hold_less(parallelize(build_model(**SHAPE), mesh), mlp_tokens=4)
+    return zero.build_engine(
+        model,
+        build_optimizer(model, "adamw"),
+        mesh,
+        parallel,
+        micro_batch_sequences=micro_batch_sequences(mesh),
+        accumulation=BATCH // (mesh.data.size * micro_batch_sequences(mesh)),
+        grad_clip=1.0,
+        bfloat16=bfloat16,
+    )
+
+
+def measured_alone(found: ProtocolsInTraining, weights: dict[str, Tensor]) -> list[Row]:
+    model = build_model(**SHAPE).eval()
+    model.load_state_dict(weights)
+    return [
+        protocol.totals(score_rows(Ranks(), model, protocol, examples, found.batch_tokens))
+        for protocol, _, examples in found.protocols
+    ]
+
+
+def train(engine: Any, found: ProtocolsInTraining | None) -> list[list[Row]]:
+    """A few steps in tiles, or in whole rows where those cannot be; what was measured before and after them."""
+    mesh, measured, beats = engine.mesh, [], []
+    tiling = tile(mesh, T, None if engine.zero_optimization_stage() == 3 else 9)
+    for steps in (range(2), range(0)):
+        if found:
+            measured.append(found.measure(engine, mesh, lambda: beats.append(1)))
+        for step in steps:
+            train_step(engine, micro_batches(mesh, tiling, step), tiling, LR["adamw"])
+    assert found is None or len(beats) > 4
+    return measured
+
+
+def measure_on(mixes: list[dict[str, int]], folder: Path, bfloat16: bool) -> list[list[list[Row]]]:
+    found, all_measured = find_protocols(folder), []
+    for mix in mixes:
+        parallel = validate(ParallelConfig, mix, "test")
+        engine, alone = build_engine(parallel, bfloat16), build_engine(parallel, bfloat16)
+        all_measured.append(train(engine, found))
+        train(alone, None)
+        weights = dict(zero.full_weights(engine))
+        for name, weight in zero.full_weights(alone):
+            assert torch.equal(weights[name], weight), name
+        relative = 1e-2 if bfloat16 else 1e-6
+        for row, expected in zip(all_measured[-1][-1], measured_alone(found, weights), strict=True):
+            for key in ("nats_per_token", "bits_per_byte"):
+                assert row[key] == pytest.approx(expected[key], rel=relative), mix
+            assert {key: row[key] for key in ("examples", "tokens")} == {
+                key: expected[key] for key in ("examples", "tokens")
+            }
+    return all_measured
+
+
+@pytest.mark.parametrize(
+    ("mixes", "bfloat16"),
+    [
+        ([{"zero_stage": 3}, {"sequence": 2, "zero_stage": 3}], False),
+        ([{"tensor": 2, "sequence": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}], True),
+    ],
+)
+def test_four_ranks_measure_what_one_process_does(folder: Path, mixes: list[dict[str, int]], bfloat16: bool):
+    first, *others = run_on_ranks(measure_on, 4, mixes, folder, bfloat16)
+    assert others == [first] * 3
+    for measured in first:
+        (before,), (after,) = measured
+        assert after["nats_per_token"] != pytest.approx(before["nats_per_token"], rel=1e-3)
