@@ -51,5 +51,5 @@ env: .venv/complete
 .venv/complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,gpt2,report,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,dev]'
 	touch .venv/complete

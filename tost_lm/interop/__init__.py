@@ -1,0 +1,1 @@
+"""Models as other libraries want to have them."""

@@ -1,0 +1,42 @@
+"""lm-evaluation-harness with a checkpoint of ours as its model `tost_lm`; the arguments are all the harness's own.
+
+    python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/demo --tasks lambada_openai wikitext
+    python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base --tasks arc_easy \\
+      --batch_size auto --output_path out
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base …
+
+pretrained is a run folder, a step folder or an export. --batch_size counts texts of model.max_positions tokens that are
+read at once (auto: 8,192 tokens); no score depends on it. Each rank of a launch has a copy of the model, and they share
+out the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+
+from tost_lm.config import Section, run_program
+from tost_lm.errors import ConfigError
+
+
+def main(path: None, config: Section) -> None:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if not find_spec("lm_eval"):
+        raise ConfigError("lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'")
+    from lm_eval.__main__ import cli_evaluate
+
+    from tost_lm.evaluation.config import RanksConfig
+    from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.interop.lm_eval import HarnessModel
+
+    with joined_ranks(RanksConfig(), copies=True) as ranks:
+        if ranks.rank > 0:
+            os.environ["LMEVAL_LOG_LEVEL"] = "ERROR"
+        HarnessModel.ranks = ranks
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    # No argument is ours to read: they are left to the harness.
+    run_program(main, name="tost_lm.lm_eval", doc=__doc__ or "", takes="[CONFIG]", config=Section, arguments=[])
