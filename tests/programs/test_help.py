@@ -14,6 +14,9 @@ PROGRAMS = [
     "pretrain.plan",
     "pretrain.preflight",
     "pretrain.train",
+    "eval.compare",
+    "eval.positions",
+    "eval.verify",
     "eval.zero_shot",
     "eval.retrieval",
     "eval.recall",
@@ -22,6 +25,7 @@ PROGRAMS = [
     "eval.report",
     "tost_lm.generate",
     "benchmarks.data",
+    "benchmarks.evaluation",
     "benchmarks.long",
     "benchmarks.loss",
     "benchmarks.model",
@@ -35,6 +39,7 @@ PATHS = {
     "pretrain.extend": ["runs/some", "extend.folder=longer", "extend.max_positions=9"],
     "eval.recall": ["configs/eval/mqar.toml"],
     "eval.text": ["runs/some", "text.file=some.txt"],
+    "benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
     "benchmarks": [],
 }
 HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]

@@ -1,0 +1,133 @@
+"""Zero-shot scoring beside a model called once for each request with all logits, and beside lm-evaluation-harness.
+
+    python -m benchmarks.evaluation bench.gpt2=gpt2_bpe sets.lambada_openai=lambada_test.jsonl \\
+      sets.wikitext2=wiki.test.raw
+
+On the first passages of LAMBADA (lambada_openai@lm-eval) and the first pages of WikiText-2 (wikitext2@lm-eval), from
+text to scores: a model of TSSA layers by our scorer and one request at a time; GPT-2 of the same shape by our scorer
+and by the harness's own class for Hugging Face models (which needs accelerate). Weights are drawn: they change no time.
+`at best` is the ratio that a scorer would reach that does nothing but the matrix products that cannot be left out, at
+the speed that a product of the model's shape reaches. Prints the table and writes it with all figures to
+benchmarks/results/.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import measure
+from tost_lm.config import Section, run_program
+from tost_lm.evaluation.zero_shot_config import DataSetsConfig
+
+OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
+
+
+class ShapeConfig(Section):
+    """Of both models."""
+
+    layers: int = Field(default=12, gt=0)
+    """Blocks."""
+    heads: int = Field(default=12, gt=0)
+    """Heads."""
+    width: int = Field(default=768, gt=0)
+    """Channels."""
+    max_positions: int = Field(default=1024, gt=0)
+    """Tokens that are read at once."""
+
+
+class BenchConfig(Section):
+    """How it is measured."""
+
+    gpt2: Path
+    """Folder with GPT-2's encoder.json and vocab.bpe."""
+    passages: int = Field(default=100, gt=0)
+    """Of LAMBADA."""
+    pages: int = Field(default=4, gt=0)
+    """Of WikiText-2."""
+    rounds: int = Field(default=5, gt=0)
+    """Timed calls of each kind, in turns."""
+    device: str = Field(default="auto", pattern="^(auto|cuda|cpu)$")
+    """What to compute on; auto takes cuda if it is there."""
+    cell_seconds: float = Field(default=3600.0, gt=0)
+    """No single process takes longer."""
+
+
+class EvaluationBenchmarkConfig(Section):
+    """What `benchmarks.evaluation` reads."""
+
+    shape: ShapeConfig = Field(default_factory=ShapeConfig)
+    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+    bench: BenchConfig
+
+
+def main(path: Path | None, config: EvaluationBenchmarkConfig) -> None:
+    from tost_lm.evaluation.data_sets import find_set_file
+    from tost_lm.evaluation.protocols.lambada import passages
+    from tost_lm.evaluation.protocols.wikitext import pages
+    from tost_lm.evaluation.subject import pick_device
+
+    bench = config.bench
+    device = pick_device() if bench.device == "auto" else bench.device
+    measure.RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work
+    cells = []
+    with TemporaryDirectory() as folder:
+        for protocol in ("lambada_openai@lm-eval", "wikitext2@lm-eval"):
+            data_set = protocol.split("@")[0]
+            whole, file = find_set_file(data_set, config.sets).path, Path(folder, data_set)
+            if data_set == "lambada_openai":
+                examples, parts = bench.passages, [json.dumps({"text": text}) for text in passages(whole)]
+            else:
+                examples, parts = bench.pages, list(pages(whole))
+            file.write_text("\n".join(parts[:examples]))
+            for model in ("tost", "gpt2"):
+                cell = measure.run_cell(
+                    f"benchmarks.evaluation_cells:{model}", device=device, limit_s=bench.cell_seconds,
+                    protocol=protocol, file=str(file), gpt2=str(bench.gpt2.absolute()), rounds=bench.rounds,
+                    shape=config.shape.model_dump(),
+                )  # fmt: skip
+                cells.append({"protocol": protocol, "examples": examples, "of": model, **cell})
+                print("; ".join(f"{key} {value}" for key, value in table_row(cells[-1]).items()), flush=True)
+    shape = config.shape
+    text = (
+        f"{measure.markdown_table([table_row(cell) for cell in cells])}\n\n{shape.layers} layers, {shape.heads} heads, "
+        f"width {shape.width}, 50,304 words (GPT-2: 50,257), windows of {shape.max_positions:,} tokens, float32. "
+        f"Medians of {bench.rounds} rounds in turns; the ratios are medians of the rounds' own. At best: nothing but "
+        "the products of the layers, and of the head where a token is scored."
+    )
+    print(f"\n{text}\n\nwrote {measure.store('evaluation', device, config, cells, text)}")
+
+
+def table_row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """A line of the table."""
+    row = {
+        "protocol": cell["protocol"],
+        "model": {"tost": "TSSA", "gpt2": "GPT-2"}[cell["of"]],
+        "examples": f"{cell['examples']:,}",
+    }
+    if "failed" in cell:
+        columns = ("tokens", "rival", OURS, "the rival's", "ratio", "at best")
+        return {**row, **dict.fromkeys(columns, "–"), "rival": cell["failed"]}
+    seconds: dict[str, list[float]] = cell["seconds"]
+    rival = next(name for name in seconds if name != OURS)
+    ratio = median(theirs / ours for theirs, ours in zip(seconds[rival], seconds[OURS], strict=True))
+    best = f"{median(seconds[rival]) / cell['products_seconds']:.2f}" if "products_seconds" in cell else "–"
+    return {
+        **row,
+        "tokens": f"{cell['tokens']:,}",
+        "rival": rival,
+        OURS: f"{median(seconds[OURS]):.3g} s",
+        "the rival's": f"{median(seconds[rival]):.3g} s",
+        "ratio": f"{ratio:.2f}",
+        "at best": best,
+    }
+
+
+if __name__ == "__main__":
+    run_program(
+        main, name="benchmarks.evaluation", doc=__doc__ or "", takes="[CONFIG]", config=EvaluationBenchmarkConfig
+    )

@@ -1,0 +1,125 @@
+"""What `benchmarks.evaluation` does in processes of their own: the scorers of a model, in turns."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS
+from benchmarks.measure import call_seconds, interleaved_seconds
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.likelihood import BATCH_TOKENS, Request, score_requests
+from tost_lm.evaluation.protocols import find_protocol
+from tost_lm.evaluation.protocols.lambada import passages
+from tost_lm.evaluation.protocols.wikitext import detokenized, pages
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.flops import flops_per_token
+
+VOCAB_SIZE = 50304
+
+
+def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
+    """Our scorer beside a call for each request that computes all logits."""
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate({**shape, "pattern": "T", "vocab_size": VOCAB_SIZE})
+    model, tokenizer = TostLM(config).to(device).eval(), gpt2_tokenizer(Path(call["gpt2"]))
+    requests = _requests(tokenizer, config.max_positions, **call)
+    nats: dict[str, np.ndarray] = {}
+
+    def ours() -> None:
+        nats[OURS] = score_requests(model, _requests(tokenizer, config.max_positions, **call)).nats
+
+    def one_by_one() -> None:
+        found = _requests(tokenizer, config.max_positions, **call)
+        nats[ONE_BY_ONE] = np.array([_whole_logits(model, request, device) for request in found])
+
+    seconds = interleaved_seconds(
+        {OURS: ours, ONE_BY_ONE: one_by_one}, device, budget_s=float("inf"), repeats=call["rounds"]
+    )
+    np.testing.assert_allclose(nats[OURS], nats[ONE_BY_ONE], rtol=1e-4)
+    return {"tokens": _tokens(requests), "seconds": seconds, "products_seconds": _products(config, requests, device)}
+
+
+def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
+    """Our scorer beside the harness's, of the same GPT-2 and from the same texts."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+
+    from tost_lm.evaluation.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
+
+    torch.manual_seed(0)
+    positions = shape["max_positions"]
+    settings = GPT2Config(n_layer=shape["layers"], n_head=shape["heads"], n_embd=shape["width"], n_positions=positions)
+    model: Any = GPT2LMHeadModel(settings)
+    model.to(device).eval()
+    folder = Path(call["gpt2"])
+    theirs: Any = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
+    ours, tokenizer = HuggingFaceLM(model), HuggingFaceTokenizer(theirs)
+    requests = _requests(tokenizer, positions, **call)
+    longest = max(request.inputs for request in requests)
+    harness_class: Any = HFLM
+    harness = harness_class(
+        pretrained=model, tokenizer=theirs, batch_size=max(1, BATCH_TOKENS // longest), device=device
+    )
+    if call["protocol"].startswith("lambada"):
+        kind, texts = "loglikelihood", [_split(text) for text in passages(Path(call["file"]))]
+    else:
+        kind, texts = "loglikelihood_rolling", [(detokenized(page),) for page in pages(Path(call["file"]))]
+    instances = [Instance(kind, {}, text, number) for number, text in enumerate(texts)]
+    totals: dict[str, float] = {}
+
+    def by_ours() -> None:
+        totals[OURS] = float(score_requests(ours, _requests(tokenizer, positions, **call)).nats.sum())
+
+    def by_harness() -> None:
+        found = getattr(harness, kind)(instances, disable_tqdm=True)
+        totals[HARNESS] = -sum(one[0] if isinstance(one, tuple) else one for one in found)
+
+    seconds = interleaved_seconds(
+        {OURS: by_ours, HARNESS: by_harness}, device, budget_s=float("inf"), repeats=call["rounds"]
+    )
+    np.testing.assert_allclose(totals[OURS], totals[HARNESS], rtol=1e-5)
+    return {"tokens": _tokens(requests), "seconds": seconds}
+
+
+def _requests(tokenizer: Tokenizer, window: int, *, protocol: str, file: str, **_: Any) -> list[Request]:
+    found = find_protocol(protocol).examples(Path(file), tokenizer, window)
+    return [request for example in found for request in example.requests]
+
+
+def _split(text: str) -> tuple[str, str]:
+    context, word = text.rsplit(" ", 1)
+    return context, f" {word}"
+
+
+def _tokens(requests: list[Request]) -> int:
+    return sum(request.inputs for request in requests)
+
+
+@torch.inference_mode()
+def _whole_logits(model: LanguageModel, request: Request, device: str) -> float:
+    ids = torch.from_numpy(np.concatenate(request)).to(device)
+    logits_TV = model(ids[None, :-1]).logits[0]
+    nats_T = -torch.log_softmax(logits_TV.float(), -1).gather(1, ids[1:, None])[:, 0]
+    return float(nats_T[len(request.context) - 1 :].double().sum())
+
+
+def _products(config: ModelConfig, requests: list[Request], device: str) -> float:
+    """Seconds of the products of the layers at each token and of the head at each target."""
+    head = 2 * config.width * config.vocab_size
+    layers = flops_per_token(config, config.max_positions).products.forward - head
+    targets = sum(len(request.target) for request in requests)
+    x_TC = torch.randn(2048, config.width, device=device)
+    weight_FC = torch.randn(4 * config.width, config.width, device=device)
+    rate = 2 * x_TC.numel() * len(weight_FC) / min(_seconds(lambda: x_TC @ weight_FC.T, device) for _ in range(10))
+    return (layers * _tokens(requests) + head * targets) / rate
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    call()
+    return call_seconds(call, device)
