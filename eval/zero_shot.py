@@ -10,7 +10,9 @@
     lambada_openai@lm-eval, lambada_standard@lm-eval, lambada_openai@last-token      accuracy at the last word or token
     cbt_cn@gpt2, cbt_ne@gpt2                       accuracy at the missing word among ten
     ptb@megatron                                   perplexity a word, detokenized
+    owt@nanogpt                                    nats a token of nanoGPT's val.bin
     enwik8@bpb, text8@bpc                          bits a byte of the last 5,000,000
+    wikitext103@tost, lambada_standard@tost, ptb@tost    as the ToST authors, for their table alone
 
 Writes eval/PROTOCOL/results.json (the totals, with denominators and standard errors) and rows.jsonl (a line an
 example); for heldout@bpb documents.jsonl. What is there already, of this checkpoint and file, is not measured again.

@@ -33,7 +33,8 @@ class SetFile(NamedTuple):
     sha256: str
     """Of its content, unpacked."""
     source: str
-    """`published`: it is the published file, byte for byte; `hub:NAME`: made of that; `unknown`: any other."""
+    """`published`: the published file, byte for byte; `hub:NAME`: made of that; `other`: not the published one;
+    `unverified`: the published one's hash is not known here."""
 
 
 def _lines_of_wikitext(rows: Rows) -> Iterator[str]:
@@ -70,7 +71,7 @@ HUB_SETS = {
     "cbt_ne": HubSet("cam-cst/cbt", "NE", "validation", None, "cbtest_NE_valid_2000ex.txt", _stories_of_cbt),
 }
 
-PUBLISHED = {
+PUBLISHED_SHA256 = {
     "wikitext2": "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
     "wikitext103": "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
     "lambada_openai": "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
@@ -92,10 +93,11 @@ def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -
     hub = HUB_SETS.get(data_set)
     if path is None:
         path = FETCHED / hub.file if hub and (FETCHED / hub.file).is_file() else fetch(f"{section}.{data_set}", hub)
-    sha256 = sha256_bytes(unpacked(path))
-    if sha256 == PUBLISHED.get(data_set):
-        return SetFile(path, sha256, "published")
-    return SetFile(path, sha256, f"hub:{hub.name}" if hub and path == FETCHED / hub.file else "unknown")
+    sha256, published = sha256_bytes(unpacked(path)), PUBLISHED_SHA256.get(data_set)
+    source = "published" if sha256 == published else "other" if published else "unverified"
+    if source != "published" and hub and path == FETCHED / hub.file:
+        source = f"hub:{hub.name}"
+    return SetFile(path, sha256, source)
 
 
 def fetch(setting: str, hub: HubSet | None) -> Path:

@@ -34,6 +34,7 @@ TOST_NATS = {
 
 HUGGING_FACE = "Hugging Face's guide to perplexity"
 MEASURED_GPT2 = "GPT-2's released weights"
+NANOGPT = "nanoGPT, GPT-2's released weights"
 
 PUBLISHED = [
     Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2, tokens=287_363),
@@ -49,6 +50,7 @@ PUBLISHED = [
     Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT, tokens=4_434_896),
     Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("text8@bpc", "GPT-2 117M", "bits_per_byte", 1.17, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     *[
@@ -72,13 +74,18 @@ def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
     """Why a published figure may not stand beside results of its protocol; empty: it may."""
     if published.differs:
         return published.differs
-    if results["file_is"] == "unknown":
+    if results["file_is"] == "other":
         return "the file is not the published one"
     if results["window"] != published.window:
         return f"windows of {results['window']:,} tokens, and {published.window:,} there"
     if published.tokens and results["model"]["tokens"] != published.tokens:
         return f"other tokens: {results['model']['tokens']:,} in the text, and {published.tokens:,} there"
     return ""
+
+
+def condition(results: dict[str, Any]) -> str:
+    """What a comparison rests on that was not checked; empty: nothing."""
+    return "if the file is the published one" if results["file_is"] == "unverified" else ""
 
 
 def why_not_like(one: dict[str, Any], other: dict[str, Any]) -> str:

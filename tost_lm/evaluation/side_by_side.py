@@ -7,7 +7,7 @@ from typing import Any
 
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.history import figure
-from tost_lm.evaluation.published import PUBLISHED, why_not_comparable, why_not_like
+from tost_lm.evaluation.published import PUBLISHED, condition, why_not_comparable, why_not_like
 from tost_lm.evaluation.report.markdown import escape, table
 
 
@@ -46,7 +46,10 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
         rows.append((str(home), results["headline"], result, results["identity"]["checkpoint"], _verdict(why)))
     for row in PUBLISHED:
         if row.protocol == protocol:
-            verdicts = {home: _verdict(why_not_comparable(row, results)) for home, results in measured.items()}
+            verdicts = {
+                home: _verdict(why_not_comparable(row, results), condition(results))
+                for home, results in measured.items()
+            }
             same = len(set(verdicts.values())) == 1
             verdict = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
             rows.append((row.model, row.measure, figure(row.measure, {row.measure: row.value}), row.source, verdict))
@@ -57,5 +60,5 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
     )
 
 
-def _verdict(why_not: str) -> str:
-    return f"no: {why_not}" if why_not else "yes"
+def _verdict(why_not: str, condition: str = "") -> str:
+    return f"no: {why_not}" if why_not else f"yes, {condition}" if condition else "yes"

@@ -43,6 +43,8 @@ class DataSetsConfig(Section):
     """Common nouns of the Children's Book Test, cbtest_CN_valid_2000ex.txt."""
     cbt_ne: Path | None = None
     """Named entities, cbtest_NE_valid_2000ex.txt."""
+    owt: Path | None = None
+    """val.bin of OpenWebText as nanoGPT's preparation writes it: 4,434,897 ids of GPT-2's tokenizer, 16 bits each."""
     enwik8: Path | None = None
     """enwik8 as it is; its last 5,000,000 bytes are the test part."""
     text8: Path | None = None

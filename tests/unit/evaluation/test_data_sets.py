@@ -86,7 +86,8 @@ def test_a_given_file_is_taken_packed_or_not(tmp_path: Path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
     plain, packed = (find_set_file("ptb", given(ptb=tmp_path / name)) for name in ("a.txt", "a.txt.gz"))
     assert plain.sha256 == packed.sha256
-    assert plain.source == packed.source == "unknown"
+    assert plain.source == packed.source == "unverified"
+    assert find_set_file("wikitext2", given(wikitext2=tmp_path / "a.txt")).source == "other"
     with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file"):
         find_set_file("ptb", given(ptb=tmp_path / "nowhere"))
 

@@ -164,6 +164,30 @@ def test_the_authors_read_windows_of_all_rows_and_their_ends(wiki: Path):
         examples_of("wikitext103@tost", wiki, 1024)
 
 
+class Gpt2Ids(Words):
+    """What tells GPT-2's tokenizer."""
+
+    eot = 50256
+
+    def encode(self, text: str) -> list[int]:
+        return [15496, 995] if text == "Hello world" else super().encode(text)
+
+
+def test_the_tokens_of_nanogpt_are_scored_once_each(tmp_path: Path):
+    ids = np.arange(1, 41, dtype="<u2")
+    (tmp_path / "val.bin").write_bytes(ids.tobytes())
+    measured = find_protocol("owt@nanogpt")
+    examples = measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
+    assert np.concatenate([example.requests[0].target for example in examples]).tolist() == list(range(2, 41))
+    assert [example.requests[0].context.tolist() for example in examples] == [[1], [17], [33]]
+    with pytest.raises(DataError, match=r"tokens of GPT-2's tokenizer, and the model has another: leave owt@nanogpt"):
+        measured.examples(tmp_path / "val.bin", TOKENIZER, WINDOW)
+    for data in (b"", b"abc", np.array([1, 50257], "<u2").tobytes()):
+        (tmp_path / "val.bin").write_bytes(data)
+        with pytest.raises(DataError, match=r"no file of GPT-2's ids as 16-bit integers; give val\.bin"):
+            measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
+
+
 def lambada(tmp_path: Path, *texts: str) -> Path:
     path = tmp_path / "lambada.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))

@@ -51,7 +51,8 @@ def test_figures_stand_beside_published_ones_of_the_same_protocol(tmp_path: Path
     ("changed", "why"),
     [
         ({"window": 512}, "no: windows of 512 tokens, and 1,024 there"),
-        ({"file_is": "unknown"}, "no: the file is not the published one"),
+        ({"file_is": "other"}, "no: the file is not the published one"),
+        ({"file_is": "unverified"}, "yes, if the file is the published one"),
         ({"tokens": 300_000}, "no: other tokens: 300,000 in the text, and 287,363 there"),
         ({"file_is": "hub:Salesforce/wikitext"}, "yes"),
     ],

@@ -8,6 +8,7 @@ from tost_lm.evaluation.protocols.cbt import MissingWord
 from tost_lm.evaluation.protocols.characters import LastBytes
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row
 from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
+from tost_lm.evaluation.protocols.openwebtext import OpenWebText
 from tost_lm.evaluation.protocols.ptb import PennTreebank, sentences
 from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
 
@@ -24,6 +25,7 @@ _NAMED: list[Protocol] = [
     PennTreebank(),
     LastBytes("enwik8@bpb"),
     LastBytes("text8@bpc"),
+    OpenWebText(),
     RandomWindows("wikitext103", rows_of),
     RandomWindows("lambada_standard", passages),
     RandomWindows("ptb", sentences),
