@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 
-from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS
-from benchmarks.measure import call_seconds, interleaved_seconds
+from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS
+from benchmarks.measure import interleaved_seconds
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.evaluation.language_model import LanguageModel
@@ -17,7 +18,6 @@ from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.protocols.lambada import passages
 from tost_lm.evaluation.protocols.wikitext import detokenized, pages
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.flops import flops_per_token
 
 VOCAB_SIZE = 50304
 
@@ -37,11 +37,10 @@ def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
         found = _requests(tokenizer, config.max_positions, **call)
         nats[ONE_BY_ONE] = np.array([_whole_logits(model, request, device) for request in found])
 
-    seconds = interleaved_seconds(
-        {OURS: ours, ONE_BY_ONE: one_by_one}, device, budget_s=float("inf"), repeats=call["rounds"]
-    )
+    calls = {OURS: ours, ONE_BY_ONE: one_by_one, PRODUCTS: _products(model, requests, device)}
+    seconds = interleaved_seconds(calls, device, budget_s=float("inf"), repeats=call["rounds"])
     np.testing.assert_allclose(nats[OURS], nats[ONE_BY_ONE], rtol=1e-4)
-    return {"tokens": _tokens(requests), "seconds": seconds, "products_seconds": _products(config, requests, device)}
+    return {"tokens": _tokens(requests), "seconds": seconds}
 
 
 def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     longest = max(request.inputs for request in requests)
     harness_class: Any = HFLM
     harness = harness_class(
-        pretrained=model, tokenizer=theirs, batch_size=max(1, BATCH_TOKENS // longest), device=device
+        pretrained=model, tokenizer=theirs, batch_size=max(1, BATCH_TOKENS[device] // longest), device=device
     )
     if call["protocol"].startswith("lambada"):
         kind, texts = "loglikelihood", [_split(text) for text in passages(Path(call["file"]))]
@@ -109,17 +108,19 @@ def _whole_logits(model: LanguageModel, request: Request, device: str) -> float:
     return float(nats_T[len(request.context) - 1 :].double().sum())
 
 
-def _products(config: ModelConfig, requests: list[Request], device: str) -> float:
-    """Seconds of the products of the layers at each token and of the head at each target."""
-    head = 2 * config.width * config.vocab_size
-    layers = flops_per_token(config, config.max_positions).products.forward - head
-    targets = sum(len(request.target) for request in requests)
-    x_TC = torch.randn(2048, config.width, device=device)
-    weight_FC = torch.randn(4 * config.width, config.width, device=device)
-    rate = 2 * x_TC.numel() * len(weight_FC) / min(_seconds(lambda: x_TC @ weight_FC.T, device) for _ in range(10))
-    return (layers * _tokens(requests) + head * targets) / rate
+@torch.inference_mode()
+def _products(model: TostLM, requests: list[Request], device: str) -> Callable[[], None]:
+    """Nothing but the products of the layers at each token, and of the head at each target."""
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    batch, tokens = BATCH_TOKENS[device], _tokens(requests)
+    inputs = {width: torch.randn(batch, width, device=device) for width in {weight.shape[1] for weight in weights}}
+    head, targets = model.embedding.weight, sum(len(request.target) for request in requests)
 
+    @torch.inference_mode()
+    def multiply() -> None:
+        for count, weights_here in ((tokens, weights), (targets, [head])):
+            for begin in range(0, count, batch):
+                for weight in weights_here:
+                    linear(inputs[weight.shape[1]][: min(batch, count - begin)], weight)
 
-def _seconds(call: Callable[[], object], device: str) -> float:
-    call()
-    return call_seconds(call, device)
+    return multiply

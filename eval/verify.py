@@ -18,7 +18,6 @@ from tost_lm.evaluation.zero_shot_config import VerifyConfig
 def main(path: Path, config: VerifyConfig) -> None:
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.hugging_face import find_subject
-    from tost_lm.evaluation.likelihood import BATCH_TOKENS
     from tost_lm.evaluation.protocols import find_protocol
     from tost_lm.evaluation.published import GPT2_PARAMETERS, KNOWN_OF_GPT2, is_reached
     from tost_lm.evaluation.ranks import joined_ranks
@@ -36,7 +35,7 @@ def main(path: Path, config: VerifyConfig) -> None:
         for name in dict.fromkeys(row.protocol for row in KNOWN_OF_GPT2):
             protocol = find_protocol(name)
             file = find_set_file(protocol.data_set, config.sets)
-            score_protocol(ranks, subject, load, protocol, file, BATCH_TOKENS)
+            score_protocol(ranks, subject, load, protocol, file, batch_tokens=None)
     if ranks.rank > 0:
         return
 

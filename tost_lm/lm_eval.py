@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 4 -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base …
 
 pretrained is a run folder, a step folder or an export. --batch_size counts texts of model.max_positions tokens that are
-read at once (auto: 8,192 tokens); no score depends on it. Each rank of a launch has a copy of the model, and they share
-out the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
+read at once (auto: 8,192 tokens, on a CPU 2,048); no score depends on it. Each rank of a launch has a copy of the
+model, and they share out the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
 """
 
 import os

@@ -27,11 +27,11 @@ class ProtocolsInTraining:
     """Protocols with the files that they read and their examples."""
 
     protocols: Sequence[tuple[Protocol, SetFile, Sequence[Example]]]
-    batch_tokens: int
+    batch_tokens: int | None
 
     @classmethod
     def find(
-        cls, names: Sequence[str], sets: Mapping[str, Path], tokenizer: Tokenizer, window: int, batch_tokens: int
+        cls, names: Sequence[str], sets: Mapping[str, Path], tokenizer: Tokenizer, window: int, batch_tokens: int | None
     ) -> "ProtocolsInTraining":
         """The test sets of the recipe's section `evaluation`.
 

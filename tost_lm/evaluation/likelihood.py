@@ -16,7 +16,8 @@ from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
+"""Tokens that are read at once unless said otherwise: on a CPU no more than its caches do with."""
 TELL_EVERY_S = 60.0
 
 
@@ -45,20 +46,22 @@ class Likelihoods(NamedTuple):
 
 @torch.no_grad()  # not inference_mode: training could not go on with buffers that were made in it
 def score_requests(
-    model: LanguageModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, ranks: Ranks | None = None
+    model: LanguageModel, requests: Sequence[Request], batch_tokens: int | None = None, ranks: Ranks | None = None
 ) -> Likelihoods:
     """Score requests, in batches of about one length. Prints how far it is each minute.
 
     Args:
         model: in evaluation mode.
         requests: in any order.
-        batch_tokens: tokens that are read at once, or one request; it changes memory and time, not the result.
+        batch_tokens: tokens that are read at once, or one request; None: BATCH_TOKENS. It changes memory and time, not
+            the result.
         ranks: all of them call it with the same requests, and get all scores; None: this one alone.
 
     Raises:
         ConfigError: a request passes the model's positions.
     """
     ranks = ranks or Ranks()
+    batch_tokens = batch_tokens or BATCH_TOKENS[next(model.parameters()).device.type]
     rounds = _rounds([request.inputs for request in requests], batch_tokens, ranks.copies)
     mine = _shares(rounds, ranks)
     mine_in_order, found, told = [number for share in mine for number in share], [], time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tost_lm.evaluation.language_model import LanguageModel
-from tost_lm.evaluation.likelihood import BATCH_TOKENS, score_requests
+from tost_lm.evaluation.likelihood import score_requests
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.windows import disjoint_windows
 
@@ -54,7 +54,7 @@ def score_documents(
     documents: Sequence[np.ndarray],
     sizes: Sequence[int],
     eot: int,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> DocumentScores:
     """Score documents (token ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""

@@ -18,7 +18,7 @@ def score_protocol(
     load: Callable[[], LanguageModel],
     protocol: Protocol,
     file: SetFile,
-    batch_tokens: int,
+    batch_tokens: int | None,
 ) -> None:
     """Score the examples of a file, or reuse what is there; all ranks call it, and rank 0 writes.
 
@@ -52,7 +52,7 @@ def score_protocol(
 
 
 def score_rows(
-    ranks: Ranks, model: LanguageModel, protocol: Protocol, examples: Sequence[Example], batch_tokens: int
+    ranks: Ranks, model: LanguageModel, protocol: Protocol, examples: Sequence[Example], batch_tokens: int | None
 ) -> list[Row]:
     """A row for each example, on every rank; all of them call it."""
     requests = [request for example in examples for request in example.requests]

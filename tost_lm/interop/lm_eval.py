@@ -25,7 +25,7 @@ from tost_lm.data.tokenizers.piecewise import decode_ids
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.generation import generate
 from tost_lm.evaluation.language_model import LanguageModel
-from tost_lm.evaluation.likelihood import BATCH_TOKENS, Request, score_requests
+from tost_lm.evaluation.likelihood import Request, score_requests
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
 from tost_lm.evaluation.windows import after_what_fits, disjoint_windows
@@ -54,8 +54,8 @@ class HarnessModel(TemplateLM):
 
         Args:
             pretrained: a run folder, a step folder or an export.
-            batch_size: texts as long as the model's window that are read at once; `auto`: 8,192 tokens. It changes
-                memory and time, not the result.
+            batch_size: texts as long as the model's window that are read at once; `auto`: 8,192 tokens, on a CPU
+                2,048. It changes memory and time, not the result.
             device: None, or the harness's default `cuda:0`: the GPU where there is one.
 
         Raises:
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
         self.text_tokenizer = self.subject.tokenizer()
         self.model = self._load(device)
         self.window = self.model.config.max_positions
-        self.batch_tokens = _windows(batch_size) * self.window or BATCH_TOKENS
+        self.batch_tokens = _windows(batch_size) * self.window or None
         self._device = next(self.model.parameters()).device
 
     def _load(self, device: str | None) -> LanguageModel:
