@@ -1,4 +1,4 @@
-"""The loss by position up to 16 times the length that a model was trained for (protocol positions).
+"""The loss by position far beyond the length that a model was trained for (protocol positions).
 
     python -m eval.positions runs/demo
     python -m eval.positions runs/long positions.times=64 positions.sequences=4 heldout.shards=data/books/shards

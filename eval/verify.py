@@ -35,7 +35,7 @@ def main(path: Path, config: VerifyConfig) -> None:
         for name in dict.fromkeys(row.protocol for row in KNOWN_OF_GPT2):
             protocol = find_protocol(name)
             file = find_set_file(protocol.data_set, config.sets)
-            score_protocol(ranks, subject, load, protocol, file, batch_tokens=None)
+            score_protocol(ranks, subject, load, protocol, file)
     if ranks.rank > 0:
         return
 

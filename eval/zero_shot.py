@@ -51,7 +51,8 @@ def main(path: Path, config: ZeroShotConfig) -> None:
         subject = find_subject(path)
         load = cache(lambda: ranks.load(subject))
         for protocol, file in zip(protocols, files, strict=True):
-            score_protocol(ranks, subject, load, protocol, file, config.zero_shot.batch_tokens)
+            settings = config.zero_shot
+            score_protocol(ranks, subject, load, protocol, file, settings.window_tokens, settings.batch_tokens)
         if HELDOUT in names:
             finish = score_heldout(ranks, subject, config, load)
     if finish and ranks.rank == 0:

@@ -13,7 +13,7 @@ NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
-    """How a model is spread over the ranks of a launch; no result depends on it. With more than tensor × sequence ranks, test sets and retrieval are shared out to as many copies of the model."""
+    """How a model is spread over the ranks of a launch; no result depends on it. With more than tensor × sequence ranks, test sets, retrieval and positions are shared out to as many copies of the model; other programs refuse them."""
 
     tensor: int = Field(default=1, gt=0)
     """Ranks that share the heads, the MLP and the vocabulary."""

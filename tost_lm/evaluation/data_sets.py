@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -
         path = FETCHED / hub.file if hub and (FETCHED / hub.file).is_file() else fetch(f"{section}.{data_set}", hub)
     sha256, published = sha256_bytes(unpacked(path)), PUBLISHED_SHA256.get(data_set)
     source = "published" if sha256 == published else "other" if published else "unverified"
-    if source != "published" and hub and path == FETCHED / hub.file:
+    if source == "unverified" and hub and path == FETCHED / hub.file:
         source = f"hub:{hub.name}"
     return SetFile(path, sha256, source)
 
@@ -123,5 +124,5 @@ def unpacked(path: Path) -> bytes:
     """What a file holds, or holds in gzip where its name ends in .gz. Raises DataError."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -1,12 +1,15 @@
-"""Every result of a run or an export in the order it was made: eval/results.jsonl, and as a table eval/results.md."""
+"""Every result on test sets and held-out text in order of time: eval/results.jsonl, and as a table eval/results.md."""
 
 import json
+import re
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tost_lm.evaluation.report.markdown import table
-from tost_lm.files import read_rows, write_whole
+from tost_lm.files import write_whole
 
 NAME = "results.jsonl"
 
@@ -16,10 +19,11 @@ def record(home: Path, results: dict[str, Any]) -> None:
     path = home / "eval" / NAME
     facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
-    rows = [*read_rows(path), row | {key: results[key] for key in ("window", "file_is", "model") if key in results}]
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    row |= {key: results[key] for key in ("window_tokens", "file_is", "model") if key in results}
+    with path.open("a") as file:  # in one piece, and nothing that is there is touched
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
     header = ("protocol", "measure", "result", "examples", "checkpoint", "tokenizer", "commit", "time")
-    write_whole(path.with_suffix(".md"), table(header, [_cells(row) for row in rows]) + "\n")
+    write_whole(path.with_suffix(".md"), table(header, [_cells(row) for row in _readable(path)]) + "\n")
 
 
 def figure(headline: str, totals: dict[str, Any]) -> str:
@@ -27,6 +31,12 @@ def figure(headline: str, totals: dict[str, Any]) -> str:
     error = totals.get(f"{headline}_standard_error")
     form = ".2%" if headline == "accuracy" else ",.4f" if totals[headline] < 10 else ",.2f"
     return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _readable(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().split("\n"):
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -38,6 +48,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{totals.get('examples', totals.get('documents', 0)):,}",
         f"{identity['checkpoint']} {identity['checkpoint_sha256'][:12]}",
         identity["tokenizer_sha256"][:12],
-        (row["commit"] or "–")[:12],
+        re.sub("^([0-9a-f]{12})[0-9a-f]*", r"\1", row["commit"] or "–"),
         row["time"],
     )

@@ -5,7 +5,6 @@ Shape suffixes: B rows, T tokens, K positions whose logits are wanted, V words.
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.subject import HUB, Subject, hub_home
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.model import LMOutput, LMState
 from tost_lm.model.checkpoint import MANIFEST
@@ -25,7 +24,6 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL, portion_tokens
 if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
 
-HUB = "hub:"
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
@@ -42,8 +40,7 @@ def find_subject(path: Path) -> Subject:
     """
     name = str(path)
     if name.startswith(HUB):
-        folder = _downloaded(name.removeprefix(HUB))
-        return HuggingFaceSubject(folder, Path("runs") / re.sub(r"[^\w.-]+", "--", name.removeprefix(HUB)))
+        return HuggingFaceSubject(_downloaded(name.removeprefix(HUB)), hub_home(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceSubject(path, path)
     return Subject.find(path)
@@ -138,7 +135,10 @@ class HuggingFaceLM(nn.Module):
         self.model = model
         found = [positions for name in POSITIONS if (positions := getattr(model.config, name, None))]
         if not found:
-            raise ConfigError(f"the settings of this {model.config.model_type} do not say how many tokens it reads")
+            raise ConfigError(
+                f"the settings of this {model.config.model_type} do not say how many tokens it reads: add "
+                f"{POSITIONS[0]} to its {CONFIG}"
+            )
         self.config = HuggingFaceFacts(found[0], model.config.model_type)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -213,8 +213,11 @@ def _downloaded(name: str) -> Path:
     _library()
     import huggingface_hub
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
     try:
+        files = [file for file in huggingface_hub.list_repo_files(name) if "/" not in file]
+        kinds = [".safetensors"] if any(file.endswith(".safetensors") for file in files) else [".bin"]
+        kinds += [".json", ".model", ".txt", ".tiktoken"]
+        wanted = [file for file in files if file.endswith(tuple(kinds))]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the client raises its own errors and the network's alike
         raise CheckpointError(

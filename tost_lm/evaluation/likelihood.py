@@ -61,7 +61,7 @@ def score_requests(
         ConfigError: a request passes the model's positions.
     """
     ranks = ranks or Ranks()
-    batch_tokens = batch_tokens or BATCH_TOKENS[next(model.parameters()).device.type]
+    batch_tokens = batch_tokens or BATCH_TOKENS["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
     rounds = _rounds([request.inputs for request in requests], batch_tokens, ranks.copies)
     mine = _shares(rounds, ranks)
     mine_in_order, found, told = [number for share in mine for number in share], [], time.monotonic()

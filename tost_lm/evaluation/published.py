@@ -15,18 +15,17 @@ class Published(NamedTuple):
     measure: str
     value: float
     source: str
-    window: int = 1024
+    window_tokens: int = 1024
     """Tokens that the model reads at once."""
     differs: str = ""
     """What was done otherwise than the protocol does it; empty: nothing."""
-    tokens: int | None = None
-    """How many were scored, where the measure is by token: another number means another tokenizer."""
 
 
 OWN_DETOKENIZERS = "their detokenizers were not released"
 OWN_SCRIPT = "their script was not released"
 TOST_MODELS = ("gpt2-base 124M", "tost-base 110M", "tost-medium 304M", "tost-large 655M")
 TOST_NATS = {
+    "owt@tost": (2.84, 3.20, 2.88, 2.72),
     "lambada_standard@tost": (4.32, 4.98, 4.45, 4.32),
     "wikitext103@tost": (4.13, 4.77, 4.30, 3.99),
     "ptb@tost": (5.75, 6.39, 5.64, 5.03),
@@ -37,20 +36,21 @@ MEASURED_GPT2 = "GPT-2's released weights"
 NANOGPT = "nanoGPT, GPT-2's released weights"
 
 PUBLISHED = [
-    Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2, tokens=287_363),
-    Published("wikitext2@hf-stride1024", "GPT-2 774M", "token_perplexity", 19.44, HUGGING_FACE, tokens=287_363),
-    Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE, tokens=287_643),
+    Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2),
+    Published("wikitext2@hf-stride1024", "GPT-2 774M", "token_perplexity", 19.44, HUGGING_FACE),
+    Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE),
     Published("wikitext2@lm-eval", "GPT-2 124M", "word_perplexity", 37.37, MEASURED_GPT2),
     Published("wikitext2@lm-eval", "GPT-2 117M", "word_perplexity", 29.41, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("wikitext103@lm-eval", "GPT-2 117M", "word_perplexity", 37.50, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "accuracy", 0.3256, MEASURED_GPT2),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "word_perplexity", 40.06, MEASURED_GPT2),
+    Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("lambada_openai@last-token", "GPT-2 124M", "accuracy", 0.4667, MEASURED_GPT2),
     Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT, tokens=4_434_896),
+    Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
     Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("text8@bpc", "GPT-2 117M", "bits_per_byte", 1.17, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     *[
@@ -76,10 +76,10 @@ def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
         return published.differs
     if results["file_is"] == "other":
         return "the file is not the published one"
-    if results["window"] != published.window:
-        return f"windows of {results['window']:,} tokens, and {published.window:,} there"
-    if published.tokens and results["model"]["tokens"] != published.tokens:
-        return f"other tokens: {results['model']['tokens']:,} in the text, and {published.tokens:,} there"
+    if results["window_tokens"] != published.window_tokens:
+        return f"windows of {results['window_tokens']:,} tokens, and {published.window_tokens:,} there"
+    if results["by_token"] and not results["tokenizer_is_gpt2s"]:
+        return "by token, and the tokenizer is not GPT-2's"
     return ""
 
 
@@ -92,9 +92,9 @@ def why_not_like(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Why results of one protocol of two models may not be compared; empty: they may."""
     if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
         return "of another file"
-    if one["window"] != other["window"]:
-        return f"windows of {other['window']:,} tokens, and {one['window']:,} in the first"
-    by_token = "token" in one["headline"]
-    if by_token and one["model"]["tokens"] != other["model"]["tokens"]:
+    if one["window_tokens"] != other["window_tokens"]:
+        return f"windows of {other['window_tokens']:,} tokens, and {one['window_tokens']:,} in the first"
+    same_tokenizer = one["identity"]["tokenizer_sha256"] == other["identity"]["tokenizer_sha256"]
+    if one["by_token"] and not same_tokenizer and not (one["tokenizer_is_gpt2s"] and other["tokenizer_is_gpt2s"]):
         return "by token, and the tokenizers differ"
     return ""

@@ -9,6 +9,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.evaluation.history import figure
 from tost_lm.evaluation.published import PUBLISHED, condition, why_not_comparable, why_not_like
 from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.subject import HUB, hub_home
 
 
 def side_by_side(homes: Sequence[Path]) -> str:
@@ -17,7 +18,7 @@ def side_by_side(homes: Sequence[Path]) -> str:
     Raises:
         ConfigError: a folder has none, or a damaged one.
     """
-    found = {home: read_results(home) for home in homes}
+    found = {path: read_results(_home(path)) for path in homes}
     protocols = list(dict.fromkeys(name for results in found.values() for name in results))
     return "\n\n".join(part for name in protocols for part in _section(name, found))
 
@@ -25,12 +26,12 @@ def side_by_side(homes: Sequence[Path]) -> str:
 def read_results(home: Path) -> dict[str, dict[str, Any]]:
     """What `eval.zero_shot` measured on test sets, by protocol. Raises ConfigError when that is nothing."""
     found = {}
-    for path in sorted(home.glob("eval/*/results.json")):
+    for path in sorted(home.glob("eval/*@*/results.json")):
         try:
             results = json.loads(path.read_bytes())
         except ValueError:
             raise ConfigError(f"{path}: damaged; remove it and run eval.zero_shot again") from None
-        if isinstance(results, dict) and "file_is" in results:
+        if isinstance(results, dict) and "by_token" in results:
             found[path.parent.name] = results
     if not found:
         raise ConfigError(f"{home}: has no results of test sets; python -m eval.zero_shot {home} makes them")
@@ -41,11 +42,15 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
     measured = {home: results[protocol] for home, results in found.items() if protocol in results}
     first = next(iter(measured.values()))
     rows = []
-    for home, results in measured.items():
-        result, why = figure(results["headline"], results["model"]), why_not_like(first, results)
-        rows.append((str(home), results["headline"], result, results["identity"]["checkpoint"], _verdict(why)))
-    for row in PUBLISHED:
-        if row.protocol == protocol:
+    published = [row for row in PUBLISHED if row.protocol == protocol]
+    measures = dict.fromkeys([first["headline"], *(row.measure for row in published)])
+    for measure in measures:
+        for home, results in measured.items():
+            result, why = figure(measure, results["model"]), why_not_like(first, results)
+            rows.append((str(home), measure, result, results["identity"]["checkpoint"], _verdict(why)))
+        for row in published:
+            if row.measure != measure:
+                continue
             verdicts = {
                 home: _verdict(why_not_comparable(row, results), condition(results))
                 for home, results in measured.items()
@@ -58,6 +63,15 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
         ("model", "measure", "result", "checkpoint or source", "comparable"),
         [(model, measure.replace("_", " "), *rest) for model, measure, *rest in rows],
     )
+
+
+def _home(path: Path) -> Path:
+    """Where the results of what a path stands for lie. Raises ConfigError when there is no such folder."""
+    if str(path).startswith(HUB):
+        return hub_home(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give runs, exports, folders of Hugging Face models or hub:NAME")
+    return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
 
 
 def _verdict(why_not: str, condition: str = "") -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HELDOUT, SAMPLE, MEMBERSHIPS, TEXT = "heldout@bpb", "sample", "memberships", "text@bpb"
 """The protocols; a new version of one gets a new name."""
+HUB = "hub:"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,11 @@ class Subject:
         print(f"wrote {path}")
         if "headline" in results:
             record(self.home, whole)
+
+
+def hub_home(path: Path) -> Path:
+    """Where the results of a model `hub:NAME` lie."""
+    return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
 
 
 def results_path(home: Path, protocol: str) -> Path:

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
+from tost_lm.errors import ConfigError
 from tost_lm.evaluation.data_sets import SetFile
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.likelihood import Likelihoods, score_requests
-from tost_lm.evaluation.protocols import Example, Protocol, Row
+from tost_lm.evaluation.protocols import Example, Protocol, Row, is_gpt2s
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_rows
@@ -18,22 +19,30 @@ def score_protocol(
     load: Callable[[], LanguageModel],
     protocol: Protocol,
     file: SetFile,
-    batch_tokens: int | None,
+    window_tokens: int | None = None,
+    batch_tokens: int | None = None,
 ) -> None:
     """Score the examples of a file, or reuse what is there; all ranks call it, and rank 0 writes.
 
     Args:
         load: gives the subject's model.
+        window_tokens: that are read at once; None: as many as the model was trained for.
 
     Raises:
+        ConfigError: the model cannot read so many.
         DataError: the file is not in the protocol's format.
     """
     started = time.monotonic()
     identity = subject.identity(None, None) | {"protocol": protocol.name, "data_sha256": file.sha256}
+    identity["settings"] = {"window_tokens": window_tokens}
     if ranks.reusable(subject, protocol.name, identity):
         return
     model = load()
-    examples = protocol.examples(file.path, subject.tokenizer(), model.config.max_positions)
+    limit, window = model.config.position_limit, window_tokens or model.config.max_positions
+    if limit is not None and window > limit:
+        raise ConfigError(f"zero_shot.window_tokens: {window} passes the model's positions ({limit})")
+    tokenizer = subject.tokenizer()
+    examples = protocol.examples(file.path, tokenizer, window)
     rows = score_rows(ranks, model, protocol, examples, batch_tokens)
     if ranks.rank > 0:
         return
@@ -44,7 +53,9 @@ def score_protocol(
     results = {
         "model": totals,
         "headline": protocol.headline,
-        "window": model.config.max_positions,
+        "by_token": protocol.by_token,
+        "tokenizer_is_gpt2s": is_gpt2s(tokenizer),
+        "window_tokens": window,
         "file": str(file.path),
         "file_is": file.source,
     }

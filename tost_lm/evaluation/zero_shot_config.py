@@ -22,6 +22,8 @@ class ProtocolsConfig(Section):
 
     protocols: list[str] = Field(default=["heldout@bpb"], min_length=1)
     """By name, one after another; a name that is none is refused with a list of all."""
+    window_tokens: int | None = Field(default=None, gt=0)
+    """Of test sets, tokens that stand before a scored one at most, and it; without it model.max_positions, or what a Hugging Face model's settings say."""
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
 

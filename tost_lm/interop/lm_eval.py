@@ -134,6 +134,7 @@ class HarnessModel(TemplateLM):
                 f"the continuation {texts[1][:SHOWN]!r} has no token of its own after {texts[0][-SHOWN:]!r}; "
                 "leave the example out"
             )
+        context = context or [self.eot_token_id]  # where it was white space alone, which the continuation has now
         return after_what_fits(np.array([*context, *continuation], dtype=np.int64), len(context), self.window)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:

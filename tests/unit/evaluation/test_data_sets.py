@@ -10,9 +10,10 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation import data_sets
-from tost_lm.evaluation.data_sets import HUB_SETS, find_set_file
+from tost_lm.evaluation.data_sets import HUB_SETS, PUBLISHED_SHA256, find_set_file
 from tost_lm.evaluation.protocols import cbt, lambada, ptb, wikitext
 from tost_lm.evaluation.zero_shot_config import DataSetsConfig
+from tost_lm.files import sha256_bytes
 
 SHARED = Path(__file__).parents[4] / "shared/data/eval"
 
@@ -72,6 +73,11 @@ def test_what_was_fetched_is_not_fetched_again(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("hub")
+def test_a_fetched_file_that_is_not_the_published_one_is_said_to_be_another():
+    assert find_set_file("wikitext2", given()).source == "other"
+
+
+@pytest.mark.usefixtures("hub")
 def test_a_set_that_cannot_be_had_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"^enwik8 needs a file: give sets\.enwik8=FILE \(enwik8 as it is"):
         find_set_file("enwik8", given())
@@ -88,8 +94,21 @@ def test_a_given_file_is_taken_packed_or_not(tmp_path: Path):
     assert plain.sha256 == packed.sha256
     assert plain.source == packed.source == "unverified"
     assert find_set_file("wikitext2", given(wikitext2=tmp_path / "a.txt")).source == "other"
+    (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:12] + b"\xff" * 9)
+    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: "):
+        find_set_file("ptb", given(ptb=tmp_path / "a.txt.gz"))
     with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file"):
         find_set_file("ptb", given(ptb=tmp_path / "nowhere"))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are not at hand")
+def test_the_rows_of_the_hub_give_the_published_bytes():
+    rows = [{"text": row} for row in wikitext.rows_of(SHARED / "wiki.test.raw.gz")]
+    texts = {"wikitext2": "".join(HUB_SETS["wikitext2"].to_text(rows))}
+    rows = [{"text": text} for text in lambada.passages(SHARED / "lambada_test.jsonl.gz")]
+    texts["lambada_openai"] = "".join(HUB_SETS["lambada_openai"].to_text(rows))
+    for name, text in texts.items():
+        assert sha256_bytes(text.encode()) == PUBLISHED_SHA256[name]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are not at hand")

@@ -13,6 +13,7 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.likelihood import Likelihoods
 from tost_lm.evaluation.protocols import Example, Row, cbt, characters, find_protocol, ptb
+from tost_lm.evaluation.protocols.interface import GPT2_SAMPLE, is_gpt2s
 from tost_lm.evaluation.protocols.wikitext import detokenized, pages
 from tost_lm.evaluation.protocols.wikitext import rows_of as wikitext_rows
 
@@ -170,7 +171,7 @@ class Gpt2Ids(Words):
     eot = 50256
 
     def encode(self, text: str) -> list[int]:
-        return [15496, 995] if text == "Hello world" else super().encode(text)
+        return GPT2_SAMPLE if text.startswith("Hello world") else super().encode(text)
 
 
 def test_the_tokens_of_nanogpt_are_scored_once_each(tmp_path: Path):
@@ -180,7 +181,7 @@ def test_the_tokens_of_nanogpt_are_scored_once_each(tmp_path: Path):
     examples = measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
     assert np.concatenate([example.requests[0].target for example in examples]).tolist() == list(range(2, 41))
     assert [example.requests[0].context.tolist() for example in examples] == [[1], [17], [33]]
-    with pytest.raises(DataError, match=r"tokens of GPT-2's tokenizer, and the model has another: leave owt@nanogpt"):
+    with pytest.raises(DataError, match=r"tokens of GPT-2.s tokenizer, and the model has another: leave"):
         measured.examples(tmp_path / "val.bin", TOKENIZER, WINDOW)
     for data in (b"", b"abc", np.array([1, 50257], "<u2").tobytes()):
         (tmp_path / "val.bin").write_bytes(data)
@@ -335,6 +336,8 @@ def test_the_real_files_have_the_published_counts():
     tokenizer = gpt2_tokenizer(SHARED / "gpt2_bpe")
     wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
     assert len(tokenizer.encode("\n\n".join(wikitext_rows(wiki)))) == 287_644
+    assert is_gpt2s(tokenizer)
+    assert not is_gpt2s(TOKENIZER)
     assert len(list(pages(wiki))) == 62
     examples = find_protocol("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
     assert len(examples) == 5153

@@ -17,11 +17,12 @@ STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
 
 def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
     measure = changed.pop("headline", "token_perplexity")
-    tokens = changed.pop("tokens", 287_363)
     identity = {"checkpoint": "step_00000010", "data_sha256": changed.pop("data", "d1")}
+    identity["tokenizer_sha256"] = changed.pop("tokenizer", "t1")
     results = {
-        "protocol": protocol, "identity": identity, "headline": measure, "window": 1024, "file_is": "published",
-        "model": {measure: 31.5, f"{measure}_standard_error": 0.25, "tokens": tokens}, **changed,
+        "protocol": protocol, "identity": identity, "headline": measure, "window_tokens": 1024, "file_is": "published",
+        "by_token": find_protocol(protocol).by_token, "tokenizer_is_gpt2s": True,
+        "model": {measure: 31.5, f"{measure}_standard_error": 0.25, **changed.pop("figures", {})}, **changed,
     }  # fmt: skip
     path = home / "eval" / protocol / "results.json"
     path.parent.mkdir(parents=True)
@@ -50,10 +51,10 @@ def test_figures_stand_beside_published_ones_of_the_same_protocol(tmp_path: Path
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"window": 512}, "no: windows of 512 tokens, and 1,024 there"),
+        ({"window_tokens": 512}, "no: windows of 512 tokens, and 1,024 there"),
         ({"file_is": "other"}, "no: the file is not the published one"),
         ({"file_is": "unverified"}, "yes, if the file is the published one"),
-        ({"tokens": 300_000}, "no: other tokens: 300,000 in the text, and 287,363 there"),
+        ({"tokenizer_is_gpt2s": False}, "no: by token, and the tokenizer is not GPT-2's"),
         ({"file_is": "hub:Salesforce/wikitext"}, "yes"),
     ],
 )
@@ -66,22 +67,64 @@ def test_two_models_are_compared_with_the_first_and_with_published_ones_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    homes = [put(Path("a")), put(Path("b"), window=512), put(Path("c"), tokens=9), put(Path("e"), data="d2")]
+    other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
+    homes = [put(Path("a")), put(Path("b"), window_tokens=512), put(Path("c"), **other), put(Path("e"), data="d2")]
+    homes.append(put(Path("h"), tokenizer="t3"))  # another file of GPT-2's tokenizer
     found = verdicts(side_by_side(homes))
-    assert [found[f"{name}, step\\_00000010"] for name in "abce"] == [
+    assert [found[f"{name}, step\\_00000010"] for name in "abceh"] == [
         "yes",
         "no: windows of 512 tokens, and 1,024 in the first",
         "no: by token, and the tokenizers differ",
         "no: of another file",
+        "yes",
     ]
     assert found["GPT-2 124M, GPT-2's released weights"].startswith("a: yes; b: no: windows of 512 tokens")
-    words = [put(Path(name), PAGES, headline="word_perplexity", tokens=n) for name, n in (("f", 5), ("g", 9))]
+    words = [put(Path(name), PAGES, headline="word_perplexity", tokenizer=name) for name in "fg"]
     assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, whatever the tokens
 
 
+@pytest.mark.parametrize("protocol", ["lambada_openai@last-token", "ptb@tost", "owt@tost"])
+def test_what_hangs_on_tokens_is_not_compared_over_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+):
+    monkeypatch.chdir(tmp_path)
+    other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
+    headline = find_protocol(protocol).headline
+    homes = [
+        put(Path("a"), protocol, headline=headline),
+        put(Path("b"), protocol, headline=headline, **other),
+    ]
+    found = verdicts(side_by_side(homes))
+    assert found["b, step\\_00000010"] == "no: by token, and the tokenizers differ"
+    published = [verdict for row, verdict in found.items() if "GPT-2's released" in row or "ToST paper" in row]
+    assert published
+    assert all("b: no: by token, and the tokenizer is not GPT-2's" in verdict for verdict in published)
+
+
+def test_each_published_measure_stands_beside_ours(tmp_path: Path):
+    home = put(tmp_path / "a", "lambada_openai@lm-eval", headline="accuracy", figures={"word_perplexity": 41.0})
+    text = side_by_side([home])
+    assert "| word perplexity | 41.00 |" in text
+    assert text.index("| accuracy | 32.56% |") < text.index("| word perplexity | 41.00 |") < text.index("| 40.06 |")
+
+
+def test_a_step_folder_and_a_hub_model_stand_for_where_their_results_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    put(Path("runs/openai-community--gpt2"))
+    step = put(Path("runs/tiny")) / "checkpoints/step_00000010"
+    step.mkdir(parents=True)
+    text = side_by_side([step, Path("hub:openai-community/gpt2")])
+    assert "| hub:openai-community/gpt2 | token perplexity | 31.50" in text
+
+
 def test_a_folder_without_results_is_refused(tmp_path: Path):
+    (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match=r"has no results of test sets; python -m eval\.zero_shot"):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
+    with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
+        side_by_side([tmp_path / "nowhere"])
     (tmp_path / "a/eval" / STRIDED / "results.json").write_text("{")
     with pytest.raises(ConfigError, match=r"results\.json: damaged; remove it"):
         side_by_side([tmp_path / "a"])
@@ -102,18 +145,22 @@ def test_known_figures_are_reached_to_a_fifth_of_a_percent():
 
 def test_every_result_is_kept_in_order(tmp_path: Path):
     identity = {"checkpoint": "step_00000010", "checkpoint_sha256": "c" * 64, "tokenizer_sha256": "t" * 64}
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/results.jsonl").write_text('{"cut\n')
     for accuracy in (0.25, 0.5):
         totals = {"accuracy": accuracy, "accuracy_standard_error": 0.01, "examples": 5153}
         record(
             tmp_path,
             {
-                "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc", "seconds": 2.0,
-                "headline": "accuracy", "window": 1024, "file_is": "published", "model": totals, "rows": [1, 2],
+                "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc-dirty", "seconds": 2.0,
+                "headline": "accuracy", "window_tokens": 1024, "file_is": "published", "model": totals, "rows": [1, 2],
             },
         )  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "eval/results.jsonl").read_text().split("\n")[:-1]]
+    damaged, *lines = (tmp_path / "eval/results.jsonl").read_text().split("\n")[:-1]
+    assert damaged == '{"cut'
+    rows = [json.loads(line) for line in lines]
     assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5]
-    assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc" for row in rows)
+    assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc-dirty" for row in rows)
     header, _, first, second = (tmp_path / "eval/results.md").read_text().splitlines()
     assert header.startswith("| protocol | measure | result | examples |")
     assert first.startswith(

@@ -3,16 +3,16 @@
 import re
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.protocols.authors import RandomWindows
+from tost_lm.evaluation.protocols.authors import RandomWindows, joined
 from tost_lm.evaluation.protocols.cbt import MissingWord
 from tost_lm.evaluation.protocols.characters import LastBytes
-from tost_lm.evaluation.protocols.interface import Example, Protocol, Row
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2s
 from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
-from tost_lm.evaluation.protocols.openwebtext import OpenWebText
+from tost_lm.evaluation.protocols.openwebtext import OpenWebText, read_ids
 from tost_lm.evaluation.protocols.ptb import PennTreebank, sentences
 from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
 
-__all__ = ["Example", "Protocol", "Row", "find_protocol"]
+__all__ = ["Example", "Protocol", "Row", "find_protocol", "is_gpt2s"]
 
 _NAMED: list[Protocol] = [
     WikitextPages("wikitext2"),
@@ -26,9 +26,10 @@ _NAMED: list[Protocol] = [
     LastBytes("enwik8@bpb"),
     LastBytes("text8@bpc"),
     OpenWebText(),
-    RandomWindows("wikitext103", rows_of),
-    RandomWindows("lambada_standard", passages),
-    RandomWindows("ptb", sentences),
+    RandomWindows("owt", read_ids),
+    RandomWindows("wikitext103", joined(rows_of)),
+    RandomWindows("lambada_standard", joined(passages)),
+    RandomWindows("ptb", joined(sentences)),
 ]
 
 

@@ -14,17 +14,27 @@ from tost_lm.evaluation.protocols.perplexity import TextProtocol
 WINDOWS, SEED = 1000, 1337
 
 
+def joined(rows_of: Callable[[Path], Sequence[str]]) -> Callable[[Path, Tokenizer], np.ndarray]:
+    """A reader of files that `rows_of` gives the rows of: their ids, each with an end of text, int64."""
+
+    def read(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+        return np.array([id for row in rows_of(path) for id in [*tokenizer.encode(row), tokenizer.eot]], np.int64)
+
+    return read
+
+
 class RandomWindows(TextProtocol):
     """`…@tost`: mean nats of all tokens in 1,000 windows drawn with replacement from all rows, an end of text after
     each of them, blank ones included. Ends of text count as tokens, so words and bytes say nothing and are left out."""
 
-    headline = "nats_per_token"
+    headline, by_token = "nats_per_token", True
 
-    def __init__(self, data_set: str, rows: Callable[[Path], Sequence[str]]):
-        self.name, self.data_set, self.rows = f"{data_set}@tost", data_set, rows
+    def __init__(self, data_set: str, read: Callable[[Path, Tokenizer], np.ndarray]):
+        """`read` gives the ids of a file."""
+        self.name, self.data_set, self.read = f"{data_set}@tost", data_set, read
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        ids = np.array([id for row in self.rows(path) for id in [*tokenizer.encode(row), tokenizer.eot]], np.int64)
+        ids = self.read(path, tokenizer)
         if len(ids) <= window:
             raise DataError(f"{path}: {len(ids):,} tokens are too few for windows of {window:,}; give all of it")
         starts = np.random.default_rng(SEED).integers(0, len(ids) - window, WINDOWS)

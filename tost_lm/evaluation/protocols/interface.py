@@ -13,6 +13,8 @@ from tost_lm.errors import DataError
 from tost_lm.evaluation.data_sets import unpacked
 from tost_lm.evaluation.likelihood import Likelihoods, Request
 
+GPT2_SAMPLE, GPT2_EOT = [15496, 995, 11, 2125, 470, 340, 13130, 30], 50256
+
 Row = dict[str, Any]
 """What is written of an example, a line of JSON."""
 
@@ -27,12 +29,14 @@ class Example:
 class Protocol(ABC):
     """One way to measure a model on one text, by a name that a change of it changes.
 
-    Attributes: `name`; `data_set`, the key of [sets] that names its file; `headline`, which of the totals is cited.
+    Attributes: `name`; `data_set`, the key of [sets] that names its file; `headline`, which of the totals is cited;
+    `by_token`, whether it depends on how the tokenizer cuts the text, so that other tokenizers' figures are others.
     """
 
     name: str
     data_set: str
     headline: str
+    by_token: bool = False
 
     @abstractmethod
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
@@ -49,6 +53,11 @@ class Protocol(ABC):
     @abstractmethod
     def totals(self, rows: Sequence[Row]) -> Row:
         """The results, each with its denominator and a standard error."""
+
+
+def is_gpt2s(tokenizer: Tokenizer) -> bool:
+    """Whether it cuts texts as GPT-2's does, by a sample."""
+    return tokenizer.encode("Hello world, isn't it 2019?") == GPT2_SAMPLE and tokenizer.eot == GPT2_EOT
 
 
 def read_text(path: Path) -> str:

@@ -62,6 +62,8 @@ class LastWord(Protocol):
 class LastToken(LastWord):
     """`…@last-token`: the last token of the passage alone, given all before it, the rest of its word included."""
 
+    by_token = True
+
     def __init__(self, data_set: str):
         self.name, self.data_set = f"{data_set}@last-token", data_set
 

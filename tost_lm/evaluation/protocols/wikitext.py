@@ -18,7 +18,7 @@ class StridedWikitext(TextProtocol):
     token. The words and bytes are those of the text as it is joined, whose first token is scored nowhere.
     """
 
-    headline = "token_perplexity"
+    headline, by_token = "token_perplexity", True
 
     def __init__(self, data_set: str, stride: int):
         self.name, self.data_set, self.stride = f"{data_set}@hf-stride{stride}", data_set, stride

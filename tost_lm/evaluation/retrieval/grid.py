@@ -21,6 +21,9 @@ from tost_lm.evaluation.retrieval_config import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_whole
 
+NOT_SCORES = ("protocol", "identity", "seconds", "examples")
+"""What a cell's file holds beside its scores."""
+
 
 class Cell(NamedTuple):
     """A place of a task's grid."""
@@ -108,11 +111,16 @@ class Grid:
             pass
 
     def results(self) -> list[dict[str, Any]]:
-        """The scores of all cells."""
-        kept = [json.loads((self.folder / cell.file_name).read_bytes()) for cell in self.cells]
-        return [
-            {k: v for k, v in cell.items() if k not in ("protocol", "identity", "seconds", "examples")} for cell in kept
-        ]
+        """The scores of all cells that are there, of earlier calls too, by length and depth."""
+        kept = []
+        for path in self.folder.glob("length_*.json"):
+            try:
+                cell = json.loads(path.read_bytes())
+                if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
+                    kept.append({k: v for k, v in cell.items() if k not in NOT_SCORES})
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged, and measured again when it is asked for
+        return sorted(kept, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
     def _identity(self, cell: Cell) -> dict[str, Any]:
         """What a cell is a result of, which is less than what all of them are."""

@@ -14,7 +14,7 @@ from tost_lm.data.tokenizers.piecewise import encode_blocks
 from tost_lm.errors import DataError
 from tost_lm.evaluation.text import TextFile
 
-ENDINGS = ("\n", ". ", "! ", "? ")
+SENTENCE_ENDS = (".", "!", "?")
 NOISE = (
     "A boat lies in the harbor.\nThe bread on the table is warm.\nTwo birds sit on the roof.\n"
     "The path goes down to the river.\nIt rained a little in the morning.\n"
@@ -130,10 +130,16 @@ def hidden(
 
 
 def place(tokenizer: Tokenizer, hay: np.ndarray, depth: float) -> int:
-    """The last end of a line or sentence at or before the depth; 0 if there is none."""
+    """The last end of a line or sentence at or before the depth; 0 if there is none.
+
+    A sentence ends where white space follows its mark, which stands in the next token.
+    """
     for cut in range(round(depth * len(hay)), 0, -1):
         # Three tokens hold any ending, unless one of them is a lone byte of it.
-        if tokenizer.decode(hay[max(0, cut - 3) : cut].tolist()).endswith(ENDINGS):
+        around = hay[max(0, cut - 3) : cut + 1].tolist()
+        before = tokenizer.decode(around[: min(cut, 3)])
+        behind = tokenizer.decode(around)[len(before) :]
+        if before.endswith("\n") or (before.endswith(SENTENCE_ENDS) and (cut == len(hay) or behind[:1].isspace())):
             return cut
     return 0
 

@@ -56,8 +56,8 @@ class NeedleTask(Task):
         return asked(with_needle), asked(hay(tokens))
 
     def _needle(self, name: str, word: int) -> list[int]:
-        # In parts, so that the word's tokens are those of the candidate.
-        return [*self.tokenizer.encode(_line(name)), *self.candidates[word], *self.tokenizer.encode(".\n")]
+        # In parts, so that the word's tokens are those of the candidate; the space parts it from a sentence before it.
+        return [*self.tokenizer.encode(f" {_line(name)}"), *self.candidates[word], *self.tokenizer.encode(".\n")]
 
     def _question(self, name: str) -> list[int]:
         return [*self.tokenizer.encode("\n"), *self.tokenizer.encode(_line(name))]

@@ -115,4 +115,4 @@ class NiahTask(PuzzleTask):
         return text_hay(self.text, length, tokens, draws) if self.text else noise_hay(self.tokenizer)
 
     def _needle(self, key: str, value: str) -> Parts:
-        return f"The secret {self.form.value.name} of", f" {key}", " is", f" {value}", ".\n"
+        return f" The secret {self.form.value.name} of", f" {key}", " is", f" {value}", ".\n"

@@ -33,10 +33,10 @@ class VariableTracking(PuzzleTask):
     def puzzle(self, draws: np.random.Generator) -> Puzzle:
         names = list(islice(variables(draws, LETTERS), HOPS + 1))
         value = next(numbers(draws, DIGITS))
-        first = ("VAR", f" {names[0]}", " =", f" {value}", "\n")
+        first = (" VAR", f" {names[0]}", " =", f" {value}", "\n")
         return Puzzle(
             intro="The text below sets variables. Keep track of which of them have the same value.\n",
-            needles=(first, *(("VAR", f" {b}", " = VAR", f" {a}", "\n") for a, b in pairwise(names))),
+            needles=(first, *((" VAR", f" {b}", " = VAR", f" {a}", "\n") for a, b in pairwise(names))),
             asked=(True,) * len(names),
             question=(
                 "\nQuestion: Which variables have the value", f" {value}", "?",

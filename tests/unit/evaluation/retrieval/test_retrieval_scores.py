@@ -67,6 +67,20 @@ def test_copying_scores_all_and_nothing_without_the_needles(make_task, tokenizer
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
+@pytest.mark.parametrize("name", [name for name in TASKS if name != NEEDLE])
+def test_guesses_of_the_right_form_score_next_to_nothing(make_task, tokenizer, name):
+    task, other = make_task(name), make_task(name, seed=1)
+
+    def guess(examples: Sequence[Example], room: int) -> Scores:
+        """The answers to the questions of other texts."""
+        answers = [other.example(1500, None, number)[0].options[0] for number in range(len(examples))]
+        return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
+
+    scores, _ = score_cell(task, tokenizer, guess, 1500, None, 20)
+    assert task.chance < 1e-5
+    assert scores["found_share"] == scores["control_found_share"] == 0
+
+
 def test_guessing_scores_chance(make_task, tokenizer):
     task, samples = make_task(), 300
     scores, _ = score_cell(task, tokenizer, guesser(0), 150, 0.5, samples)

@@ -13,7 +13,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.retrieval.grid import lengths_of
-from tost_lm.evaluation.retrieval.haystacks import ENDINGS, NOISE, Text
+from tost_lm.evaluation.retrieval.haystacks import NOISE, SENTENCE_ENDS, Text
 from tost_lm.evaluation.retrieval.interface import Example, Task
 from tost_lm.evaluation.retrieval.niah import FORMS
 from tost_lm.evaluation.retrieval.tasks import find_text
@@ -119,11 +119,11 @@ def test_what_hides_the_needles(make_task, tokenizer):
     noise = set(NOISE.splitlines(keepends=True))
     for name in ("niah_single_1@own-words", VARIABLE_TRACKING):
         text = text_of(task := make_task(name), next(examples(task, 900))[0], tokenizer)
-        _, *lines = re.sub(r"(The secret|VAR) .+\n", "", text).split("\nQuestion")[0].splitlines(keepends=True)[1:]
+        _, *lines = re.sub(r" (The secret|VAR) .+\n", "", text).split("\nQuestion")[0].splitlines(keepends=True)[1:]
         assert set(lines[:-1]) <= noise
     for name in ("niah_multikey_2@own-words", "niah_multikey_3@own-words"):
         text = text_of(task := make_task(name), next(examples(task, 1500))[0], tokenizer)
-        rest = re.sub(r"The secret \w+ of \S+ is \S+\.\n", "", text).split("\nQuestion")[0]
+        rest = re.sub(r" The secret \w+ of \S+ is \S+\.\n", "", text).split("\nQuestion")[0]
         line = len(tokenizer.encode(max(text.split("\n"), key=len)))
         assert len(tokenizer.encode(rest.split("\n", 1)[1])) < line
 
@@ -136,15 +136,29 @@ def test_the_needle_stands_at_the_end_of_a_line_or_sentence_before_its_depth(mak
         for sample in range(6):
             example, _ = task.example(300, depth, sample)
             text = text_of(task, example, tokenizer)
-            before, after = text.split(f"{example.question} {example.references[0]}.\n")
-            assert before == "" or before.endswith(ENDINGS)
+            before, after = text.split(f" {example.question} {example.references[0]}.\n")
+            assert before == "" or before.endswith(("\n", *SENTENCE_ENDS))
             start, end, last = (
                 tokens_of(example, tokenizer, part)
                 for part in (before, text.removesuffix(after), text.removesuffix(f"\n{example.question}"))
             )
             found.append((start - 1) / (start - 1 + last - end))
         assert max(found) <= depth + 0.01  # the cut itself is rounded to a token
-        assert np.mean(found) >= depth - 0.15
+        assert np.mean(found) >= depth - 0.06
+
+
+def test_sentences_of_one_paragraph_end_too(make_task, tokenizer):
+    text = Text("the text", [tokenizer.encode_array("They say little! Do they? No. " * 300)], {})
+    depths = (0.0, 0.25, 0.5, 1.0)
+    task = make_task(depths=depths)
+    task.text = text
+    for depth in depths:
+        example, _ = task.example(600, depth, 0)
+        decoded = tokenizer.decode(example.prompt.tolist())
+        before, _ = decoded.split(f" {example.question} {example.references[0]}.\n")
+        found = len(before) / len(decoded)
+        assert depth - 0.06 <= found <= depth + 0.01
+        assert before == "" or before.endswith(SENTENCE_ENDS)
 
 
 def tokens_of(example: Example, tokenizer: Tokenizer, beginning: str) -> int:
