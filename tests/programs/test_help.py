@@ -23,6 +23,7 @@ PROGRAMS = [
     "eval.analyze",
     "eval.text",
     "eval.report",
+    "tost_lm.convert",
     "tost_lm.generate",
     "benchmarks.data",
     "benchmarks.evaluation",
@@ -39,6 +40,7 @@ PATHS = {
     "pretrain.extend": ["runs/some", "extend.folder=longer", "extend.max_positions=9"],
     "eval.recall": ["configs/eval/mqar.toml"],
     "eval.text": ["runs/some", "text.file=some.txt"],
+    "tost_lm.convert": ["ckpt.pt", "convert.folder=x"],
     "benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
     "benchmarks": [],
 }

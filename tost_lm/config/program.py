@@ -25,15 +25,15 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
     config: type[AnySection],
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
-    (run folder, step folder or export) or another folder, where `config` holds only the program's own settings. With
-    `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
+    (run folder, step folder or export) or another folder or file, where `config` holds only the program's own settings.
+    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
     `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
     stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """

@@ -43,9 +43,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.in_proj = nn.Linear(config.width, 4 * config.width, bias=config.bias)
         self.out_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        self.approximation = {"exact": "none", "tanh": "tanh"}[config.gelu]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.out_proj(gelu(self.in_proj(x_BTC)))
+        return self.out_proj(gelu(self.in_proj(x_BTC), approximate=self.approximation))
 
 
 class Block(nn.Module):

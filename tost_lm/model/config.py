@@ -58,6 +58,8 @@ class ModelConfig(Section):
     """A layers, a token attends to itself and the window − 1 tokens before it; 0: to all before it."""
     layer_scale: float = Field(default=1e-5, ge=0)
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
+    gelu: Literal["exact", "tanh"] = "exact"
+    """Of the MLP: `exact` as published; `tanh`, an approximation, which GPT-2's weights were trained with."""
     bias: bool = False
     """Biases in linear layers and norms."""
 

@@ -1,0 +1,150 @@
+"""GPT-2 as the Hugging Face library saves it: its logits, its tokenizer, and folders that are refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from tost_lm.errors import CheckpointError, DataError
+from tost_lm.interop.gpt2 import read_gpt2, read_gpt2_tokenizer
+from tost_lm.model import TostLM
+
+transformers = pytest.importorskip("transformers")
+
+FILES = Path(__file__).parents[3] / "../shared/data/gpt2_bpe"
+needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 12, "vocab_size": 40}
+
+
+def save_theirs(folder: Path, **settings: Any) -> Any:
+    """A model whose weights are wide enough to let every part show."""
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **ids, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.4 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(("activation", "gelu"), [("gelu_new", "tanh"), ("gelu", "exact")])
+def test_logits_are_those_of_the_library(tmp_path: Path, activation: str, gelu: str):
+    theirs = save_theirs(tmp_path, activation_function=activation)
+    config, weights = read_gpt2(tmp_path)
+    assert (config.pattern, config.gelu, config.bias, config.max_positions) == ("A", gelu, True, 12)
+    ours = TostLM(config).eval()
+    ours.load_state_dict(weights)
+    tokens = torch.randint(40, (3, 12))
+    with torch.no_grad():
+        logits = ours(tokens).logits
+        assert logits.std() > 0.5
+        assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_the_other_gelu_is_told_apart(tmp_path: Path):
+    theirs = save_theirs(tmp_path)
+    config, weights = read_gpt2(tmp_path)
+    ours = TostLM(config.model_copy(update={"gelu": "exact"})).eval()
+    ours.load_state_dict(weights)
+    tokens = torch.randint(40, (3, 12))
+    with torch.no_grad():
+        assert (ours(tokens).logits - theirs(tokens).logits).abs().max() > 1e-4
+
+
+def test_names_without_a_head_masks_and_shards_are_read_as_well(tmp_path: Path):
+    save_theirs(tmp_path)
+    _, before = read_gpt2(tmp_path)
+    weights = {
+        name.removeprefix("transformer."): weight for name, weight in load_file(tmp_path / "model.safetensors").items()
+    }
+    weights |= {"h.0.attn.bias": torch.ones(1, 1, 12, 12), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    names = sorted(weights)
+    (tmp_path / "model.safetensors").unlink()
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        save_file({name: weights[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    _, after = read_gpt2(tmp_path)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks h\.0\.attn\.\S+, .* and \d+ more$"):
+        read_gpt2(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model_type": "llama"}, r"model_type is 'llama', and only 'gpt2' is understood"),
+        ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True, and only False"),
+        ({"layer_norm_epsilon": 1e-6}, r"layer_norm_epsilon is 1e-06, and only 1e-05"),
+        ({"tie_word_embeddings": False}, r"tie_word_embeddings is False"),
+        ({"activation_function": "relu"}, r"activation_function 'relu': must be one of gelu_new, "),
+        ({"n_inner": 16}, r"n_inner is 16, and the MLP is four times as wide"),
+        ({"n_positions": 16}, r"wpe\.weight is of shape \[12, 8\], and the sizes that go with it say \[16, 8\]"),
+        ({"n_head": "2"}, r"config\.json: heads: input should be a valid integer, got '2'"),
+    ],
+)
+def test_what_our_baseline_is_not_is_refused(tmp_path: Path, settings: dict, problem: str):
+    save_theirs(tmp_path)
+    change(tmp_path, **settings)
+    with pytest.raises((CheckpointError, ValueError), match=problem) as error:
+        read_gpt2(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path):
+    save_theirs(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged, or not a safetensors file"):
+        read_gpt2(tmp_path)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"holds no model\.safetensors; transformers' save_pretrained writes one"):
+        read_gpt2(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["n_layer"]
+    for content, problem in ((json.dumps(settings), "says nothing of n_layer"), ("[1]", "damaged: not a JSON object")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=problem):
+            read_gpt2(tmp_path)
+
+
+@needs_files
+def test_a_tokenizer_is_taken_if_it_is_gpt2s_to_the_byte(tmp_path: Path):
+    assert read_gpt2_tokenizer(tmp_path) is None
+    shutil.copy(FILES / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(FILES / "vocab.bpe", tmp_path / "merges.txt")
+    of_parts = read_gpt2_tokenizer(tmp_path)
+    assert of_parts is not None
+    assert of_parts.encode("Hello world") == [15496, 995]
+
+    transformers.GPT2Tokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
+    path = tmp_path / "whole/tokenizer.json"
+    of_whole = read_gpt2_tokenizer(tmp_path / "whole")
+    assert of_whole is not None
+    assert of_whole.sha256 == of_parts.sha256
+    tree = json.loads(path.read_text())
+    others = [
+        {**tree, "model": {**tree["model"], "merges": tree["model"]["merges"][::-1]}},
+        {**tree, "model": {**tree["model"], "vocab": {**tree["model"]["vocab"], "new": 50257}}},
+        {**tree, "pre_tokenizer": {**tree["pre_tokenizer"], "add_prefix_space": True}},
+        {"version": "1.0"},
+    ]
+    for other in others:
+        path.write_text(json.dumps(other))
+        with pytest.raises(
+            DataError, match=re.escape("whole: its tokenizer is not GPT-2's; if the model reads GPT-2's")
+        ):
+            read_gpt2_tokenizer(tmp_path / "whole")
