@@ -2,7 +2,8 @@
 
 A model folder (an export) holds the weights in shards with an index, as Hugging Face names them, model.json, the
 tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer beside it, so everything
-that reads one reads the other.
+that reads one reads the other. A folder that `tost_lm.interop.hf` wrote is a model folder too: its settings lie in the
+Hugging Face library's config.json, and its weights have "model." before their names.
 """
 
 import json
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FORMAT = "tost_lm.checkpoint.v2"
 MANIFEST = "manifest.json"
+MODEL = "model.json"
+HUGGING_FACE_MODEL, HUGGING_FACE_PREFIX = "config.json", "model."
 
 FileEntry = dict[str, Any]
 """What the manifest says of a file: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
@@ -39,7 +42,8 @@ class TokenizerFile(Protocol):
 
 
 def load(path: str | Path, device: str = "cpu") -> "TostLM":
-    """The model of a run folder (its newest valid checkpoint), a step folder or an export, in evaluation mode.
+    """The model of a run folder (its newest valid checkpoint), a step folder, an export or a folder that
+    `tost_lm.interop.hf` wrote, in evaluation mode.
 
     Raises:
         CheckpointError: there is none, or a file of it is not what its manifest says.
@@ -54,7 +58,12 @@ def load(path: str | Path, device: str = "cpu") -> "TostLM":
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The model settings of a checkpoint folder."""
-    return validate(ModelConfig, json.loads((folder / "model.json").read_text()), where=str(folder / "model.json"))
+    path = folder / MODEL
+    if path.is_file():
+        return validate(ModelConfig, json.loads(path.read_text()), where=str(path))
+    path = folder / HUGGING_FACE_MODEL
+    tree = json.loads(path.read_text())
+    return validate(ModelConfig, {name: tree[name] for name in ModelConfig.model_fields if name in tree}, str(path))
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
@@ -64,12 +73,17 @@ class StoredTensors(Mapping[str, "Tensor"]):
         """`framework` "np" needs no torch and gives NumPy arrays."""
         from safetensors import safe_open
 
-        shards = [name for name in read_entries(folder) if name.startswith(f"{kind}-")]
+        shards = [name for name in read_entries(folder) if re.fullmatch(rf"{kind}(-.*)?\.safetensors", name)]
         files = [safe_open(folder / name, framework=framework) for name in shards]
-        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no dict
+        self._files = {
+            name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
+            for file in files
+            for name in file.keys()  # noqa: SIM118, it is no dict
+        }
 
     def __getitem__(self, name: str) -> "Tensor":
-        return self._files[name].get_tensor(name)
+        file, stored = self._files[name]
+        return file.get_tensor(stored)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -79,7 +93,8 @@ class StoredTensors(Mapping[str, "Tensor"]):
 
     def shape(self, name: str) -> list[int]:
         """Of a tensor, which is not read."""
-        return self._files[name].get_slice(name).get_shape()
+        file, stored = self._files[name]
+        return file.get_slice(stored).get_shape()
 
 
 def write_checkpoint(
@@ -142,7 +157,7 @@ def describe(
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(shard_of.items()))}
     return {
         "model.safetensors.index.json": json.dumps(index, indent=1).encode(),
-        "model.json": config.model_dump_json(indent=1).encode(),
+        MODEL: config.model_dump_json(indent=1).encode(),
         tokenizer.file_name: tokenizer.model_bytes,
     }
 

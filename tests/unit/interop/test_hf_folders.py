@@ -1,0 +1,212 @@
+"""Folders of the Hugging Face library: written and read by it and by us, with the tokenizer, after its Trainer."""
+
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import tost_lm
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
+from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.errors import CheckpointError
+from tost_lm.evaluation.hugging_face import find_subject
+from tost_lm.evaluation.subject import Subject
+from tost_lm.interop.hf import TostForCausalLM, export
+from tost_lm.interop.hf.tokenizer import fast_tokenizer
+from tost_lm.model.checkpoint import read_model_config
+
+DATA = Path(__file__).parents[4] / "shared/data"
+PAGES = "The lines of this page\n  are short;\n    12, 345 of them.  They say little!\n" * 40
+ODD = [
+    "", " ", "  a", "\n \n\t x ", "a" + SPACE_MARK + " b" + ESCAPE + "1" + ESCAPE, "<|endoftext|></s><unk><0x41>",
+    "don't I'LL 123 ٣ é e\u0301 漢字 \U0001f600\ufb01\xa0\u3000\0", "the line   the b<x>\n  the",
+]  # fmt: skip
+
+
+def drawn_texts() -> list[str]:
+    draw = random.Random(0)
+    ranges = [(32, 33), (1, 128), (128, 0x3000), (0x4E00, 0xD800), (0xE000, 0x1FFFF)]
+    return ["".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(80)) for _ in range(300)]
+
+
+def book() -> str:
+    with gzip.open(DATA / "books/valid.jsonl.gz", "rt") as lines:
+        return json.loads(next(lines))["text"][:200_000]
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_what_is_exported_is_read_by_both(make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor):
+    run, folder = make_export(positions="none", denom_bias="head"), tmp_path / "hf"
+    export(run, folder)
+    ours = tost_lm.load(run)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs) is TostForCausalLM
+    assert theirs.lm_head.weight is theirs.model.embedding.weight
+    expected = ours(tokens).logits
+    assert torch.equal(theirs(tokens).logits, expected)
+    assert torch.equal(tost_lm.load(folder)(tokens).logits, expected)
+    assert read_model_config(folder) == ours.config
+    subject = find_subject(folder)
+    assert type(subject) is Subject
+    assert torch.equal(subject.load("cpu")(tokens).logits, expected)
+    assert subject.tokenizer().model_bytes == Subject.find(run).tokenizer().model_bytes
+    assert subject.hashes()["checkpoint_sha256"]
+
+
+def test_texts_of_different_lengths_go_on_by_the_exported_tokenizer(
+    make_export: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer
+):
+    export(make_export(max_positions=64), tmp_path / "hf")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    texts = ["The page.", "They say little! Do", ""]
+    inputs = theirs(texts[:2], padding=True, return_tensors="pt")
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    output = model.generate(**inputs, max_new_tokens=9, output_scores=True, return_dict_in_generate=True)
+    for n, text in enumerate(texts[:2]):
+        ids = torch.tensor([tokenizer.encode(text)])
+        alone = model.generate(ids, max_new_tokens=9)[0, ids.shape[1] :].tolist()
+        together = output.sequences[n, inputs["input_ids"].shape[1] :].tolist()
+        assert together == alone + [tokenizer.eot] * (len(together) - len(alone))
+    padded_words = slice(tokenizer.vocab_size, None)  # the model has three more than the tokenizer
+    assert output.scores[0][:, padded_words].shape[1] == 3
+    assert all(torch.isneginf(scores[:, padded_words]).all() for scores in output.scores)
+
+
+@pytest.mark.parametrize("largest", ["50GB", "20KB"])
+def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str
+):
+    model = TostForCausalLM.from_run(make_export())
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path / "saved", max_shard_size=largest)
+    assert (len(list((tmp_path / "saved").glob("*.safetensors"))) == 1) == (largest == "50GB")
+    assert torch.equal(TostForCausalLM.from_pretrained(tmp_path / "saved")(tokens).logits, expected)
+    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, expected)
+
+
+def test_a_vocabulary_made_larger_is_saved(make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor):
+    model: Any = TostForCausalLM.from_run(make_export())
+    before = model(tokens).logits
+    model.resize_token_embeddings(340, mean_resizing=False)
+    after = model(tokens).logits
+    torch.testing.assert_close(after[..., : before.shape[2]], before)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, after)
+    assert after.shape[2] == 340
+
+
+def test_damaged_weights_are_noticed(make_export: Callable[..., Path], tmp_path: Path):
+    export(make_export(), tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match=r"hf/model\.safetensors: damaged"):
+        tost_lm.load(tmp_path / "hf")
+
+
+def test_no_folder_is_written_over(make_export: Callable[..., Path], tmp_path: Path):
+    run = make_export()
+    before = sorted(path.name for path in run.iterdir())
+    with pytest.raises(CheckpointError, match="export: is there already; give a new folder"):
+        export(run, run)
+    with pytest.raises(CheckpointError, match="export: holds a checkpoint of another kind; give another folder"):
+        TostForCausalLM.from_run(run).save_pretrained(run)
+    assert sorted(path.name for path in run.iterdir()) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/hf: cannot be written: Not a directory"):
+        export(run, tmp_path / "file/hf")
+
+
+def test_trainer_runs_and_its_checkpoints_are_read_by_us(
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor
+):
+    model = TostForCausalLM.from_run(make_export())
+    examples: Any = [{"input_ids": ids, "labels": ids} for ids in tokens.repeat(8, 1).tolist()]
+    settings = TrainingArguments(
+        str(tmp_path / "run"), max_steps=10, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:2])
+    trainer.train()
+    assert trainer.state.global_step == 10
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    with torch.no_grad():
+        untrained = TostForCausalLM.from_run(tmp_path / "export")(tokens, labels=tokens).loss.item()
+        trained = model.eval()(tokens, labels=tokens)
+    assert losses[0] == pytest.approx(untrained, rel=1e-4)
+    assert losses[-1] < losses[0] - 1
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == [pytest.approx(trained.loss.item(), rel=1e-4)]
+    saved = tost_lm.load(tmp_path / "run/checkpoint-10")
+    assert torch.equal(saved(tokens).logits, trained.logits)
+    settings.max_steps = 12
+    fresh = TostForCausalLM.from_run(tmp_path / "export")
+    trainer = Trainer(fresh, settings, train_dataset=examples, eval_dataset=examples[:2])
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-10"))
+    assert trainer.state.global_step == 12
+    assert trainer.state.log_history[-2]["eval_loss"] < trained.loss
+
+
+def check_ids(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> None:
+    made = fast_tokenizer(tokenizer)
+    assert made is not None
+    made.save_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.vocab_size, *[tokenizer.eot] * 2)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert theirs.encode(text) == ids
+        assert theirs.decode([*ids, tokenizer.eot], skip_special_tokens=True) == text
+
+
+def test_ids_are_those_of_our_tokenizer(tokenizer: Tokenizer, tmp_path: Path):
+    check_ids(tokenizer, tmp_path, [PAGES, *ODD, *drawn_texts()])
+
+
+def test_ids_are_those_of_our_tokenizer_with_user_symbols(tmp_path: Path):
+    symbols = symbol_pieces(["    ", "  ", "the", "the l", "<x>", "\n  "])
+    check_ids(
+        SentencePieceTokenizer(train_sentencepiece([PAGES], 340, symbols)), tmp_path, [PAGES, *ODD, *drawn_texts()]
+    )
+
+
+@pytest.mark.skipif(not (DATA / "gpt2_bpe").is_dir(), reason="GPT-2's BPE files are not at hand")
+def test_ids_are_those_of_gpt2(tmp_path: Path):
+    check_ids(gpt2_tokenizer(DATA / "gpt2_bpe"), tmp_path, [PAGES, *ODD, *drawn_texts()])
+
+
+@pytest.mark.skipif(not (DATA / "books").is_dir(), reason="the books are not at hand")
+def test_ids_of_a_book_are_those_of_our_tokenizer(tmp_path: Path):
+    text = book()
+    check_ids(SentencePieceTokenizer(train_sentencepiece([text], 2000)), tmp_path, [text])
+
+
+def test_a_sentencepiece_model_without_an_equal_has_no_fast_tokenizer(
+    make_export: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+        sentence_iterator=iter([PAGES] * 3), model_writer=model, vocab_size=300, model_type="unigram",
+        byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    export(make_export(tokenizer), tmp_path / "hf")
+    assert "hf: without tokenizer.json, since this SentencePiece model has no equal there" in capsys.readouterr().out
+    assert not (tmp_path / "hf/tokenizer.json").exists()
+    assert find_subject(tmp_path / "hf").tokenizer().model_bytes == tokenizer.model_bytes

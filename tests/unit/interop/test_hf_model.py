@@ -1,0 +1,277 @@
+"""TostForCausalLM: our model's numbers, padding as if it were not there, and generation from its cache."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.interop.hf import TostCache, TostConfig, TostForCausalLM
+from tost_lm.model import ModelConfig, TostLM
+
+VOCAB = 50
+PATTERNS: list[dict[str, Any]] = [
+    {"pattern": "T"},
+    {"pattern": "A"},
+    {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
+    {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
+]
+KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
+
+
+def facts(**settings: Any) -> ModelConfig:
+    tree = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "max_positions": 64, "layer_scale": 1.0}
+    return validate(ModelConfig, tree | settings, "test")
+
+
+def make(**settings: Any) -> TostForCausalLM:
+    """In float64, with weights far wider than for training, so that tokens differ in what follows them."""
+    torch.manual_seed(0)
+    model: Any = TostForCausalLM(TostConfig.of(facts(**settings), pad_token_id=0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.8 if "blocks" in name else 0.1)
+        words = model.model.embedding.weight
+        words.div_(words.norm(dim=1, keepdim=True))  # none has a larger logit whatever comes before it
+    return model.double().eval()
+
+
+def drawn(rows: int, tokens: int) -> Tensor:
+    return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def plain(model: TostForCausalLM) -> TostLM:
+    """With the same weights."""
+    plain = TostLM(model.config.to_model()).double().eval()
+    plain.load_state_dict(model.model.state_dict())
+    return plain
+
+
+def generated(model: Any, tokens: Tensor, mask: Tensor | None = None, new: int = 16, **options: Any) -> Tensor:
+    """The new ids."""
+    torch.manual_seed(5)
+    options = {"attention_mask": mask, "max_new_tokens": new, "eos_token_id": None, **options}
+    return model.generate(tokens, **options)[:, tokens.shape[1] :]
+
+
+LEFT_PADDED = torch.ones(3, 11, dtype=torch.int64)
+LEFT_PADDED[1, :9] = 0
+LEFT_PADDED[2, :4] = 0
+
+
+@pytest.mark.parametrize("preset", [None, "tost-base-long", "gpt2-base"])
+def test_settings_go_there_and_back(preset: str | None, tmp_path):
+    model = facts(preset=preset, window=3, bias=True, rope_theta=500)
+    config = TostConfig.of(model, eos_token_id=7)
+    assert config.to_model() == model
+    config.save_pretrained(tmp_path)
+    read: Any = AutoConfig.from_pretrained(tmp_path)
+    assert type(read) is TostConfig
+    assert (read.to_model(), read.eos_token_id) == (model, 7)
+    assert (read.hidden_size, read.num_hidden_layers) == (16, 2)
+    assert (read.num_attention_heads, read.max_position_embeddings) == (2, 64)
+
+
+def test_settings_have_defaults_and_the_librarys_names():
+    assert TostConfig().to_model() == validate(ModelConfig, {"preset": "tost-base"}, "test").model_copy(
+        update={"preset": None}
+    )
+    assert TostConfig(preset="tost-medium", window=3).to_model().width == 1024
+    assert TostConfig(hidden_size=48, num_attention_heads=3).to_model().width == 48
+
+
+def test_settings_that_no_model_has_are_refused():
+    with pytest.raises(ConfigError, match=r"TostConfig: model\.width 16 is not divisible by model\.heads 3"):
+        TostConfig(width=16, heads=3)
+    with pytest.raises(ConfigError, match="tie_word_embeddings = False: the head of a tost model is its embedding"):
+        TostConfig(tie_word_embeddings=False)
+
+
+def test_new_weights_are_drawn_as_ours_are():
+    torch.manual_seed(0)
+    shape = facts(width=64, layers=4, pattern="TA", bias=True, layer_scale=0.3)
+    model = AutoModelForCausalLM.from_config(TostConfig.of(shape))
+    assert type(model) is TostForCausalLM
+    ours = dict(TostLM(shape).named_parameters())
+    for name, parameter in model.model.named_parameters():
+        expected = ours.pop(name)
+        torch.testing.assert_close(parameter.std(), expected.std(), rtol=0.2, atol=0, msg=name)
+        torch.testing.assert_close(parameter.mean(), expected.mean(), rtol=0, atol=0.003, msg=name)
+    assert not ours
+    assert model.lm_head.weight is model.model.embedding.weight
+
+
+@KNOWN
+def test_logits_and_loss_are_those_of_our_model(settings: dict[str, Any]):
+    model, tokens = make(**settings), drawn(3, 11)
+    output, expected = model(tokens, labels=tokens), plain(model)(tokens).logits
+    assert torch.equal(output.logits, expected)
+    torch.testing.assert_close(output.loss, cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+    torch.testing.assert_close(model(tokens, labels=tokens, num_items_in_batch=60).loss, output.loss * 30 / 60)
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([0, 7])).logits, expected[:, [0, 7]])
+    loss, logits = model(tokens, labels=tokens, use_cache=False, return_dict=False)
+    assert torch.equal(loss, output.loss)
+    assert torch.equal(logits, output.logits)
+
+
+def test_training_with_labels_makes_no_logits():
+    model, tokens = make().train(), drawn(2, 5)
+    assert model(tokens, labels=tokens).logits is None
+    assert model(tokens).logits.shape == (2, 5, VOCAB)
+
+
+@KNOWN
+def test_padding_is_as_if_it_were_not_there_wherever_it_stands(settings: dict[str, Any]):
+    model, tokens = make(**settings), drawn(4, 11)
+    mask = torch.rand(4, 11, generator=torch.Generator().manual_seed(2)) > 0.4
+    mask[0], mask[3] = True, False
+    labels = tokens.masked_fill(~mask, -100)
+    output = model(tokens, mask, labels=labels)
+    for n in range(3):
+        torch.testing.assert_close(output.logits[n, mask[n]], model(tokens[n : n + 1, mask[n]]).logits[0])
+    assert not output.logits[~mask].any()
+    # Row 0 is whole, so its labels are those of the tokens after each; of the others the column after each tells.
+    followed = mask[:, :-1] & (labels[:, 1:] != -100)
+    expected = cross_entropy(output.logits[:, :-1][followed], tokens[:, 1:][followed])
+    torch.testing.assert_close(output.loss, expected)
+
+
+@KNOWN
+@pytest.mark.parametrize(
+    "way", [{}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
+)
+def test_cached_is_uncached_generation_token_for_token(settings: dict[str, Any], way: dict[str, Any]):
+    model, tokens = make(**settings), drawn(3, 11)
+    for mask in (None, LEFT_PADDED):
+        uncached = generated(model, tokens, mask, use_cache=False, **way)
+        assert len(uncached.unique()) > 6
+        assert torch.equal(generated(model, tokens, mask, **way), uncached)
+        for chunk in (3, 10, 50):
+            assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **way), uncached)
+
+
+@KNOWN
+def test_rows_padded_on_the_left_go_on_as_alone(settings: dict[str, Any]):
+    model, tokens = make(**settings), drawn(3, 11)
+    together = generated(model, tokens, LEFT_PADDED)
+    for n, mask in enumerate(LEFT_PADDED.bool()):
+        assert torch.equal(together[n : n + 1], generated(model, tokens[n : n + 1, mask]))
+
+
+@KNOWN
+def test_a_cache_can_be_gone_on_with_and_copied(settings: dict[str, Any]):
+    model, tokens = make(**settings), drawn(3, 30)
+    cache = TostCache()
+    model(tokens[:, :11], LEFT_PADDED, cache)
+    assert (cache.get_seq_length(), cache.batch_size) == (11, 3)
+    mask = torch.cat([LEFT_PADDED, torch.ones(3, 19, dtype=torch.int64)], 1)
+    mask[0, 11:20] = 0  # a second turn, padded on the left as the first was
+    expected = generated(model, tokens, mask, use_cache=False)
+    again = copy.copy(cache)
+    for known in (cache, again):
+        assert torch.equal(generated(model, tokens, mask, past_key_values=known), expected)
+    cache.reset()
+    assert torch.equal(generated(model, tokens, mask, past_key_values=cache), expected)
+
+
+@KNOWN
+def test_rows_of_a_cache_can_be_repeated_and_chosen(settings: dict[str, Any]):
+    model, tokens = make(**settings), drawn(3, 11)
+    more = drawn(6, 4)
+    whole = torch.ones(6, 4, dtype=torch.int64)
+    for change, rows in (("batch_repeat_interleave", [0, 0, 1, 1, 2, 2]), ("reorder_cache", [2, 1, 1, 0, 2, 0])):
+        cache = TostCache()
+        model(tokens, LEFT_PADDED, cache)
+        getattr(cache, change)(2 if change == "batch_repeat_interleave" else torch.tensor(rows))
+        logits = model(more, torch.cat([LEFT_PADDED[rows], whole], 1), cache).logits
+        expected = model(torch.cat([tokens[rows], more], 1), torch.cat([LEFT_PADDED[rows], whole], 1)).logits
+        torch.testing.assert_close(logits, expected[:, 11:])
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "window": 4}])
+def test_the_cache_does_not_grow(settings: dict[str, Any]):
+    model, tokens, cache = make(**settings, positions="none", denom_bias="head"), drawn(2, 200), TostCache()
+    sizes = set()
+    for begin in range(0, 200, 20):
+        model(tokens[:, begin : begin + 20], past_key_values=cache)
+        assert cache.state is not None
+        sizes.add(sum(tensor.untyped_storage().nbytes() for layer in cache.state.layers for tensor in layer))
+    assert len(sizes) == 1
+
+
+def test_what_cannot_be_is_refused():
+    model, tokens, cache = make(), drawn(2, 5), TostCache()
+    model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B, columns of the cache \+ T\] = \[2, 6\], got"):
+        model(tokens[:, :1], torch.ones(2, 1), cache)
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache: give a TostCache"):
+        model(tokens, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="TostForCausalLM takes no position_ids"):
+        model(tokens, position_ids=torch.arange(5))
+    with pytest.raises(ValueError, match="TostForCausalLM takes no inputs_embeds"):
+        model(None, inputs_embeds=torch.zeros(2, 5, 16))
+    with pytest.raises(ValueError, match=r"attention_mask ends in padding.*: pad on the left"):
+        generated(model, tokens, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
+    with pytest.raises(ValueError, match="attention_mask leaves no token"):
+        model(tokens, torch.zeros(2, 5), labels=tokens)
+    with pytest.raises(ValueError, match="TostCache: the last 2 tokens cannot be taken out"):
+        cache.crop(-2)
+    with pytest.raises(ConfigError, match="65 tokens are more than the model has positions"):
+        model(drawn(1, 65))
+    with pytest.raises(ValueError, match="`cache_implementation`"):
+        generated(model, tokens, cache_implementation="static")
+
+
+def test_what_passes_the_positions_is_refused_before_the_first_token():
+    model, tokens = make(), drawn(2, 60)
+    assert generated(model, tokens, new=5).shape == (2, 5)
+    with pytest.raises(ConfigError, match=r"up to 66 together, pass the model's positions \(64\): shorten the prompt"):
+        generated(model, tokens, new=6)
+    mask = torch.ones_like(tokens)
+    mask[0, :3], mask[1, :2] = 0, 0
+    assert generated(model, tokens, mask, new=7).shape == (2, 7)
+    with pytest.raises(ConfigError, match="up to 66 together"):
+        generated(model, tokens, mask, new=8)
+
+
+def test_checkpointed_blocks_hold_less_and_give_the_same():
+    model, tokens = make(pattern="TA").train(), drawn(2, 11)
+
+    def held_and_gradients() -> tuple[int, list[Tensor]]:
+        model.zero_grad()
+        with counting_saved() as saved:
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return sum(saved), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    whole, expected = held_and_gradients()
+    model.activation_checkpointing_enable()
+    less, gradients = held_and_gradients()
+    model.activation_checkpointing_enable(every_n_layers=2)
+    between, _ = held_and_gradients()
+    model.activation_checkpointing_disable()
+    assert less < between < whole
+    assert held_and_gradients()[0] == whole
+    assert all(map(torch.equal, gradients, expected))
+
+
+@contextmanager
+def counting_saved() -> Iterator[list[int]]:
+    """The elements of each tensor that is kept for the backward."""
+    saved: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        yield saved

@@ -1,0 +1,22 @@
+"""The model in the Hugging Face library: importing this registers it with AutoConfig and AutoModelForCausalLM.
+
+    import tost_lm.interop.hf
+    tost_lm.interop.hf.export("runs/demo", "demo-hf")
+    model = AutoModelForCausalLM.from_pretrained("demo-hf")
+    tokenizer = AutoTokenizer.from_pretrained("demo-hf")
+    model.generate(**tokenizer(["Once", "A long time ago"], padding=True, return_tensors="pt"), max_new_tokens=64)
+
+The model is ours (`TostLM`), and so is its cache: of TSSA layers it holds the same few sums after any number of tokens.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tost_lm.interop.hf.cache import TostCache
+from tost_lm.interop.hf.config import TostConfig
+from tost_lm.interop.hf.export import export
+from tost_lm.interop.hf.model import TostForCausalLM
+
+__all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
+
+AutoConfig.register(TostConfig.model_type, TostConfig)
+AutoModelForCausalLM.register(TostConfig, TostForCausalLM)
