@@ -52,4 +52,6 @@ env: .venv/complete
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,dev]'
+	@# On all cores, where pip takes one; a package may bring files that are no Python.
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1
 	touch .venv/complete

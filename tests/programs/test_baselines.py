@@ -36,7 +36,7 @@ def test_a_baseline_is_scored_on_one_rank_and_two_alike_and_compared_with_a_run(
     protocol, chosen = LAMBADA
     run("eval.zero_shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
     alone = json.loads((folder / "gpt2" / protocol / "results.json").read_text())
-    assert (alone["window"], alone["model"]["examples"], alone["file_is"]) == (64, 3, "other")
+    assert (alone["window_tokens"], alone["model"]["examples"], alone["file_is"]) == (64, 3, "other")
     rows = (folder / "gpt2" / protocol / "rows.jsonl").read_text().splitlines()
     assert [json.loads(row)["tokens"] for row in rows] == [len(" word"), len(" words"), len(" words")]
     shutil.rmtree(folder / "gpt2" / protocol)
