@@ -91,12 +91,13 @@ def test_a_second_backward_is_refused():
         total.backward()
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_without_gradients_top_labels_are_told_instead(counted):
-    x, weight, labels = _inputs(50, 2, 5)
-    labels = labels if counted else torch.full_like(labels, IGNORED_LABEL)
+@pytest.mark.parametrize(("tokens", "words_at_once"), [(50, 1), (50, 2), (50, 99), (0, 2), (5000, 3)])
+def test_without_gradients_top_labels_are_told_instead(tokens, words_at_once):
+    x, weight, labels = _inputs(max(tokens, 9), 2, 5)
+    labels = labels if tokens else torch.full_like(labels, IGNORED_LABEL)
+    at_once = max(1, min(2048, int((labels != IGNORED_LABEL).sum())))
     with torch.no_grad():
-        total, nats, is_top = linear_cross_entropy(x, weight, labels, logits_bytes=7 * 5 * 8)
+        total, nats, is_top = linear_cross_entropy(x, weight, labels, logits_bytes=words_at_once * at_once * 8)
     assert not total.requires_grad
     assert not nats.requires_grad
     expected_total, expected = (t.detach() for t in _whole(x, weight, labels))
