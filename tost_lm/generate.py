@@ -1,6 +1,7 @@
 """Text from a trained model, token by token from its state: a prompt and a text of any length in constant memory.
 
-    python -m tost_lm.generate runs/demo sample.prompt="def main(" sample.tokens=64
+    python -m tost_lm.generate runs/demo "def main(" sample.tokens=64 'sample.stop=["\\n\\n"]'
+    python -m tost_lm.generate runs/demo "def main(" sample.temperature=0.8 sample.top_k=50 sample.top_p=0.95
     python -m tost_lm.generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
     torchrun --standalone --nproc-per-node 4 -m tost_lm.generate runs/demo parallel.tensor=2 parallel.sequence=2
 
@@ -37,8 +38,7 @@ def main(path: Path, config: GenerateConfig) -> None:
                 print(f"… the whole text is {subject.results_path(SAMPLE).with_name('text.txt')}")
             return
 
-        from tost_lm.data.tokenizers.piecewise import decode_ids
-        from tost_lm.evaluation.generation import generate, state_bytes, tell
+        from tost_lm.evaluation.generation import Continuation, Sampling, state_bytes, tell
         from tost_lm.files import writing_whole
         from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
 
@@ -48,13 +48,12 @@ def main(path: Path, config: GenerateConfig) -> None:
         output = read(model, in_pieces(prompt_ids, PIECE_TOKENS))
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         print(prompt, end="", flush=True)
-        ids = generate(
-            model, output, sample.tokens, sample.temperature, sample.seed, tokenizer.eot, tokenizer.vocab_size
-        )
+        sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
+        text = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop)
         began = time.monotonic()
         whole_text = subject.results_path(SAMPLE).with_name("text.txt")
         with writing_whole(whole_text) if ranks.rank == 0 else open(os.devnull, "wb") as target:
-            told = tell(decode_ids(tokenizer, ids), target, TEXT_CHARACTERS)
+            told = tell(text, target, TEXT_CHARACTERS)
         seconds = time.monotonic() - began
     if ranks.rank > 0:
         return
@@ -66,7 +65,8 @@ def main(path: Path, config: GenerateConfig) -> None:
         "prompt": prompt,
         "prompt_tokens": prompt_tokens,
         **told,
-        "tokens_per_second": told["tokens"] / seconds,
+        "tokens": text.tokens,
+        "tokens_per_second": text.tokens / seconds,
         "pattern": model.config.pattern,
         "window": model.config.window,
         "state_bytes_after_prompt": kept,
@@ -75,4 +75,4 @@ def main(path: Path, config: GenerateConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="tost_lm.generate", doc=__doc__ or "", takes="RUN", config=GenerateConfig)
+    run_program(main, name="tost_lm.generate", doc=__doc__ or "", takes="RUN [PROMPT]", config=GenerateConfig)

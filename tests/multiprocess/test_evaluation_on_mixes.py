@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from training_on_mixes import VOCAB, T, build_model
 
-from tost_lm.evaluation.generation import generate
+from tost_lm.evaluation.generation import Sampling, generate
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.interface import Example
@@ -94,9 +94,10 @@ def find_needles(model: LanguageModel) -> Scores:
 def go_on(model: LanguageModel) -> list[list[int]]:
     """Greedy; drawn, after a single token; and the same until a token that ends it."""
     read_ids, read_eot = (read(model, in_pieces(ids, 3)) for ids in ([EOT, 7, 23, 5, 9], [EOT]))
-    greedy = list(generate(model, read_ids, 10, 0, 3, VOCAB, 60))
-    drawn = list(generate(model, read_eot, 10, 0.05, 3, VOCAB, 60))
-    return [greedy, drawn, list(generate(model, read_eot, 10, 0.05, 3, drawn[7], 60))]
+    greedy = list(generate(model, read_ids, 10, Sampling(), VOCAB, 60))
+    draws = Sampling(0.05, top_k=50, top_p=0.99, seed=3)
+    drawn = list(generate(model, read_eot, 10, draws, VOCAB, 60))
+    return [greedy, drawn, list(generate(model, read_eot, 10, draws, drawn[7], 60))]
 
 
 def assert_same_reading(ours: LMOutput, whole: LMOutput, mesh: Mesh) -> None:

@@ -1,7 +1,9 @@
 """The one command grammar: `python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]`."""
 
 import io
+import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,6 +20,7 @@ EXIT_BAD_INPUT = 2
 EXIT_LEFT = 75  # EX_TEMPFAIL: nothing is lost, and the same command goes on
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+PROMPT = "sample.prompt"
 
 
 def run_program(
@@ -25,7 +28,7 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "RUN [PROMPT]", "FOLDER", "SOURCE"],
     config: type[AnySection],
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -33,7 +36,8 @@ def run_program(
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
     (run folder, step folder or export) or another folder or file, where `config` holds only the program's own settings.
-    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
+    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list), with
+    `RUN [PROMPT]` a text may follow, the value of PROMPT.
     `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
     stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """
@@ -87,7 +91,13 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | list[Path] |
     if takes == "RUN…":
         paths = list(takewhile(lambda word: "=" not in word, rest))
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
+    if takes == "RUN [PROMPT]" and len(rest) > 1 and not re.match(r"\w+\.[\w.]*=", rest[1]):
+        rest[1] = f"{PROMPT}={_toml_string(rest[1])}"
     return Path(rest[0]), rest[1:], bool(flags)
+
+
+def _toml_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _exit_with_lines(error: TostError) -> NoReturn:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -59,8 +59,20 @@ class SampleConfig(Section):
     """Tokens to generate; it ends earlier where the model ends the document."""
     temperature: float = Field(default=0.0, ge=0)
     """0: the most likely token each time; else logits are divided by it before drawing."""
+    top_k: int | None = Field(default=None, gt=0)
+    """Only so many of the most likely tokens are drawn from; all of them where it is not given."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the fewest most likely tokens that have this probability together are drawn from."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts before which it ends, whichever comes first."""
+
+    @model_validator(mode="after")
+    def _draws_are_asked_for(self) -> "SampleConfig":
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise ValueError("sample.top_k and top_p are of draws: set sample.temperature above 0, or leave them out")
+        return self
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "SampleConfig":

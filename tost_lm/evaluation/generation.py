@@ -1,28 +1,96 @@
 """Text generation in the recurrent form: one token at a time from the model's state, in constant memory."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.piecewise import decode_ids
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.text import ids_of
 from tost_lm.model import LMOutput, LMState
+from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
 
 Choose = Callable[[Tensor], Tensor]
 """Logits [B, V] in, the next token of each sequence [B] out."""
 
 
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0: the most likely one each time; else logits are divided by it and one is drawn."""
+    top_k: int | None = None
+    """Of so many of the most likely; None: of all."""
+    top_p: float = 1.0
+    """Of the fewest most likely that have this probability together (nucleus sampling, arXiv 1904.09751), of those
+    that `temperature` and `top_k` leave."""
+    seed: int = 0
+    """Of the draws."""
+
+
+GREEDY = Sampling()
+
+
+class Continuation(Iterator[str]):
+    """What a model goes on with: its text, in parts as they become whole characters, up to the first of `stops`.
+
+    `tokens` is how many ids it took so far.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        output: LMOutput,
+        tokenizer: Tokenizer,
+        tokens: int,
+        sampling: Sampling = GREEDY,
+        stops: Sequence[str] = (),
+    ) -> None:
+        """Arguments as in `generate`; `stops`: texts before which it ends, none of them empty."""
+        self.tokens = 0
+        ids = generate(model, output, tokens, sampling, tokenizer.eot, tokenizer.vocab_size)
+        self._parts = until(decode_ids(tokenizer, self._counted(ids)), stops)
+
+    def __next__(self) -> str:
+        return next(self._parts)
+
+    def _counted(self, ids: Iterator[int]) -> Iterator[int]:
+        for i in ids:
+            self.tokens += 1
+            yield i
+
+
+def generate_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    sampling: Sampling = GREEDY,
+    stops: Sequence[str] = (),
+) -> Continuation:
+    """What the model goes on with after a prompt, part by part: `print("".join(generate_text(…)))`.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: its own.
+        prompt: of any length; it stands behind an end of text, as documents do in training.
+        tokens: most ids to generate; it ends earlier where the model ends the document.
+        stops: texts before which it ends, none of them empty.
+
+    Raises:
+        ConfigError: prompt and new tokens together pass the model's positions.
+    """
+    output = read(model, in_pieces(ids_of(tokenizer, [prompt]), PIECE_TOKENS))
+    return Continuation(model, output, tokenizer, tokens, sampling, stops)
+
+
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
-    output: LMOutput,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    stop_id: int,
-    vocab_size: int,
+    model: LanguageModel, output: LMOutput, tokens: int, sampling: Sampling, stop_id: int, vocab_size: int
 ) -> Iterator[int]:
     """Go on from what was read; the new ids one by one, without `stop_id`, which ends them early.
 
@@ -30,8 +98,6 @@ def generate(
         model: in evaluation mode.
         output: of the model on one sequence (`tost_lm.model.streaming.read` takes a prompt of any length).
         tokens: most ids to generate.
-        temperature: 0: the most likely id each time; else logits are divided by it and an id is drawn.
-        seed: of the draws.
         stop_id: the end-of-text id.
         vocab_size: ids that the tokenizer has; rows of a padded vocabulary beyond it are never chosen.
 
@@ -45,8 +111,8 @@ def generate(
             f"{prompt_tokens} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
             "shorten sample.prompt or lower sample.tokens"
         )
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    choose = greedy if temperature == 0 else sampler(temperature, generator)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(sampling.seed)
+    choose = greedy if sampling.temperature == 0 else sampler(sampling, generator)
     for next_B in continuations(model, output, tokens, lambda logits_BV: choose(logits_BV[:, :vocab_size])):
         if next_B.item() == stop_id:
             return
@@ -67,31 +133,57 @@ def greedy(logits_BV: Tensor) -> Tensor:
     return logits_BV.argmax(dim=-1)
 
 
-def sampler(temperature: float, generator: torch.Generator) -> Choose:
-    """Draws from softmax(logits / temperature)."""
+def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
+    """Draws from softmax(logits / temperature), as far as `top_k` and then `top_p` leave it."""
 
     def choose(logits_BV: Tensor) -> Tensor:
         # Shifted first: a tiny temperature must not overflow.
         shifted_BV = logits_BV.float() - logits_BV.float().amax(dim=-1, keepdim=True)
-        probabilities_BV = torch.softmax(shifted_BV / temperature, dim=-1)
-        return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
+        probabilities_BV = torch.softmax(shifted_BV / sampling.temperature, dim=-1)
+        if sampling.top_k is None and sampling.top_p == 1:
+            return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
+        kept_Bk, ids_Bk = probabilities_BV.topk(min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
+        kept_Bk = kept_Bk / kept_Bk.sum(-1, keepdim=True)
+        before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # of those that are likelier: 0 for the first, which always stays
+        drawn_B1 = torch.multinomial(kept_Bk.where(before_Bk < sampling.top_p, 0), 1, generator=generator)
+        return ids_Bk.gather(1, drawn_B1)[:, 0]
 
     return choose
 
 
+def until(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """A text up to the first of `stops`, in parts; what may be the beginning of one is held back meanwhile."""
+    held = ""
+    for part in parts:
+        held += part
+        found = [begin for stop in stops if (begin := held.find(stop)) >= 0]
+        if found:
+            yield held[: min(found)]
+            return
+        told = len(held) - max((_begun(held, stop) for stop in stops), default=0)
+        yield held[:told]
+        held = held[told:]
+    yield held
+
+
+def _begun(text: str, stop: str) -> int:
+    """The most characters at the text's end that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
 def tell(parts: Iterable[str], target: BinaryIO, shown: int) -> dict[str, Any]:
-    """Print a text as it comes, in the parts that `decode_ids` gives, and write it to `target`.
+    """Print a text as it comes, in parts, and write it to `target`.
 
     Returns:
-        `text`, its first `shown` characters; and how many `characters` and `tokens` it has.
+        `text`, its first `shown` characters; and how many `characters` it has.
     """
-    text, characters, tokens = "", 0, -1  # there is a part for each token, and one more
+    text, characters = "", 0
     for part in parts:
         print(part, end="", flush=True)
         target.write(part.encode())
         text += part[: shown - len(text)]
-        characters, tokens = characters + len(part), tokens + 1
-    return {"text": text, "characters": characters, "tokens": tokens}
+        characters += len(part)
+    return {"text": text, "characters": characters}
 
 
 def state_bytes(state: LMState, tensor_ranks: int = 1) -> int:

@@ -18,12 +18,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from tost_lm.data.tokenizers.piecewise import decode_ids
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.generation import generate
+from tost_lm.evaluation.generation import Continuation, Sampling
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.likelihood import Request, score_requests
 from tost_lm.evaluation.ranks import Ranks
@@ -33,7 +32,7 @@ from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
 
 GENERATED_TOKENS = 256  # where a task does not say how many, as in the harness's other models
 HARNESS_DEVICE = "cuda:0"  # what its command line gives to models when --device is left out, with or without a GPU
-NEUTRAL = {"num_beams": 1, "top_p": 1, "top_k": 0}
+NEUTRAL = {"num_beams": 1}
 SHOWN = 40
 
 
@@ -169,13 +168,8 @@ class HarnessModel(TemplateLM):
             ids = ids[-(limit - way.tokens) :]
         output = read(self.model, in_pieces(ids, PIECE_TOKENS))
         tokenizer = self.text_tokenizer
-        new_ids = generate(self.model, output, way.tokens, way.temperature, seed, tokenizer.eot, tokenizer.vocab_size)
-        text = ""
-        for part in decode_ids(tokenizer, new_ids):
-            text += part
-            if any(stop in text for stop in way.stops):
-                break
-        return postprocess_generated_text(text, way.stops, None)
+        sampling = way.sampling._replace(seed=seed)
+        return "".join(Continuation(self.model, output, tokenizer, way.tokens, sampling, way.stops))
 
 
 register_model("tost_lm")(HarnessModel)
@@ -186,21 +180,18 @@ class _Way(NamedTuple):
 
     stops: list[str]
     tokens: int
-    temperature: float
-    """0: the most likely token each time."""
+    sampling: Sampling
 
     @classmethod
     def of(cls, gen_kwargs: Mapping[str, Any], limit: int | None) -> "_Way":
         """Of a request's arguments, for a model with so many positions. Raises ConfigError."""
         wanted: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), GENERATED_TOKENS)}
         stops, tokens, temperature = wanted["until"], wanted["max_gen_toks"], float(wanted.get("temperature", 0))
-        understood = ["until", "max_gen_toks", "temperature", "do_sample"]
-        if temperature == 0:
-            understood += ["top_p", "top_k"]  # of draws
+        understood = ["until", "max_gen_toks", "temperature", "do_sample", "top_k", "top_p"]
         for name, value in wanted.items():
             if name not in understood and value is not None and value != NEUTRAL.get(name):
                 raise ConfigError(
-                    f"a task asks for {name}={value}, and tost_lm generates by temperature alone; "
+                    f"a task asks for {name}={value}, and tost_lm draws by temperature, top_k and top_p; "
                     f"give --gen_kwargs {name}={NEUTRAL.get(name)}"
                 )
         if limit is not None and tokens >= limit:
@@ -208,7 +199,9 @@ class _Way(NamedTuple):
                 f"a task asks for {tokens} new tokens, and the model has {limit} positions for the context and those; "
                 "give --gen_kwargs max_gen_toks=N below that"
             )
-        return cls([stop for stop in stops if stop], tokens, temperature)
+        top_k, top_p = wanted.get("top_k") or None, wanted.get("top_p")  # 0 and none are all
+        sampling = Sampling(temperature, top_k, 1.0 if top_p is None else float(top_p))
+        return cls([stop for stop in stops if stop], tokens, sampling)
 
 
 def _windows(batch_size: int | str) -> int:

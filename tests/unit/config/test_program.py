@@ -87,6 +87,40 @@ def test_several_paths(capsys: pytest.CaptureFixture[str]):
     ]
 
 
+class Sample(Section):
+    prompt: str = "none"
+    """A text."""
+    tokens: int = 1
+    """Tokens."""
+
+
+class Generation(Section):
+    sample: Sample = Sample()
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        (["x"], "none"),
+        (["x", "sample.tokens=1"], "none"),
+        (["x", "a text"], "a text"),
+        (["x", "42"], "42"),
+        (["x", ""], ""),
+        (["x", 'x = "1"\n\t\\é😀\x7f', "sample.tokens=1"], 'x = "1"\n\t\\é😀\x7f'),
+        (["x", "sample.prompt=other"], "other"),
+        (["x", "Mr. Smith=Jones"], "Mr. Smith=Jones"),
+    ],
+)
+def test_a_text_behind_the_path(words: list[str], prompt: str):
+    seen: list[Generation] = []
+    with pytest.raises(SystemExit):
+        run_program(
+            lambda path, config: seen.append(config),
+            name="p", doc="", takes="RUN [PROMPT]", config=Generation, arguments=words,
+        )  # fmt: skip
+    assert [config.sample.prompt for config in seen] == [prompt]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

@@ -1,12 +1,13 @@
 """Generation from the state gives what recomputing the whole text for every token gives."""
 
 import io
+import re
 
 import pytest
 import torch
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.generation import generate, sampler, state_bytes, tell
+from tost_lm.evaluation.generation import Sampling, generate, generate_text, sampler, state_bytes, tell, until
 from tost_lm.model.streaming import read
 
 PROMPT = [1, 7, 23, 5]
@@ -16,7 +17,7 @@ PATTERNS = pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 
 def go_on(model, tokens: int = 12, temperature: float = 0.0, seed: int = 0, stop_id: int = NO_STOP, vocab_size=40):
     output = read(model, [torch.tensor([PROMPT])])
-    return list(generate(model, output, tokens, temperature, seed, stop_id, vocab_size))
+    return list(generate(model, output, tokens, Sampling(temperature, seed=seed), stop_id, vocab_size))
 
 
 @torch.inference_mode()
@@ -69,11 +70,63 @@ def test_draws_follow_the_softmax(make_model):
     with torch.inference_mode():
         logits_BV = model(torch.tensor([PROMPT])).logits[:, -1]
     expected = torch.softmax(logits_BV[0] / 4, dim=-1)
-    drawn = torch.cat([sampler(4.0, torch.Generator().manual_seed(seed))(logits_BV) for seed in range(400)])
+    drawn = torch.cat([sampler(Sampling(4.0), torch.Generator().manual_seed(seed))(logits_BV) for seed in range(400)])
     for seed in range(5):
         assert go_on(model, tokens=1, temperature=4.0, seed=seed) == [drawn[seed]]
     shares = torch.bincount(drawn, minlength=40) / 400
     assert (shares - expected).abs().max() < 4 * 0.5 / 20
+
+
+def draws(sampling: Sampling, logits: list[float], count: int = 2000) -> list[float]:
+    """Shares of the ids among so many draws."""
+    logits_BV = torch.tensor([logits]).expand(count, -1)
+    drawn = sampler(sampling, torch.Generator().manual_seed(0))(logits_BV)
+    return (torch.bincount(drawn, minlength=len(logits)) / count).tolist()
+
+
+def test_draws_are_of_the_likeliest_alone():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
+    assert draws(Sampling(1.0, top_k=2), logits) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.05)
+    assert draws(Sampling(1.0, top_k=99), logits) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.05)
+    assert draws(Sampling(1.0, top_p=0.69), logits) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.05)
+    assert draws(Sampling(1.0, top_p=0.71), logits) == pytest.approx([0, 4 / 9, 2 / 9, 3 / 9], abs=0.05)
+    # The nucleus is of what top_k leaves, 4/7 and 3/7, and of what temperature makes of it.
+    assert draws(Sampling(1.0, top_k=2, top_p=0.5), logits) == [0, 1, 0, 0]
+    assert draws(Sampling(0.5, top_p=0.5), logits) == [0, 1, 0, 0]  # 16/30
+    assert draws(Sampling(1.0, top_p=1e-9), logits) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "stops", "expected"),
+    [
+        (["ab", "c"], [], ["ab", "c", ""]),
+        (["ab", "cd", "e"], ["cd"], ["ab", ""]),
+        (["ab", "cd", "e"], ["bc"], ["a", ""]),
+        (["ab", "bd", "e"], ["bc"], ["a", "bbd", "e", ""]),
+        (["a", "b", "c", "d"], ["abcx", "cd"], ["", "", "", "ab"]),
+        (["abcd"], ["d", "b"], ["a"]),
+        (["a", "a", "a", "b"], ["aab"], ["", "", "a", ""]),
+        (["x", "", "\n", "\ny"], ["\n\n"], ["x", "", "", ""]),
+        (["x\n"], ["\n\n"], ["x", "\n"]),
+    ],
+)
+def test_a_text_ends_before_the_first_stop(parts, stops, expected):
+    assert list(until(iter(parts), stops)) == expected
+
+
+def test_a_text_is_that_of_the_ids_up_to_a_stop(make_model, tokenizer):
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=64)
+    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode("Page 7.")]])
+    ids = list(generate(model, read(model, [prompt]), 40, Sampling(), tokenizer.eot, tokenizer.vocab_size))
+    whole = generate_text(model, tokenizer, "Page 7.", 40)
+    text = "".join(whole)
+    assert text == tokenizer.decode(ids)
+    assert whole.tokens == len(ids)
+    [stop, *_] = re.findall("[ -~]{2}", text[4:])
+    shorter = generate_text(model, tokenizer, "Page 7.", 40, stops=["never", stop])
+    assert "".join(shorter) == text[: text.index(stop)]
+    assert stop in tokenizer.decode(ids[: shorter.tokens])
+    assert stop not in tokenizer.decode(ids[: shorter.tokens - 1])
 
 
 def test_the_positions_are_a_limit(make_model):
@@ -120,6 +173,6 @@ def test_a_text_is_told_as_it_comes_and_only_its_beginning_kept(capsys):
             yield part
             said.append(capsys.readouterr().out)
 
-    assert tell(parts(), target, 3) == {"text": "abç", "characters": 5, "tokens": 3}
+    assert tell(parts(), target, 3) == {"text": "abç", "characters": 5}
     assert said == ["ab", "", "çd", "e"]
     assert target.getvalue().decode() == "abçde"

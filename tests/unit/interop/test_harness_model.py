@@ -161,13 +161,15 @@ def test_the_end_of_text_ends_it(make_export):
 
 def test_draws_follow_torch_s_seed(make_export):
     lm = HarnessModel(str(make_export()))
-    requests = asked("generate_until", *[("Page", {"max_gen_toks": 9, "do_sample": True, "temperature": 3.0})] * 3)
+    drawing = {"max_gen_toks": 9, "do_sample": True, "temperature": 3.0}
     drawn = []
-    for seed in (0, 0, 1):
+    for seed, of in ((0, {}), (0, {"top_k": 0, "top_p": 1.0}), (1, {}), (2, {"top_k": 1}), (3, {"top_p": 1e-9})):
         torch.manual_seed(seed)
-        drawn.append(tuple(lm.generate_until(requests)))
+        drawn.append(tuple(lm.generate_until(asked("generate_until", *[("Page", drawing | of)] * 3))))
     assert drawn[0] == drawn[1]
     assert len({*drawn[0], *drawn[2]}) == 6
+    greedy = lm.generate_until(asked("generate_until", ("Page", {"max_gen_toks": 9})))
+    assert {*drawn[3], *drawn[4]} == {*greedy}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_arguments_that_cannot_be_used(make_export, arguments: str, problem: str
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"temperature": 1.0, "do_sample": True, "top_p": 0.5}, "asks for top_p=0.5"),
+        ({"temperature": 1.0, "do_sample": True, "min_p": 0.5}, "asks for min_p=0.5"),
         ({"num_beams": 4}, "asks for num_beams=4.*give --gen_kwargs num_beams=1"),
         ({}, "asks for 256 new tokens, and the model has 16 positions"),
     ],

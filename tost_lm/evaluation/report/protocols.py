@@ -81,7 +81,8 @@ def sample(run: RunRecord) -> str:
     if results is None:
         return f"## Generated text\n\n{missing('tost_lm.generate', run.folder)}"
     settings = results["identity"]["settings"]["sample"]
-    how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    ways = [f"{name} {settings[name]:g}" for name in ("temperature", "top_k", "top_p") if settings.get(name)]
+    how = ", ".join(ways) if settings["temperature"] else "greedy"
     parts = [
         "## Generated text",
         of_checkpoint(run, results, "tost_lm.generate"),
