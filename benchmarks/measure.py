@@ -190,6 +190,15 @@ def peak_bytes(device: str) -> int:
     return _resident_bytes("VmHWM")
 
 
+def held_bytes(device: str) -> int:
+    """What this process holds now: on the CPU resident memory (Linux), libraries included."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated()
+    return _resident_bytes("VmRSS")
+
+
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows of one set of columns as a Markdown table, padded so that it reads well as plain text too."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]

@@ -29,22 +29,16 @@ def main(path: Path, config: ConvertConfig) -> None:
 
 def _write_ours(source: Path, how: ConversionConfig) -> list[str]:
     from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-    from tost_lm.interop.authors import read_authors
-    from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer
+    from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer
+    from tost_lm.interop.load import read_foreign
     from tost_lm.model.checkpoint import write_checkpoint
 
-    trained = ""
-    if source.is_file():
-        config, weights, iterations, nats = read_authors(source)
-        trained = "" if iterations is None else f" after {iterations:,} iterations"
-        trained += "" if nats is None else f", {nats:.4f} nats per token of their validation set"
-        own_tokenizer = None
-    elif (source / CONFIG).is_file():
-        config, weights = read_gpt2(source)
-        own_tokenizer = None if how.gpt2 else read_gpt2_tokenizer(source)
-    else:
+    foreign = read_foreign(source)
+    if foreign is None:
         hint = "; for a model of ours give convert.to=authors" if source.is_dir() else ""
         raise CheckpointError(f"{source}: neither a ckpt.pt nor a folder with GPT-2's {CONFIG}{hint}")
+    config, weights, trained = foreign
+    own_tokenizer = read_gpt2_tokenizer(source) if source.is_dir() and not how.gpt2 else None
     try:
         tokenizer = own_tokenizer or gpt2_tokenizer(how.gpt2)
     except DataError as error:

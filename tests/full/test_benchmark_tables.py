@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long, loss, model, operator, training
+from benchmarks import generation, long, loss, model, operator, training
 from tost_lm.config import validate
 
 BENCH = {"device": "cpu"}
@@ -93,3 +93,16 @@ def test_the_loss_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture):
     assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 1
+
+
+def test_generation_and_its_rival(folder: Path, capsys: pytest.CaptureFixture):
+    shape = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 64}
+    tree = {"shape": shape, "bench": {"device": "cpu", "tokens": 64, "lengths": 4}}
+    generation.main(None, validate(generation.GenerationBenchmarkConfig, tree, "test"))
+    (path,) = folder.glob("generation_*.json")
+    together, alone = json.loads(path.read_text())["cells"]
+    assert len(together["token_seconds"]) == len(alone["token_seconds"]) == 64
+    assert list(together["prefix_seconds"]) == list(alone["extra_bytes"]) == ["1", "16", "32", "48", "64"]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 4
+    assert "\n".join(table) in path.with_suffix(".md").read_text()

@@ -14,7 +14,7 @@ from programs import refusal, run, snapshot
 
 import tost_lm
 from tost_lm.config import validate
-from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
+from tost_lm.errors import CheckpointError, DataError
 from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
@@ -53,13 +53,14 @@ def test_a_ckpt_becomes_a_model_folder_that_writes_text_and_a_ckpt_again(tmp_pat
     model = make_model(vocab_size=50304)
     write_theirs(tmp_path / "ckpt.pt", model)
     words = ["ckpt.pt", "convert.folder=models/tost", f"convert.gpt2={FILES}"]
+    assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
     assert read.startswith("ckpt.pt: 2 layers of token statistics, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
     assert f"; {model.parameter_count():,} parameters without positions after 600,000 iterations" in read
     assert written == "written to models/tost: python -m tost_lm.generate models/tost"
     assert torch.equal(logits(tost_lm.load(tmp_path / "models/tost")), logits(model))
-    assert read_tokenizer(find_tokenizer(tmp_path / "models/tost")).encode("Hello world") == [15496, 995]
-    run("tost_lm.generate", "models/tost", "sample.prompt=Hello world", "sample.tokens=5", cwd=tmp_path)
+    assert tost_lm.load_tokenizer(tmp_path / "models/tost").encode("Hello world") == [15496, 995]
+    run("tost_lm.generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
 
     before = snapshot(tmp_path / "models")
     assert refusal(PROGRAM, *words, cwd=tmp_path) == "models/tost: exists already; give another convert.folder"
@@ -84,8 +85,9 @@ def test_gpt2_comes_with_its_own_tokenizer(tmp_path: Path):
     shutil.copy(FILES / "vocab.bpe", tmp_path / "gpt2/merges.txt")
     read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
     assert read.startswith("gpt2: 2 layers of softmax attention, width 8, 2 heads, vocabulary 50,257, 16 positions; ")
-    torch.testing.assert_close(logits(tost_lm.load(tmp_path / "models/gpt2")), logits(theirs), rtol=0, atol=1e-5)
-    assert read_tokenizer(find_tokenizer(tmp_path / "models/gpt2")).vocab_size == 50257
+    for folder in ("models/gpt2", "gpt2"):
+        torch.testing.assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), rtol=0, atol=1e-5)
+        assert tost_lm.load_tokenizer(tmp_path / folder).vocab_size == 50257
     said = refusal(PROGRAM, "models/gpt2", "convert.folder=back", "convert.to=authors", cwd=tmp_path)
     assert said == "model.gelu 'tanh': the released code has no such model, only 'exact'"
 
@@ -95,6 +97,7 @@ def test_a_run_of_ours_becomes_a_ckpt_of_its_step(workplace: Path):
     run(PROGRAM, "runs/tiny", "convert.folder=theirs", "convert.to=authors", cwd=workplace)
     found = read_authors(workplace / "theirs/ckpt.pt")
     ours = tost_lm.load(workplace / "runs/tiny")
+    assert tost_lm.load_tokenizer(workplace / "runs/tiny").vocab_size == 384
     assert (found.iterations, found.config.vocab_size) == (4, 384)
     assert all(torch.equal(found.weights[name], weight) for name, weight in ours.state_dict().items())
 
@@ -125,6 +128,12 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path: Path)
         assert refusal(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
     words = ["small.pt", "convert.folder=models/new", "convert.gpt2=nowhere"]
     assert refusal(PROGRAM, *words, cwd=tmp_path).startswith("convert.gpt2 nowhere: encoder.json cannot be read: ")
+    with pytest.raises(CheckpointError, match=r"hostile\.pt: refused"):
+        tost_lm.load(tmp_path / "hostile.pt")
+    with pytest.raises(DataError, match=r"small\.pt: holds no tokenizer; python -m tost_lm.convert "):
+        tost_lm.load_tokenizer(tmp_path / "small.pt")
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        tost_lm.load_tokenizer(tmp_path / "nowhere")
     said = refusal(PROGRAM, "ours", "convert.folder=small.pt/x", "convert.to=authors", cwd=tmp_path)
     assert said == "small.pt/x: cannot be written: Not a directory"
     said = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=authors", "convert.gpt2=y", cwd=tmp_path)

@@ -178,6 +178,22 @@ def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
     assert said.startswith(f"some words{sample['text']}\nstate after the prompt of {sample['prompt_tokens']} tokens: ")
 
 
+def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
+    whole = results(copy / "runs/tiny", SAMPLE)["text"]
+    [stop, *_] = re.findall("[ -~]{2}", whole[2:])
+    words = ("runs/tiny", "some words", "sample.tokens=20")
+    run("tost_lm.generate", *words, f"sample.stop={json.dumps(['never', stop])}", cwd=copy)
+    stopped = results(copy / "runs/tiny", SAMPLE)
+    assert stopped["prompt"] == "some words"
+    assert stopped["text"] == whole[: whole.index(stop)]
+    assert 0 < stopped["tokens"] < 20
+    for seed, of in ((1, "sample.top_k=1"), (2, "sample.top_p=1e-9")):
+        run("tost_lm.generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
+        assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
+    run("eval.report", "runs/tiny", cwd=copy)
+    assert "The model goes on (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
+
+
 def test_ranks_and_their_mix_must_fit(evaluated: Path):
     assert refusal("tost_lm.generate", "runs/tiny", cwd=evaluated, WORLD_SIZE="4") == (
         "parallel.tensor 1 × parallel.sequence 1 = 1, and this launch has 4 ranks: give two numbers whose product "
@@ -311,6 +327,11 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         ("eval.retrieval", ["runs/tiny", "retrieval.haystack=nowhere"], "retrieval.haystack nowhere: no such file"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
+        ("tost_lm.generate", ["runs/tiny", "a", "b"], "b: an override is written section.key=value"),
+        ("tost_lm.generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
+        ("tost_lm.generate", ["runs/tiny", "a", "sample.top_k=5"], "set sample.temperature above 0, or leave them out"),
+        ("tost_lm.generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
+        ("tost_lm.generate", ["runs/tiny", "a", 'sample.stop=[""]'], "sample.stop: string should have at least 1 char"),
         ("eval.text", ["runs/tiny"], "text.file: must be set"),
         ("eval.text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
         ("eval.report", ["out"], "out: not a run folder"),

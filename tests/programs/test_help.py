@@ -27,6 +27,7 @@ PROGRAMS = [
     "tost_lm.generate",
     "benchmarks.data",
     "benchmarks.evaluation",
+    "benchmarks.generation",
     "benchmarks.long",
     "benchmarks.loss",
     "benchmarks.model",

@@ -1,0 +1,44 @@
+"""What `benchmarks.generation` does in a process of its own."""
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.measure import call_seconds, held_bytes
+from tost_lm.config import validate
+from tost_lm.evaluation.generation import continuations, greedy, state_bytes
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
+
+
+@torch.inference_mode()
+def generation(device: str, model: dict[str, Any], lengths: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds of each token from the state; by length seconds of reading all again, and bytes that are held beyond
+    those at the first length. With 0 rounds nothing is read again, and memory is that of generation alone."""
+    torch.manual_seed(0)
+    lm = TostLM(validate(ModelConfig, model, "benchmark")).to(device).eval()
+    ids, seconds, first = [0], [], 0
+    output = lm(torch.tensor([ids], device=device))
+    assert output.state is not None
+    found: dict[str, Any] = {"state_bytes": state_bytes(output.state), "prefix_seconds": {}, "extra_bytes": {}}
+    began = time.perf_counter()
+    for next_B in continuations(lm, output, lengths[-1], greedy):
+        ids.append(int(next_B))
+        seconds.append(time.perf_counter() - began)
+        tokens = len(seconds)
+        if tokens in lengths:
+            first = first or held_bytes(device)
+            found["extra_bytes"][tokens] = held_bytes(device) - first
+            if rounds:
+                found["prefix_seconds"][tokens] = _seconds_of_reading(lm, ids, device, rounds)
+        began = time.perf_counter()
+    return {**found, "token_seconds": seconds}
+
+
+def _seconds_of_reading(lm: TostLM, ids: list[int], device: str, rounds: int) -> list[float]:
+    """Of all ids but the last, with the head on one token."""
+    inputs, labels = (torch.tensor([part], device=device) for part in (ids[:-1], ids[1:]))
+    labels[:, :-1] = IGNORED_LABEL
+    lm(inputs, labels)
+    return [call_seconds(lambda: lm(inputs, labels), device) for _ in range(rounds)]
