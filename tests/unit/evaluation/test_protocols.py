@@ -310,6 +310,19 @@ def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytes
         examples_of("enwik8@bpb", tmp_path / "enwik8")
 
 
+def test_text8_is_measured_in_bits_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(characters, "TEST_BYTES", 20)
+    (tmp_path / "text8").write_text(" anarchism originated as a term of abuse first used")
+    examples = examples_of("text8@bpc", tmp_path / "text8")
+    targets = [target for example in examples for _, target in read(example)]
+    assert "".join(targets) == " of abuse first used"
+    rows = rows_of("text8@bpc", examples, [[len(target) * math.log(2)] for target in targets])
+    assert find_protocol("text8@bpc").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    (tmp_path / "text8").write_text(" anarchism originated as a term of Abuse first used")
+    with pytest.raises(DataError, match=r"text8: 'A' at byte 35; text8 is of the letters a to z and spaces alone"):
+        examples_of("text8@bpc", tmp_path / "text8")
+
+
 def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path):
     (tmp_path / "wiki").write_bytes(b"one\ntwo \xff\n")
     with pytest.raises(DataError, match=r"wiki, line 2: not UTF-8 \(byte 0xff\)"):

@@ -1,5 +1,6 @@
 """enwik8 and text8: the last five million bytes of a hundred million, in bits a byte or character."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,5 +29,8 @@ class LastBytes(TextProtocol):
                 f"{path}: {len(data):,} bytes; give all of {self.data_set}, whose last {TEST_BYTES:,} are the test part"
             )
         text = data[-TEST_BYTES:].decode(errors="ignore")
+        if self.data_set == "text8" and (other := re.search("[^a-z ]", text)):
+            at = len(data) - TEST_BYTES + other.start()
+            raise DataError(f"{path}: {other[0]!r} at byte {at:,}; text8 is of the letters a to z and spaces alone")
         windows = disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window)
         return windows_of(windows, len(text.split()), text)
