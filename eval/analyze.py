@@ -1,36 +1,41 @@
-"""How TSSA's heads share tokens out in a trained model, its memberships Π (protocol memberships).
+"""What the operator does in a trained model: how its heads share tokens out, and whether its layers compress them.
 
     python -m eval.analyze runs/demo
 
-Two tables, layer by layer: how concentrated Π is by position, 1 − entropy over the heads / ln(heads); and what becomes
-of the Π of the same tokens when other text is read before them: how far it moves (total variation), its concentration,
-and the tokens' loss. Writes eval/memberships/results.json.
+Of the memberships Π two tables, layer by layer: how concentrated Π is by position, 1 − entropy over the heads /
+ln(heads); and what becomes of the Π of the same tokens when other text is read before them: how far it moves (total
+variation), its concentration, and the tokens' loss. Then the coding rate R_c of each layer's tokens and its variational
+form R_var, before and after the layer's branch, with standard errors over sequences. Writes
+eval/memberships/results.json and eval/coding_rate/results.json; docs/analysis.md says what the figures mean.
 """
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import AnalyzeConfig
+from tost_lm.evaluation.config import AnalyzeConfig, MembershipsConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tost_lm.model import TostLM
 
 
 def main(path: Path, config: AnalyzeConfig) -> None:
-    from tost_lm.evaluation.subject import MEMBERSHIPS, Subject, pick_device
+    from tost_lm.evaluation.subject import CODING_RATE, MEMBERSHIPS, Subject, pick_device
 
-    started = time.monotonic()
     subject = Subject.find(path)
     shards = subject.open_shards(config.heldout.shards)
     identity = subject.identity(config, shards)
-    if subject.reusable(MEMBERSHIPS, identity):
+    wanted = [protocol for protocol in (MEMBERSHIPS, CODING_RATE) if not subject.reusable(protocol, identity)]
+    if not wanted:
         return
 
-    from dataclasses import asdict
-
     import tost_lm
-    from tost_lm.analysis.memberships import after_context, concentration_by_position, read_text
-    from tost_lm.model.positions import position_ends
+    from tost_lm.analysis.memberships import read_text
 
     device = pick_device()
     model = tost_lm.load(subject.checkpoint, device)
@@ -41,7 +46,29 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     amounts = [n for n in settings.context_tokens if limit is None or n + probe_tokens <= limit]
     sequences_NT, context_S = read_text(shards, settings.sequences, tokens, max(amounts, default=0))
     sequences_NT, context_S = sequences_NT.to(device), context_S.to(device)
+    for protocol in wanted:
+        started = time.monotonic()
+        if protocol == MEMBERSHIPS:
+            results = _memberships(model, sequences_NT, context_S, settings, probe_tokens, amounts)
+        else:
+            results = _coding_rates(model, sequences_NT)
+        subject.write_results(protocol, identity, started, results)
 
+
+def _memberships(
+    model: "TostLM",
+    sequences_NT: "Tensor",
+    context_S: "Tensor",
+    settings: MembershipsConfig,
+    probe_tokens: int,
+    amounts: Sequence[int],
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from tost_lm.analysis.memberships import after_context, concentration_by_position
+    from tost_lm.model.positions import position_ends
+
+    tokens, limit = model.config.max_positions, model.config.position_limit
     by_position_LP = concentration_by_position(model, sequences_NT)
     ends = position_ends(tokens)
     print(f"concentration of memberships by position, over {settings.sequences} sequences:")
@@ -58,14 +85,33 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if len(amounts) < len(settings.context_tokens):
         left_out = ", ".join(f"{n:,}" for n in settings.context_tokens[len(amounts) :])
         print(f"not after {left_out}: the model reads {limit:,} tokens at most")
-    results = {
+    return {
         "sequences": settings.sequences,
         "probe_tokens": probe_tokens,
         "position_ends": ends,
         "concentration_by_position": by_position_LP.tolist(),
         "after_context": rows,
     }
-    subject.write_results(MEMBERSHIPS, identity, started, results)
+
+
+def _coding_rates(model: "TostLM", sequences_NT: "Tensor") -> dict[str, Any]:
+    from tost_lm.analysis.coding_rate import layer_rates, summed_up
+    from tost_lm.model.positions import position_ends
+
+    layers = summed_up([layer_rates(model, tokens_T) for tokens_T in sequences_NT])
+    print(f"coding rates in nats, and their change by the layer's branch, over {len(sequences_NT)} sequences:")
+    for number, layer in enumerate(layers, start=1):
+        told = "  ".join(
+            f"{name} {layer[key]['mean']:.3f} ({_change(layer[f'{key}_change'])})"
+            for name, key in (("R_c", "coding"), ("R_var", "variational"))
+        )
+        print(f"TSSA layer {number:<5}{told}  of the tokens unprojected {layer['full']['mean']:.3f}")
+    return {"sequences": len(sequences_NT), "position_ends": position_ends(sequences_NT.shape[1]), "layers": layers}
+
+
+def _change(figure: dict[str, Any]) -> str:
+    error = figure["standard_error"]
+    return f"{figure['mean']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]]) -> None:

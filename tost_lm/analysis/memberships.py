@@ -111,7 +111,7 @@ def recorded_memberships(model: TostLM) -> Iterator[list[Tensor]]:
     def record(mixer: nn.Module, inputs: Any) -> None:
         assert isinstance(mixer, TssaMixer)
         x_BTC, state, places = inputs
-        recorded.append(_memberships_of(mixer, x_BTC, state, places))
+        recorded.append(memberships_of(mixer, x_BTC, state, places))
 
     mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
     hooks = [mixer.register_forward_pre_hook(record) for mixer in mixers]
@@ -122,7 +122,8 @@ def recorded_memberships(model: TostLM) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def _memberships_of(mixer: TssaMixer, x_BTC: Tensor, state: TssaState | None, places: Places) -> Tensor:
+def memberships_of(mixer: TssaMixer, x_BTC: Tensor, state: TssaState | None, places: Places) -> Tensor:
+    """Π [B, T, H] of a layer that is called with these arguments."""
     w_BTHD = mixer.in_proj(x_BTC).unflatten(-1, (mixer.heads, -1))
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()

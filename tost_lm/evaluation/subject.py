@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tost_lm.evaluation.language_model import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
-HELDOUT, SAMPLE, MEMBERSHIPS, TEXT = "heldout@bpb", "sample", "memberships", "text@bpb"
+HELDOUT, SAMPLE, MEMBERSHIPS, CODING_RATE, TEXT = "heldout@bpb", "sample", "memberships", "coding_rate", "text@bpb"
 """The protocols; a new version of one gets a new name."""
 HUB = "hub:"
 

@@ -11,7 +11,9 @@ from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import AnalyzeConfig
+from tost_lm.evaluation.report.coding_rate import coding_rates
 from tost_lm.evaluation.report.memberships import memberships_of_run
+from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
 
@@ -43,6 +45,29 @@ def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, ca
     assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in section
     layer, other = results["concentration_by_position"]
     assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in section
+
+
+def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
+    main(run_folder, settings())
+    assert "TSSA layer 2    R_c " in capsys.readouterr().out
+    rates = json.loads((run_folder / "eval/coding_rate/results.json").read_text())
+    assert rates["position_ends"] == [8, 16]
+    assert len(rates["layers"]) == 2
+    page = Page("", figures="f")
+    section = coding_rates(RunRecord.read(run_folder), page)
+    for number, found in enumerate(rates["layers"], start=1):
+        assert found["coding"]["mean"] <= found["variational"]["mean"]
+        assert found["coding_by_prefix"]["mean"][-1] == found["coding"]["mean"]
+        change = found["variational_change"]
+        assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in section
+        assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in section
+    assert page.charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
+    (run_folder / "eval/memberships/results.json").unlink()
+    main(run_folder, settings())
+    assert capsys.readouterr().out.startswith("reusing ")
+    assert (run_folder / "eval/memberships/results.json").is_file()
+    main(run_folder, settings(sequences=1))
+    assert " ± " not in coding_rates(RunRecord.read(run_folder), page).split("\n| 1 |")[1].split("\n")[0]
 
 
 def test_a_model_without_a_limit_reads_past_what_it_was_trained_on(run_folder: Path, make_model, tokenizer, capsys):

@@ -7,6 +7,7 @@ from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
 from tost_lm.evaluation.report.beyond import beyond
+from tost_lm.evaluation.report.coding_rate import coding_rates
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
@@ -37,6 +38,7 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
     yield memberships_of_run(run)
+    yield coding_rates(run, page)
     yield beyond(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)

@@ -1,0 +1,74 @@
+"""The section of a run's report about what its TSSA layers compress."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from tost_lm.evaluation.report.charts import Chart, joined
+from tost_lm.evaluation.report.curves import CONTRAST, DARK
+from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.protocols import of_checkpoint
+from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.subject import CODING_RATE
+
+RATES = {"coding": "R_c, coding rate", "variational": "R_var, variational form"}
+
+
+def coding_rates(run: RunRecord, page: Page) -> str:
+    """Whether each layer lowers the rates of its tokens; empty without results."""
+    results = run.results(CODING_RATE)
+    if results is None:
+        return ""
+    layers: list[dict[str, Any]] = results["layers"]
+    columns = {
+        "coding": ".3f", "variational": ".3f", "gap": ".3f", "coding_change": "+.4f", "variational_change": "+.4f",
+        "orthonormal_coding": ".3f", "full": ".3f",
+    }  # fmt: skip
+    return "\n\n".join([
+        f"## Coding rates ({escape(CODING_RATE)})",
+        of_checkpoint(run, results, "eval.analyze"),
+        page.show("coding_rate", change_chart(layers), "Change of the coding rates by each TSSA layer's branch"),
+        table(
+            ("TSSA layer", "R_c", "R_var", "R_var − R_c", "R_c by the branch", "R_var by the branch",
+             "R_c in orthonormal bases", "of unprojected tokens"),
+            [
+                (str(number), *[_with_error(layer[name], form) for name, form in columns.items()])
+                for number, layer in enumerate(layers, 1)
+            ],
+        ),
+        f"Nats, mean ± standard error over {results['sequences']} sequences of {results['position_ends'][-1]:,} "
+        "tokens. R_c is the rate of the tokens in the heads' subspaces, R_var what the operator descends, never below "
+        "R_c. A branch that compresses lowers them.",
+    ])  # fmt: skip
+
+
+def change_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
+    """A point with its standard error for each layer and rate."""
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    numbers = list(range(1, len(layers) + 1))
+    lines = {}
+    for (name, label), color, marker, aside in zip(RATES.items(), (DARK, CONTRAST), "os", (-0.08, 0.08), strict=True):
+        means, errors = zip(*[_mean_and_error(layer[f"{name}_change"]) for layer in layers], strict=True)
+        axes.errorbar(
+            [number + aside for number in numbers], means, yerr=errors, color=color, marker=marker, linestyle="none",
+            capsize=3, label=label,
+        )  # fmt: skip
+        lines |= {f"change of {label} (nats)": (numbers, means), f"standard error of {label} (nats)": (numbers, errors)}
+    axes.axhline(0, color="0.5", linewidth=1)
+    axes.set_xticks(numbers)
+    axes.set_xlabel("TSSA layer")
+    axes.set_ylabel("change by its branch (nats)\nbelow 0: compressed")
+    axes.legend()
+    return Chart(figure, **joined("TSSA layer", lines))
+
+
+def _mean_and_error(figure: Mapping[str, Any]) -> tuple[float, float]:
+    return figure["mean"], figure["standard_error"] or 0.0
+
+
+def _with_error(figure: Mapping[str, Any], form: str) -> str:
+    error = figure["standard_error"]
+    return f"{figure['mean']:{form}}" + ("" if error is None else f" ± {error:{form.strip('+')}}")
