@@ -9,7 +9,12 @@
 The model is ours (`TostLM`), and so is its cache: of TSSA layers it holds the same few sums after any number of tokens.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"tost_lm.interop.hf needs transformers ({error}): pip install 'tost-lm[hf]'", name=error.name
+    ) from None
 
 from tost_lm.interop.hf.cache import TostCache
 from tost_lm.interop.hf.config import TostConfig

@@ -1,0 +1,288 @@
+"""The wheel and the sdist: what they hold, and the wheel in an environment with the base dependencies alone.
+
+Nothing is fetched: in a new environment links lead to what the base dependencies have installed here.
+"""
+
+import email
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from email.message import Message
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZipFile
+
+import pytest
+import torch
+from forked import CHECKOUT, ENVIRONMENT, as_rank
+from markdown_it import MarkdownIt
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.version import VERSION
+
+ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    "tost_lm.evaluation.report.": {"matplotlib", "markdown_it"},
+    "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
+    "tost_lm.interop.lm_eval": {"lm_eval"},
+    "tost_lm.ops.triton": {"triton"},
+    "tost_lm.parallel.preflight": {"psutil"},
+    "tost_lm.parallel.tensor": {"megatron"},
+    "tost_lm.training.departure": {"psutil"},
+    "tost_lm.training.hooks": {"psutil"},
+    "tost_lm.training.loop": {"psutil"},
+    "tost_lm.training.tile_size": {"psutil"},
+}
+"""Modules, by the beginning of their names, that cannot be imported without a package of an extra."""
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+IMPORT = """
+import importlib, json, sys
+missing = {}
+for name in sys.argv[1:]:
+    try:
+        path = importlib.import_module(name).__file__
+        assert path.startswith(sys.prefix), path
+    except ModuleNotFoundError as error:
+        missing[name] = error.name.split(".")[0]
+print(json.dumps(missing))
+"""
+SCORE = """
+import sys
+import numpy, torch, tost_lm
+from tost_lm.evaluation.likelihood import Request, score_requests
+model = tost_lm.load(sys.argv[1])
+ids = numpy.array([1, *tost_lm.load_tokenizer(sys.argv[1]).encode("These are the lines of a page.")])
+nats = score_requests(model, [Request(ids[:3], ids[3:9]), Request(ids[:1], ids[1:])]).nats
+with torch.no_grad():
+    torch.save((model(torch.from_numpy(ids)[None]).logits, torch.from_numpy(nats)), sys.argv[2])
+print(tost_lm.__file__)
+"""
+WITHOUT = """
+import json
+from pathlib import Path
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.errors import TostError
+from tost_lm.evaluation.hugging_face import find_subject
+from tost_lm.evaluation.report import write_report
+told = []
+for call in (
+    lambda: find_subject(Path("hub:someone/model")), lambda: gpt2_tokenizer(None), lambda: write_report(Path("run"))
+):
+    try:
+        call()
+    except TostError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+class Built(NamedTuple):
+    sources: set[str]
+    """The package's files in the checkout."""
+    wheel: Path
+    sdist: Path
+    wheel_of_sdist: Path
+
+
+def start(python: str | Path, *words: object, cwd: Path, limit_s: int = 200, **environment: str) -> str:
+    command = [str(python), *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=ALONE | environment, capture_output=True, text=True, timeout=limit_s)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build(hook: str, tree: Path, folder: Path) -> Path:
+    """What a front end does without isolation; the result alone is in `folder`."""
+    folder.mkdir()
+    start(sys.executable, "-I", "-c", BUILD, hook, folder, cwd=tree)
+    (result,) = folder.iterdir()
+    return result
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=CHECKOUT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of git, which tells the sources from the rest")
+    names = {name for name in listed.stdout.split("\0") if (CHECKOUT / name).is_file()}
+    for name in names:  # a copy: builds leave files beside the sources, and read those of builds before
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / name, folder / "tree" / name)
+    sdist = build("build_sdist", folder / "tree", folder / "sdist")
+    wheel = build("build_wheel", folder / "tree", folder / "wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    sources = {name for name in names if name.startswith("tost_lm/")}
+    return Built(sources, wheel, sdist, build("build_wheel", unpacked, folder / "wheel_of_sdist"))
+
+
+@pytest.fixture(scope="module")
+def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel and, of all that is installed here, its base dependencies."""
+    home = tmp_path_factory.mktemp("clean") / "environment"
+    venv.create(home, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    with ZipFile(built.wheel) as wheel:
+        wheel.extractall(site)  # which is all that installing it comes to: it is of Python alone
+    (installed,) = importlib.metadata.distributions(name="tost-lm", path=[str(site)])
+    asked, known = list(installed.requires or []), set()
+    while asked:
+        requirement = Requirement(asked.pop())
+        name = canonicalize_name(requirement.name)
+        if name in known or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        known.add(name)
+        distribution = importlib.metadata.distribution(name)
+        asked += distribution.requires or []
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))).absolute())
+    return home / "bin/python"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "export"
+    write_model(path)
+    return path
+
+
+def write_model(folder: Path) -> None:
+    """A model folder."""
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(["The lines of this page are short. " * 9] * 40, 290))
+    tree = {"pattern": "TA", "layers": 2, "heads": 2, "width": 16, "window": 16, "vocab_size": 290}
+    torch.manual_seed(0)
+    model = TostLM(validate(ModelConfig, tree | {"max_positions": 1024}, "test"))
+    write_checkpoint(folder, model.config, model.state_dict(), tokenizer)
+
+
+def check_generation(python: Path, folder: Path) -> None:
+    """That what is printed is what is written down, and of no checkout."""
+    said = start(python, "-m", "tost_lm.generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
+    results = json.loads((folder / "eval/sample/results.json").read_text())
+    assert said.startswith(f"The lines{results['text']}\nstate after the prompt of ")
+    assert 0 < results["tokens"] <= 20
+    assert results["commit"] is None
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+
+
+def metadata(built: Built) -> Message:
+    return email.message_from_string(contents(built.wheel)[f"tost_lm-{VERSION}.dist-info/METADATA"].decode())
+
+
+def test_the_wheel_holds_the_package_and_its_license_alone(built: Built):
+    files, about = contents(built.wheel), f"tost_lm-{VERSION}.dist-info/"
+    assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
+    assert {name for name in files if not name.startswith(about)} == built.sources
+    assert all(files[name] == (CHECKOUT / name).read_bytes() for name in built.sources)
+    assert files[f"{about}licenses/LICENSE"] == (CHECKOUT / "LICENSE").read_bytes()
+
+
+def test_the_sdist_makes_the_same_wheel(built: Built):
+    assert built.sdist.name == f"tost_lm-{VERSION}.tar.gz"
+    assert contents(built.wheel_of_sdist) == contents(built.wheel)
+
+
+def test_metadata_tells_of_extras_and_shows_the_readme(built: Built):
+    facts, extras = metadata(built), PROJECT["optional-dependencies"]
+    assert (facts["License-Expression"], facts["Requires-Python"]) == (PROJECT["license"], PROJECT["requires-python"])
+    assert facts.get_all("Provides-Extra") == list(extras)
+    for extra, lines in {"": [], **extras}.items():
+        assert wanted(facts.get_all("Requires-Dist", []), extra) == wanted(PROJECT["dependencies"] + lines, extra)
+    assert facts["Description-Content-Type"] == "text/markdown"
+    shown = str(facts.get_payload())
+    assert shown.strip() == (CHECKOUT / "README.md").read_text().strip()
+    page = MarkdownIt("commonmark").enable("table").render(shown)
+    assert page.startswith("<h1>tost_lm</h1>")
+    assert "<table>" in page
+
+
+def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
+    """Packages and their versions."""
+    asked = map(Requirement, lines)
+    return {
+        (each.name, str(each.specifier))
+        for each in asked
+        if each.marker is None or each.marker.evaluate({"extra": extra})
+    }
+
+
+def test_only_what_needs_an_extra_is_not_imported_without_it(built: Built, python: Path, tmp_path: Path):
+    files = [name for name in built.sources if name.endswith(".py")]
+    modules = sorted(name.removesuffix("/__init__.py").removesuffix(".py") for name in files)
+    missing = json.loads(start(python, "-c", IMPORT, *(name.replace("/", ".") for name in modules), cwd=tmp_path))
+    assert missing["tost_lm.interop.hf"] == "transformers"
+    unexpected = {
+        name: package
+        for name, package in missing.items()
+        if not any(name.startswith(part) and package in packages for part, packages in EXTRAS.items())
+    }
+    assert not unexpected
+
+
+def test_the_wheel_loads_scores_and_generates_without_the_checkout(python: Path, folder: Path, tmp_path: Path):
+    place = start(python, "-c", SCORE, folder, "installed.pt", cwd=tmp_path).strip()
+    assert Path(place).is_relative_to(python.parents[1])
+    place = start(sys.executable, "-c", SCORE, folder, "checkout.pt", cwd=tmp_path, PYTHONPATH=str(CHECKOUT)).strip()
+    assert Path(place).is_relative_to(CHECKOUT)
+    ours, theirs = (torch.load(tmp_path / name) for name in ("installed.pt", "checkout.pt"))
+    assert all(map(torch.equal, ours, theirs))
+
+    check_generation(python, folder)
+    said = start(python, "-m", "tost_lm.convert", "--help", cwd=tmp_path)
+    assert "usage: python -m tost_lm.convert SOURCE" in said
+    assert "  convert.folder  (Path, required)\n      The folder to write" in said  # read from the sources
+
+
+def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/demo").symlink_to(folder)
+    page = re.findall("^```python\n(.*?)^```", (CHECKOUT / "docs/api.md").read_text(), re.DOTALL | re.MULTILINE)
+    start(python, "-c", "\n".join(page), cwd=tmp_path)
+    assert (tmp_path / "models/tuned/manifest.json").is_file()
+
+
+def test_a_missing_extra_is_one_line_that_says_how_to_get_it(python: Path, folder: Path, tmp_path: Path):
+    told = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
+    assert told == [
+        "a Hugging Face model needs transformers: pip install 'tost-lm[hf]'",
+        "GPT-2's tokenizer needs the package tiktoken: pip install 'tost-lm[gpt2]'",
+        "the report needs markdown_it: pip install 'tost-lm[report]'",
+    ]
+    programs = {
+        ("tost_lm.lm_eval", "ls", "tasks"): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
+        ("tost_lm.generate", folder, "parallel.tensor=2"): (
+            "an evaluation on several ranks needs megatron-core: pip install 'tost-lm[train]'"
+        ),
+    }
+    for words, line in programs.items():
+        command = [str(word) for word in (python, "-m", *words)]
+        done = subprocess.run(command, cwd=tmp_path, env=ALONE | as_rank(0, 2, 1, ranks_per_node=2),
+                              capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+    done = subprocess.run([str(python), "-c", "import tost_lm.interop.hf"], cwd=tmp_path, env=ALONE,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: tost_lm.interop.hf needs transformers (No module named 'transformers'): "
+        "pip install 'tost-lm[hf]'"
+    )
