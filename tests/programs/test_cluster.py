@@ -50,7 +50,7 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks on one host, started as the README says to with DeepSpeed's launcher."""
+    """Two ranks on one host, started as docs/cluster.md says to with DeepSpeed's launcher."""
     folder = tmp_path_factory.mktemp("one_host")
     (folder / "out").symlink_to(prepared / "out")
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]

@@ -195,7 +195,7 @@ def test_ranks_that_the_batch_cannot_be_dealt_to():
 
 def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):
     text = (CHECKOUT / "docs/plan.md").read_text()
-    found = re.findall(r"```\npython -m pretrain.plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
+    found = re.findall(r"```bash\npython -m pretrain.plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
     assert len(found) == 6
     for path, words, table in found:
         main(Path(path), planned(CHECKOUT / path, *words.split()))

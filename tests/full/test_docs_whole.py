@@ -1,0 +1,22 @@
+"""The blocks of the README and of docs/ that take minutes, behind those before them on their page."""
+
+from collections.abc import Iterator
+
+import pytest
+from doc_pages import MINUTES_S, WHOLE, Block, Pages
+
+pytestmark = pytest.mark.timeout(MINUTES_S + 100)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    pages = Pages(tmp_path_factory.mktemp("pages"))
+    yield pages
+    pages.close()
+
+
+@pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
+def test_a_block_runs(block: Block, pages: Pages):
+    if block.lacks:
+        pytest.skip(block.lacks)
+    pages.run(block)
