@@ -95,7 +95,7 @@ def go_on(model: LanguageModel) -> list[list[int]]:
     """Greedy; drawn, after a single token; and the same until a token that ends it."""
     read_ids, read_eot = (read(model, in_pieces(ids, 3)) for ids in ([EOT, 7, 23, 5, 9], [EOT]))
     greedy = list(generate(model, read_ids, 10, Sampling(), VOCAB, 60))
-    draws = Sampling(0.05, top_k=50, top_p=0.99, seed=3)
+    draws = Sampling(0.2, top_k=50, top_p=0.99, seed=3)
     drawn = list(generate(model, read_eot, 10, draws, VOCAB, 60))
     return [greedy, drawn, list(generate(model, read_eot, 10, draws, drawn[7], 60))]
 
