@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,17 @@ class AfterContext:
     """Of each TSSA layer."""
     nats_per_token: float
     """Their loss."""
+
+
+class ByPosition(NamedTuple):
+    """Of each TSSA layer."""
+
+    concentration: list[list[float]]
+    """Means over the sequences and the positions of each stretch of `position_ends`."""
+    explained: list[float | None]
+    """Which share of Π's variance over the tokens their position alone explains, all heads together: 1 − (variance at
+    one position) / (variance over all), both without bias. About 0 where it tells nothing, 1 where it tells all; None
+    where Π does not vary, or there is one sequence."""
 
 
 def concentration(pi_H: Tensor) -> Tensor:
@@ -73,11 +84,27 @@ def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) 
 
 
 @torch.inference_mode()
-def concentration_by_position(model: TostLM, sequences_NT: Tensor) -> Tensor:
-    """Means over the sequences and the positions of each stretch of `position_ends`, [L, P]."""
-    means_LT = torch.stack([concentration(_memberships(model, tokens_T)) for tokens_T in sequences_NT]).mean(0)
-    ends = position_ends(sequences_NT.shape[1])
-    return torch.stack([means_LT[:, a:b].mean(1) for a, b in pairwise([0, *ends])], 1)
+def by_position(model: TostLM, sequences_NT: Tensor) -> ByPosition:
+    """How concentrated Π is along the sequences, and how much of it the position alone decides."""
+    (sequences, tokens), ends = sequences_NT.shape, position_ends(sequences_NT.shape[1])
+    concentration_LT, mean_LTH, squares_LTH = 0.0, 0.0, 0.0
+    for count, tokens_T in enumerate(sequences_NT, start=1):
+        pi_LTH = _memberships(model, tokens_T)
+        concentration_LT = concentration_LT + concentration(pi_LTH) / sequences
+        aside_LTH = pi_LTH - mean_LTH
+        mean_LTH = mean_LTH + aside_LTH / count
+        squares_LTH = squares_LTH + aside_LTH * (pi_LTH - mean_LTH)
+    assert isinstance(concentration_LT, Tensor)
+    assert isinstance(mean_LTH, Tensor)
+    assert isinstance(squares_LTH, Tensor)
+    within_L = squares_LTH.sum((1, 2))
+    between_L = sequences * (mean_LTH - mean_LTH.mean(1, keepdim=True)).square().sum((1, 2))
+    at_one_L = within_L / (tokens * (sequences - 1)) if sequences > 1 else within_L * torch.nan
+    share_L = at_one_L / ((within_L + between_L) / (tokens * sequences - 1))
+    return ByPosition(
+        torch.stack([concentration_LT[:, a:b].mean(1) for a, b in pairwise([0, *ends])], 1).tolist(),
+        [None if math.isnan(share) else 1 - share for share in share_L.tolist()],
+    )
 
 
 @torch.inference_mode()
@@ -101,6 +128,19 @@ def after_context(
         moved_NLT = (pi_NLTH - unmoved_NLTH).abs().sum(-1) / 2
         moved, concentrated = (x_NLT.mean((0, 2)).tolist() for x_NLT in (moved_NLT, concentration(pi_NLTH)))
         yield AfterContext(amount, moved, concentrated, sum(nats for _, nats in probed) / len(probed))
+
+
+@contextmanager
+def recorded_inputs(model: TostLM) -> Iterator[list[Tensor]]:
+    """What each TSSA layer reads [B, T, C], in the order in which they are called."""
+    recorded: list[Tensor] = []
+    mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
+    hooks = [mixer.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0])) for mixer in mixers]
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tost_lm.evaluation.language_model import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
-HELDOUT, SAMPLE, MEMBERSHIPS, CODING_RATE, TEXT = "heldout@bpb", "sample", "memberships", "coding_rate", "text@bpb"
+HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
+MEMBERSHIPS, CODING_RATE, SUBSPACES, SWAPS = "memberships", "coding_rate", "subspaces", "swaps"
 """The protocols; a new version of one gets a new name."""
 HUB = "hub:"
 

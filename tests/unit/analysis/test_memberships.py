@@ -7,8 +7,8 @@ import torch
 
 from tost_lm.analysis.memberships import (
     after_context,
+    by_position,
     concentration,
-    concentration_by_position,
     recorded_memberships,
 )
 from tost_lm.config import validate
@@ -76,7 +76,9 @@ def test_recording_ends_with_the_block():
 
 def test_uniform_memberships_are_even_and_move_with_nothing():
     model = make_model(membership="uniform", **FREE)
-    assert concentration_by_position(model, draw(2, 40)).abs().max() < 1e-15
+    found = by_position(model, draw(2, 40))
+    assert torch.tensor(found.concentration).abs().max() < 1e-15
+    assert found.explained == [None, None]
     for row in after_context(model, draw(2, 9), draw(3000), [100, 3000]):
         assert max(row.moved) == 0
         assert max(map(abs, row.concentration)) < 1e-15
@@ -94,7 +96,7 @@ def test_a_bias_alone_decides_where_tokens_have_no_energy():
                 parameter.copy_(torch.tensor(odds).log() / 8)  # D = 8
     entropy = -sum(k / 16 * math.log(k / 16) for k in odds)
     expected = 1 - entropy / math.log(4)
-    means_LP = concentration_by_position(model, draw(2, 20))
+    means_LP = torch.tensor(by_position(model, draw(2, 20)).concentration)
     assert means_LP.shape == (2, 3)
     torch.testing.assert_close(means_LP, torch.full_like(means_LP, expected), rtol=0, atol=1e-7)
     *_, last = after_context(model, draw(2, 9), draw(50), [10, 50])
@@ -106,7 +108,26 @@ def test_stretches_hold_the_means_of_their_positions():
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
     expected = [[concentration(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
-    torch.testing.assert_close(concentration_by_position(model, tokens), torch.tensor(expected), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        by_position(model, tokens).concentration, torch.tensor(expected).tolist(), rtol=1e-12, atol=0
+    )
+
+
+def test_the_share_of_variance_that_position_explains():
+    """As the sums say it token by token; all of it where there is nothing but denom_bias."""
+    model, tokens = make_model(), draw(5, 20)
+    with torch.inference_mode(), recorded_memberships(model) as recorded:
+        model(tokens)
+    for pi_NTH, explained in zip(recorded, by_position(model, tokens).explained, strict=True):
+        within = sum(float((pi_NTH[n, t] - pi_NTH[:, t].mean(0)).square().sum()) for n in range(5) for t in range(20))
+        total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n in range(5) for t in range(20))
+        assert explained == pytest.approx(1 - (within / (20 * 4)) / (total / 99), rel=1e-9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mixer.in_proj.weight"):
+                parameter.zero_()
+    assert by_position(model, tokens).explained == pytest.approx([1, 1], rel=1e-9)
+    assert by_position(model, tokens[:1]).explained == [None, None]
 
 
 def test_probes_are_read_behind_the_context(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,8 @@ from tost_lm.evaluation.report.coding_rate import coding_rates
 from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.subspaces import subspaces
+from tost_lm.evaluation.report.swaps import swaps
 from tost_lm.model.checkpoint import write_checkpoint
 
 
@@ -44,7 +46,34 @@ def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, ca
     layer, other = results["after_context"][2]["moved"]
     assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in section
     layer, other = results["concentration_by_position"]
+    told = ", ".join(f"{share:.1%}" for share in results["explained_by_position"])
+    assert f"their position alone explains {told}, layer by layer." in section
     assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in section
+
+
+def test_subspaces_are_kept_and_reported(run_folder: Path, capsys):
+    main(run_folder, settings())
+    assert "effective rank" in capsys.readouterr().out
+    layers = json.loads((run_folder / "eval/subspaces/results.json").read_text())["layers"]
+    section = subspaces(RunRecord.read(run_folder))
+    for number, layer in enumerate(layers, start=1):
+        assert 1 <= layer["mean"]["effective_rank"] <= layer["channels"] == 8
+        assert f"| {number} | {layer['mean']['effective_rank']:.1f} of 8 | " in section
+        assert f" | {layer['spanned']} | {layer['outside']:.2%} |" in section
+
+
+def test_losses_without_parts_are_kept_and_reported(run_folder: Path, capsys):
+    main(run_folder, settings())
+    said = capsys.readouterr().out
+    section = swaps(RunRecord.read(run_folder))
+    as_it_is, *others = json.loads((run_folder / "eval/swaps/results.json").read_text())["losses"]
+    assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
+    assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
+    for loss in others:
+        assert loss["nats_per_token"] == pytest.approx(as_it_is["nats_per_token"] + loss["change"])
+        change = f"{loss['change']:+.4f} ± {loss['standard_error']:.4f}"
+        assert f"| {loss['name']} | {loss['nats_per_token']:.4f} | {change} |" in section
+        assert f"{loss['nats_per_token']:.4f}  ({change})" in said
 
 
 def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):

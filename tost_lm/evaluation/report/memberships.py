@@ -39,6 +39,7 @@ def memberships_of_run(run: RunRecord) -> str:
                 for end, values in zip(results["position_ends"], by_position, strict=True)
             ],
         ),
+        f"Of the variance of the memberships their position alone explains {_shares(results)}, layer by layer.",
         f"The first {results['probe_tokens']} tokens of {results['sequences']} sequences after so many tokens of other "
         "text: their loss in nats per token, and how far their memberships moved (total variation).",
         table(("after", "loss", *layers), rows),
@@ -93,6 +94,10 @@ def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str,
 
 def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
     return np.array(values, dtype=float).mean(axis=dim)
+
+
+def _shares(results: Mapping[str, Any]) -> str:
+    return ", ".join("–" if share is None else f"{share:.1%}" for share in results["explained_by_position"])
 
 
 def _three_digits(values: Sequence[float]) -> list[str]:

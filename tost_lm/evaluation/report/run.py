@@ -12,6 +12,8 @@ from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.subspaces import subspaces
+from tost_lm.evaluation.report.swaps import swaps
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig
@@ -39,6 +41,8 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield retrieval.tasks(run, page)
     yield memberships_of_run(run)
     yield coding_rates(run, page)
+    yield subspaces(run)
+    yield swaps(run)
     yield beyond(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)

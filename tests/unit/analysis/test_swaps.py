@@ -1,0 +1,82 @@
+"""Parts taken away: nothing changes where a part is put back or was not there, and each is what it says."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tost_lm.analysis.memberships import recorded_memberships
+from tost_lm.analysis.swaps import (
+    AS_IT_IS,
+    BY_POSITION,
+    CONSTANT,
+    UNIFORM,
+    second_moments,
+    swapped,
+    swapped_losses,
+)
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.tssa import TssaMixer
+
+TOKENS = torch.randint(50, (4, 24), generator=torch.Generator().manual_seed(1))
+
+
+def make_model(**settings) -> TostLM:
+    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 1.0}
+    torch.manual_seed(0)
+    model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10)
+    return model
+
+
+@torch.no_grad()
+def logits(model: TostLM) -> Tensor:
+    return model(TOKENS[:1]).logits
+
+
+@pytest.mark.parametrize("settings", [{}, {"pattern": "TA"}, {"membership": "energy-mean", "denom_bias": "head"}])
+def test_its_own_parts_put_back_change_nothing(settings):
+    model = make_model(**settings)
+    before = logits(model)
+    with swapped(model, lambda layer, w, pi: (pi, second_moments(w, pi))):
+        assert_close(logits(model), before, rtol=1e-12, atol=1e-12)
+    with swapped(model, lambda layer, w, pi: (pi, 0 * second_moments(w, pi))):
+        assert (logits(model) - before).abs().max() > 1e-3
+    assert torch.equal(logits(model), before)
+
+
+def test_uniform_is_the_model_whose_memberships_are_uniform():
+    model, even = make_model(), make_model(membership="uniform")
+    even.load_state_dict(model.state_dict())
+    losses, of_even = swapped_losses(model, TOKENS), swapped_losses(even, TOKENS)
+    assert_close(losses[UNIFORM], of_even[AS_IT_IS], rtol=1e-12, atol=0)
+    assert_close(of_even[UNIFORM], of_even[AS_IT_IS], rtol=1e-12, atol=0)
+    assert_close(of_even[BY_POSITION], of_even[AS_IT_IS], rtol=1e-12, atol=0)
+    assert len({round(float(loss.mean()), 6) for loss in losses.values()}) == 4
+
+
+def test_of_one_sequence_the_mean_by_position_is_its_own():
+    losses = swapped_losses(make_model(), TOKENS[:1])
+    assert_close(losses[BY_POSITION], losses[AS_IT_IS], rtol=1e-12, atol=0)
+    assert abs(float(losses[UNIFORM] - losses[AS_IT_IS])) > 1e-6
+
+
+def test_constant_moments_are_the_mean_of_those_at_the_end():
+    model = make_model(layers=1)
+    [mixer] = [module for module in model.modules() if isinstance(module, TssaMixer)]
+    inputs = []
+    handle = mixer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    with torch.no_grad(), recorded_memberships(model) as recorded:
+        model(TOKENS)
+        handle.remove()
+        w_BTHD = mixer.in_proj(inputs[0]).unflatten(-1, (4, -1))
+        ends_NHD = torch.cat(
+            [second_moments(w, pi)[:, -1] for w, pi in zip(w_BTHD.split(1), recorded[0].split(1), strict=True)]
+        )
+    with torch.no_grad(), swapped(model, lambda layer, w, pi: (pi, ends_NHD.mean(0))):
+        expected = model(TOKENS[:1, :-1], labels=TOKENS[:1, 1:]).loss
+    assert_close(swapped_losses(model, TOKENS)[CONSTANT][0], expected, rtol=1e-9, atol=0)
