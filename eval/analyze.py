@@ -7,7 +7,7 @@ ln(heads); and what becomes of the Π of the same tokens when other text is read
 variation), its concentration, and the tokens' loss. Then the coding rate R_c of each layer's tokens and its variational
 form R_var, before and after the layer's branch, with standard errors over sequences; and how orthogonal the heads'
 subspaces are, how much they overlap, and what of the tokens lies in none of them; and the loss with parts of the
-operator taken away. Writes results.json to eval/memberships, eval/coding_rate, eval/subspaces and eval/swaps;
+operator taken away. Writes results.json to eval/memberships@2, eval/coding_rate, eval/subspaces, eval/swaps;
 docs/analysis.md says what the figures mean.
 """
 

@@ -5,6 +5,7 @@
     python -m tost_lm.generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
     torchrun --standalone --nproc-per-node 4 -m tost_lm.generate runs/demo parallel.tensor=2 parallel.sequence=2
 
+A prompt that looks like a setting, x=1, is given as sample.prompt='"x=1"'.
 Prints the prompt (of a long one its end) and, as it comes, what the model goes on with. The text goes to
 eval/sample/text.txt beside the checkpoint's other results, its beginning, speed and size of the state to results.json.
 """

@@ -1,8 +1,8 @@
 """What a TSSA layer compresses: the coding rate of its tokens in the heads' subspaces, and the bound it descends.
 
-With w_h = U_hᵀ z what head h projects a token to, π_h its memberships, n_h = Σ_t π_h and M_h = (1/n_h) Σ_t π_h w_h w_hᵀ
-over the first n tokens (Token Statistics Transformer, arXiv 2412.17810; ε and the prefactor d/ε² are 1, as in the
-released operator, and rates are in nats):
+With w_h = U_hᵀ z (and the bias, if there is one) what head h projects a token to, π_h its memberships, n_h = Σ_t π_h
+and M_h = (1/n_h) Σ_t π_h w_h w_hᵀ over the first n tokens (Token Statistics Transformer, arXiv 2412.17810; ε and the
+prefactor d/ε² are 1, as in the released operator, which also adds 1e-8 to that n_h; rates are in nats):
 
     R_c   = ½ Σ_h (n_h/n) log det(I + M_h)             the projected coding rate
     R_var = ½ Σ_h (n_h/n) Σ_i log(1 + (M_h)_ii)        its variational form
@@ -29,6 +29,7 @@ from tost_lm.model.positions import position_ends
 from tost_lm.model.tssa import TssaMixer
 
 PIECE_TOKENS = 4096
+LEAST_MASS = torch.finfo(torch.float64).tiny  # a head without tokens counts nothing
 
 
 class Rates(NamedTuple):
@@ -48,7 +49,7 @@ class LayerRates(NamedTuple):
     after: Rates
     """Of what it would read once its branch is added."""
     orthonormal: Rates
-    """Before, in the orthonormal bases nearest to the U_h; of the whole sequence, as is what follows."""
+    """Before, in the orthonormal bases nearest to the U_h, without bias; of the whole sequence, as is what follows."""
     full: Tensor
     """½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ), of the tokens before they are projected."""
 
@@ -102,7 +103,7 @@ def rates(w_THD: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> Rates:
     """R_c and R_var [P] of the first so many tokens, for each of `ends`, rising numbers from 1 on."""
     moments_PHDD, mass_PH = _moments(w_THD.double(), pi_TH.double(), ends)
     share_PH = mass_PH / torch.tensor(ends, dtype=torch.float64, device=mass_PH.device)[:, None] / 2
-    moments_PHDD = moments_PHDD / mass_PH[..., None, None]
+    moments_PHDD = moments_PHDD / mass_PH.clamp_min(LEAST_MASS)[..., None, None]
     variational_PH = moments_PHDD.diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
     return Rates((share_PH * _log_det(moments_PHDD)).sum(-1), (share_PH * variational_PH).sum(-1))
 

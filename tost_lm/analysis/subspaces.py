@@ -26,7 +26,7 @@ class Subspaces(NamedTuple):
     orthogonality: list[float]
     """Of each head, ‖U Uᵀ·D/tr(U Uᵀ) − I‖ / √D (Frobenius): 0 where its rows are orthogonal and of one length."""
     effective_rank: list[float]
-    """Of each head, exp of the entropy of its squared singular values' shares, 1 to D (Roy & Vetterli 2007)."""
+    """Of each head, exp of the entropy of its squared singular values' shares, 1 to D."""
     overlap: list[list[float]]
     """Of each pair of heads, ‖Q_h Q_kᵀ‖² / D: 1 the same subspace, 0 orthogonal ones."""
     chance_overlap: float

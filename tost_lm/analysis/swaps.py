@@ -2,8 +2,10 @@
 
     as it is         y_t = −Π_t w_t / (1 + D_t),  D_t = Σ_{s≤t} Π_s w_s² / Σ_{s≤t} Π_s
     uniform          every Π is 1/H, in the moments too
-    by position      Π_t is its mean over the sequences at that position, in the moments too
-    constant moments D_t is the mean over the sequences of D at their last token
+    by position      Π_t is its mean over other sequences at that position, in the moments too
+    constant moments D_t is the mean over other sequences of D at their last token
+
+The other sequences are the even ones for the odd, and the odd for the even.
 
 Shapes: N sequences, T tokens, L layers of TSSA, H heads, D channels per head.
 """
@@ -31,13 +33,27 @@ Swap = Callable[[int, Tensor, Tensor], Parts]
 
 @torch.inference_mode()
 def swapped_losses(model: TostLM, sequences_NT: Tensor) -> dict[str, Tensor]:
-    """Mean nats per token of each sequence [N], float64, as it is and with each part taken from all TSSA layers."""
-    positions_LTH, moments_LHD = _means(model, sequences_NT)
+    """Mean nats per token of each sequence [N], float64, as it is and with each part taken from all TSSA layers; of a
+    single sequence without the two that need others."""
 
     def uniform(layer: int, w_1THD: Tensor, pi_1TH: Tensor) -> Parts:
         even_1TH = torch.full_like(pi_1TH, 1 / pi_1TH.shape[-1])
         return even_1TH, second_moments(w_1THD, even_1TH)
 
+    losses = {AS_IT_IS: _losses(model, sequences_NT)}
+    with swapped(model, uniform):
+        losses[UNIFORM] = _losses(model, sequences_NT)
+    if len(sequences_NT) > 1:
+        losses |= {name: torch.empty_like(losses[AS_IT_IS]) for name in (BY_POSITION, CONSTANT)}
+        for half in (0, 1):
+            means = _means(model, sequences_NT[1 - half :: 2])
+            for name, swap in _of_means(*means).items():
+                with swapped(model, swap):
+                    losses[name][half::2] = _losses(model, sequences_NT[half::2])
+    return losses
+
+
+def _of_means(positions_LTH: Tensor, moments_LHD: Tensor) -> dict[str, Swap]:
     def by_position(layer: int, w_1THD: Tensor, pi_1TH: Tensor) -> Parts:
         mean_1TH = positions_LTH[layer, : pi_1TH.shape[1]].to(pi_1TH.dtype)[None]
         return mean_1TH, second_moments(w_1THD, mean_1TH)
@@ -45,11 +61,7 @@ def swapped_losses(model: TostLM, sequences_NT: Tensor) -> dict[str, Tensor]:
     def constant(layer: int, w_1THD: Tensor, pi_1TH: Tensor) -> Parts:
         return pi_1TH, moments_LHD[layer].to(pi_1TH.dtype)
 
-    losses = {AS_IT_IS: _losses(model, sequences_NT)}
-    for name, swap in ((UNIFORM, uniform), (BY_POSITION, by_position), (CONSTANT, constant)):
-        with swapped(model, swap):
-            losses[name] = _losses(model, sequences_NT)
-    return losses
+    return {BY_POSITION: by_position, CONSTANT: constant}
 
 
 def beside_as_it_is(losses: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from tost_lm.config.section import AnySection, Section, load_config, to_toml
 from tost_lm.errors import ConfigError, TostError
@@ -37,7 +37,7 @@ def run_program(
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
     (run folder, step folder or export) or another folder or file, where `config` holds only the program's own settings.
     With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list), with
-    `RUN [PROMPT]` a text may follow, the value of PROMPT.
+    `RUN [PROMPT]` a text may follow, the value of PROMPT, unless it looks like a setting.
     `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
     stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """
@@ -91,7 +91,9 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | list[Path] |
     if takes == "RUN…":
         paths = list(takewhile(lambda word: "=" not in word, rest))
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
-    if takes == "RUN [PROMPT]" and len(rest) > 1 and not re.match(r"\w+\.[\w.]*=", rest[1]):
+    if takes == "RUN [PROMPT]" and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
+        if any(word.startswith(f"{PROMPT}=") for word in rest[2:]):
+            raise ConfigError(f"{PROMPT} is given twice, behind the run and as a setting")
         rest[1] = f"{PROMPT}={_toml_string(rest[1])}"
     return Path(rest[0]), rest[1:], bool(flags)
 
@@ -127,4 +129,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(str(choice) for choice in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
         return " | ".join(_type_name(part) for part in get_args(annotation) if part is not NoneType)
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) is list:
+        return f"list[{_type_name(get_args(annotation)[0])}]"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

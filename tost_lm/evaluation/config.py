@@ -66,7 +66,7 @@ class SampleConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts before which it ends, whichever comes first."""
+    """Texts before which it ends, whichever is complete first."""
 
     @model_validator(mode="after")
     def _draws_are_asked_for(self) -> "SampleConfig":
@@ -89,7 +89,7 @@ class GenerateConfig(Section):
 
 
 class MembershipsConfig(Section):
-    """Protocol `memberships`."""
+    """What `eval.analyze` reads."""
 
     sequences: int = Field(default=16, gt=0)
     """Held-out sequences of model.max_positions tokens over which means are taken."""

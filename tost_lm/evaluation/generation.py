@@ -1,6 +1,7 @@
 """Text generation in the recurrent form: one token at a time from the model's state, in constant memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -50,7 +51,9 @@ class Continuation(Iterator[str]):
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
     ) -> None:
-        """Arguments as in `generate`; `stops`: texts before which it ends, none of them empty."""
+        """As `generate`, with `stops`, texts before which it ends; ConfigError is raised for an empty one, too."""
+        if not all(stops):
+            raise ConfigError("an empty text to stop at: leave it out")
         self.tokens = 0
         ids = generate(model, output, tokens, sampling, tokenizer.eot, tokenizer.vocab_size)
         self._parts = until(decode_ids(tokenizer, self._counted(ids)), stops)
@@ -79,16 +82,16 @@ def generate_text(
         tokenizer: its own.
         prompt: of any length; it stands behind an end of text, as documents do in training.
         tokens: most ids to generate; it ends earlier where the model ends the document.
-        stops: texts before which it ends, none of them empty.
+        stops: texts before which it ends.
 
     Raises:
-        ConfigError: prompt and new tokens together pass the model's positions.
+        ConfigError: prompt and new tokens together pass the model's positions, `sampling` is impossible, or a stop is
+            empty.
     """
     output = read(model, in_pieces(ids_of(tokenizer, [prompt]), PIECE_TOKENS))
     return Continuation(model, output, tokenizer, tokens, sampling, stops)
 
 
-@torch.no_grad()
 def generate(
     model: LanguageModel, output: LMOutput, tokens: int, sampling: Sampling, stop_id: int, vocab_size: int
 ) -> Iterator[int]:
@@ -102,8 +105,12 @@ def generate(
         vocab_size: ids that the tokenizer has; rows of a padded vocabulary beyond it are never chosen.
 
     Raises:
-        ConfigError: before the first id: prompt and new tokens together pass the model's positions.
+        ConfigError: prompt and new tokens together pass the model's positions, or `sampling` is impossible.
     """
+    if sampling.temperature < 0 or (sampling.top_k is not None and sampling.top_k < 1) or not 0 < sampling.top_p <= 1:
+        raise ConfigError(
+            f"{sampling}: temperature must be 0 or more, top_k 1 or more or None, top_p above 0, at most 1"
+        )
     assert output.state is not None
     limit, prompt_tokens = model.config.position_limit, output.state.positions[0]
     if limit is not None and prompt_tokens + tokens > limit:
@@ -113,12 +120,11 @@ def generate(
         )
     generator = torch.Generator(next(model.parameters()).device).manual_seed(sampling.seed)
     choose = greedy if sampling.temperature == 0 else sampler(sampling, generator)
-    for next_B in continuations(model, output, tokens, lambda logits_BV: choose(logits_BV[:, :vocab_size])):
-        if next_B.item() == stop_id:
-            return
-        yield int(next_B.item())
+    found = continuations(model, output, tokens, lambda logits_BV: choose(logits_BV[:, :vocab_size]))
+    return takewhile(lambda i: i != stop_id, (int(next_B.item()) for next_B in found))
 
 
+@torch.no_grad()
 def continuations(model: LanguageModel, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
     """Up to `tokens` times the next id of each sequence [B], from the model's output on what came before."""
     for done in range(1, tokens + 1):
@@ -144,15 +150,17 @@ def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
             return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
         kept_Bk, ids_Bk = probabilities_BV.topk(min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
         kept_Bk = kept_Bk / kept_Bk.sum(-1, keepdim=True)
-        before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # of those that are likelier: 0 for the first, which always stays
-        drawn_B1 = torch.multinomial(kept_Bk.where(before_Bk < sampling.top_p, 0), 1, generator=generator)
+        if sampling.top_p < 1:
+            before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # of those that are likelier: 0 for the first, which always stays
+            kept_Bk = kept_Bk.where(before_Bk < sampling.top_p, 0)
+        drawn_B1 = torch.multinomial(kept_Bk, 1, generator=generator)
         return ids_Bk.gather(1, drawn_B1)[:, 0]
 
     return choose
 
 
 def until(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """A text up to the first of `stops`, in parts; what may be the beginning of one is held back meanwhile."""
+    """A text up to that of `stops` which is complete first, in parts; what may be a beginning of one is held back."""
     held = ""
     for part in parts:
         held += part

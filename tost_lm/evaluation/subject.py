@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
 
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
-MEMBERSHIPS, CODING_RATE, SUBSPACES, SWAPS = "memberships", "coding_rate", "subspaces", "swaps"
+MEMBERSHIPS, CODING_RATE, SUBSPACES, SWAPS = "memberships@2", "coding_rate", "subspaces", "swaps"
 """The protocols; a new version of one gets a new name."""
 HUB = "hub:"
 

@@ -199,7 +199,8 @@ class _Way(NamedTuple):
                 f"a task asks for {tokens} new tokens, and the model has {limit} positions for the context and those; "
                 "give --gen_kwargs max_gen_toks=N below that"
             )
-        top_k, top_p = wanted.get("top_k") or None, wanted.get("top_p")  # 0 and none are all
+        top_k, top_p = wanted.get("top_k"), wanted.get("top_p")
+        top_k = None if top_k in (None, 0, -1) else int(top_k)  # so other models of the harness say all
         sampling = Sampling(temperature, top_k, 1.0 if top_p is None else float(top_p))
         return cls([stop for stop in stops if stop], tokens, sampling)
 

@@ -65,8 +65,8 @@ def linear_cross_entropy(
         labels_M: int64; −100 is not counted.
         shard: the vocabulary lies on several ranks; labels are of the whole of it, and x is the same on all of them.
             x's gradient is then of the words here: to be summed over ranks.
-        logits_bytes: what a portion's logits may take, at least those of one token; None: LOGITS_BYTES, or fewer where
-            that is faster.
+        logits_bytes: what a portion's logits may take, at least those of one token (without gradients on a CPU of one
+            word); None: LOGITS_BYTES, or fewer where that is faster.
     """
     if torch.is_grad_enabled():
         total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes or LOGITS_BYTES)  # pyright: ignore[reportGeneralTypeIssues]
@@ -132,7 +132,7 @@ def _scored_portion(
     word_m = _word_here(labels_m, shard)
     label_m = torch.zeros_like(labels_m, dtype=statistics_dtype(x_mC))
     sum_m1 = torch.zeros_like(label_m)[:, None]
-    largest_m1 = torch.full_like(sum_m1, -torch.inf)
+    largest_m1 = torch.full_like(sum_m1, torch.finfo(sum_m1.dtype).min)  # no −inf, which less itself is no number
     for first in range(0, len(weight_VC), words):
         weight_vC = weight_VC[first : first + words]
         p_mv = linear(x_mC, weight_vC).to(label_m.dtype)

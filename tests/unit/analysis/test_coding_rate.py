@@ -44,6 +44,8 @@ def make_model(**settings) -> TostLM:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(10)
+            elif parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -93,8 +95,7 @@ def test_the_operator_is_the_gradient_of_the_variational_rate():
     for end in (1, 5, 12):
         leaf = w[0].clone().requires_grad_()
         [gradient] = torch.autograd.grad(rates(leaf, pi, [end]).variational[0], leaf)
-        # 1e-8 is added to Σ Π in the operator.
-        torch.testing.assert_close(-end * gradient[end - 1], y[0, end - 1], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(-end * gradient[end - 1], y[0, end - 1], rtol=1e-7, atol=1e-9)  # 1e-8 beside Σ Π
 
 
 def test_the_gradient_is_the_closed_form():
@@ -102,6 +103,11 @@ def test_the_gradient_is_the_closed_form():
     [gradient] = torch.autograd.grad(rates(w, pi, [20]).variational[0], w)
     moment = (pi[..., None] * w.square()).sum(0) / pi.sum(0)[:, None]
     assert_equal(gradient, (pi[..., None] * w / (1 + moment) / 20).detach())
+
+
+def test_a_head_without_tokens_counts_nothing():
+    w, pi = draw(20, 2, 5), torch.tensor([1.0, 0.0], dtype=torch.float64).expand(20, 2)
+    assert_equal(rates(w, pi, [8, 20]), rates(w[:, :1], pi[:, :1], [8, 20]))
 
 
 def test_in_orthonormal_bases_the_projected_rate_is_no_larger_than_the_full():

@@ -59,13 +59,15 @@ def test_uniform_is_the_model_whose_memberships_are_uniform():
     assert len({round(float(loss.mean()), 6) for loss in losses.values()}) == 4
 
 
-def test_of_one_sequence_the_mean_by_position_is_its_own():
-    losses = swapped_losses(make_model(), TOKENS[:1])
+def test_means_are_of_the_other_half():
+    model = make_model()
+    losses = swapped_losses(model, TOKENS[[0, 0]])
     assert_close(losses[BY_POSITION], losses[AS_IT_IS], rtol=1e-12, atol=0)
-    assert abs(float(losses[UNIFORM] - losses[AS_IT_IS])) > 1e-6
+    assert (swapped_losses(model, TOKENS[[0, 1]])[BY_POSITION] - losses[AS_IT_IS])[0].abs() > 1e-6
+    assert list(swapped_losses(model, TOKENS[:1])) == [AS_IT_IS, UNIFORM]
 
 
-def test_constant_moments_are_the_mean_of_those_at_the_end():
+def test_constant_moments_are_the_mean_of_those_at_the_end_of_others():
     model = make_model(layers=1)
     [mixer] = [module for module in model.modules() if isinstance(module, TssaMixer)]
     inputs = []
@@ -77,6 +79,6 @@ def test_constant_moments_are_the_mean_of_those_at_the_end():
         ends_NHD = torch.cat(
             [second_moments(w, pi)[:, -1] for w, pi in zip(w_BTHD.split(1), recorded[0].split(1), strict=True)]
         )
-    with torch.no_grad(), swapped(model, lambda layer, w, pi: (pi, ends_NHD.mean(0))):
+    with torch.no_grad(), swapped(model, lambda layer, w, pi: (pi, ends_NHD[1::2].mean(0))):
         expected = model(TOKENS[:1, :-1], labels=TOKENS[:1, 1:]).loss
     assert_close(swapped_losses(model, TOKENS)[CONSTANT][0], expected, rtol=1e-9, atol=0)

@@ -28,4 +28,4 @@ def test_a_token_s_time_is_its_own(rounds: int):
     assert {length: len(seconds) for length, seconds in cell["prefix_seconds"].items()} == (
         {1: 2, 4: 2, 8: 2} if rounds else {}
     )
-    assert cell["state_bytes"] == (2 * 16 + 2) * 4 + 8
+    assert cell["state_bytes"] == (2 * 16 + 2) * 8 + 8

@@ -108,6 +108,7 @@ class Generation(Section):
         (["x", ""], ""),
         (["x", 'x = "1"\n\t\\é😀\x7f', "sample.tokens=1"], 'x = "1"\n\t\\é😀\x7f'),
         (["x", "sample.prompt=other"], "other"),
+        (["x", 'sample.prompt="x=1"'], "x=1"),
         (["x", "Mr. Smith=Jones"], "Mr. Smith=Jones"),
     ],
 )
@@ -119,6 +120,23 @@ def test_a_text_behind_the_path(words: list[str], prompt: str):
             name="p", doc="", takes="RUN [PROMPT]", config=Generation, arguments=words,
         )  # fmt: skip
     assert [config.sample.prompt for config in seen] == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tokens=64"], "tokens: unknown key (did you mean sample.tokens?)"),
+        (["a", "sample.prompt=b"], "sample.prompt is given twice"),
+        (["sample.tokens=1", "a"], "a: an override is written section.key=value"),
+    ],
+)
+def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        run_program(
+            fail(AssertionError()),
+            name="p", doc="", takes="RUN [PROMPT]", config=Generation, arguments=["x", *words],
+        )  # fmt: skip
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

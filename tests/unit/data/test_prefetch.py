@@ -178,7 +178,7 @@ def begin(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 4
     while any(Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)

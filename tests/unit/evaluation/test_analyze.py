@@ -26,7 +26,7 @@ def settings(**memberships) -> AnalyzeConfig:
 
 
 def results_of(run: Path) -> dict:
-    return json.loads((run / "eval/memberships/results.json").read_text())
+    return json.loads((run / "eval/memberships@2/results.json").read_text())
 
 
 def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, capsys):
@@ -91,10 +91,10 @@ def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
         assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in section
         assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in section
     assert page.charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
-    (run_folder / "eval/memberships/results.json").unlink()
+    (run_folder / "eval/memberships@2/results.json").unlink()
     main(run_folder, settings())
     assert capsys.readouterr().out.startswith("reusing ")
-    assert (run_folder / "eval/memberships/results.json").is_file()
+    assert (run_folder / "eval/memberships@2/results.json").is_file()
     main(run_folder, settings(sequences=1))
     assert " ± " not in coding_rates(RunRecord.read(run_folder), page).split("\n| 1 |")[1].split("\n")[0]
 

@@ -96,6 +96,13 @@ def test_draws_are_of_the_likeliest_alone():
     assert draws(Sampling(1.0, top_p=1e-9), logits) == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(-1.0), Sampling(1.0, top_k=0), Sampling(1.0, top_p=0.0)])
+def test_draws_that_are_none_are_refused_before_the_first(make_model, sampling: Sampling):
+    model = make_model()
+    with pytest.raises(ConfigError, match="temperature must be 0 or more, top_k 1 or more or None, top_p above 0"):
+        generate(model, read(model, [torch.tensor([PROMPT])]), 5, sampling, NO_STOP, 40)
+
+
 @pytest.mark.parametrize(
     ("parts", "stops", "expected"),
     [
@@ -127,6 +134,8 @@ def test_a_text_is_that_of_the_ids_up_to_a_stop(make_model, tokenizer):
     assert "".join(shorter) == text[: text.index(stop)]
     assert stop in tokenizer.decode(ids[: shorter.tokens])
     assert stop not in tokenizer.decode(ids[: shorter.tokens - 1])
+    with pytest.raises(ConfigError, match="an empty text to stop at"):
+        generate_text(model, tokenizer, "Page 7.", 40, stops=["x", ""])
 
 
 def test_the_positions_are_a_limit(make_model):

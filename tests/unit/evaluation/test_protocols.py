@@ -321,6 +321,9 @@ def test_text8_is_measured_in_bits_a_character(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "text8").write_text(" anarchism originated as a term of Abuse first used")
     with pytest.raises(DataError, match=r"text8: 'A' at byte 35; text8 is of the letters a to z and spaces alone"):
         examples_of("text8@bpc", tmp_path / "text8")
+    (tmp_path / "text8").write_text(" anarchism originated as a term of äbuse first used")
+    with pytest.raises(DataError, match=r"text8: '.xc3' at byte 35; "):
+        examples_of("text8@bpc", tmp_path / "text8")
 
 
 def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path):

@@ -163,7 +163,7 @@ def test_draws_follow_torch_s_seed(make_export):
     lm = HarnessModel(str(make_export()))
     drawing = {"max_gen_toks": 9, "do_sample": True, "temperature": 3.0}
     drawn = []
-    for seed, of in ((0, {}), (0, {"top_k": 0, "top_p": 1.0}), (1, {}), (2, {"top_k": 1}), (3, {"top_p": 1e-9})):
+    for seed, of in ((0, {}), (0, {"top_k": -1, "top_p": 1.0}), (1, {}), (2, {"top_k": 1}), (3, {"top_p": 1e-9})):
         torch.manual_seed(seed)
         drawn.append(tuple(lm.generate_until(asked("generate_until", *[("Page", drawing | of)] * 3))))
     assert drawn[0] == drawn[1]
@@ -192,6 +192,7 @@ def test_arguments_that_cannot_be_used(make_export, arguments: str, problem: str
     ("settings", "problem"),
     [
         ({"temperature": 1.0, "do_sample": True, "min_p": 0.5}, "asks for min_p=0.5"),
+        ({"temperature": 1.0, "top_p": 0.0, "max_gen_toks": 3}, "top_p above 0"),
         ({"num_beams": 4}, "asks for num_beams=4.*give --gen_kwargs num_beams=1"),
         ({}, "asks for 256 new tokens, and the model has 16 positions"),
     ],

@@ -116,6 +116,13 @@ def test_without_gradients_logits_are_of_counted_labels_alone():
     assert largest.bytes < 4 * 10 * 2000
 
 
+def test_without_gradients_logits_may_be_as_large_as_they_get():
+    x, weight = torch.full((1, 1), 300.0, dtype=torch.float16), torch.tensor([[-300.0]] * 3 + [[1.0]]).half()
+    with torch.no_grad():
+        _, nats, is_top = linear_cross_entropy(x, weight, torch.tensor([3]), logits_bytes=6)
+    assert (nats.tolist(), is_top.tolist() if is_top is not None else None) == ([0.0], [True])
+
+
 def test_labels_of_equal_logits_are_top():
     with torch.no_grad():
         is_top = linear_cross_entropy(torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]]), torch.arange(3)).is_top_M

@@ -28,9 +28,9 @@ class LastBytes(TextProtocol):
             raise DataError(
                 f"{path}: {len(data):,} bytes; give all of {self.data_set}, whose last {TEST_BYTES:,} are the test part"
             )
+        if self.data_set == "text8" and (other := re.search(rb"[^a-z ]", data[-TEST_BYTES:])):
+            at, byte = len(data) - TEST_BYTES + other.start(), ascii(other[0])[1:]
+            raise DataError(f"{path}: {byte} at byte {at:,}; text8 is of the letters a to z and spaces alone")
         text = data[-TEST_BYTES:].decode(errors="ignore")
-        if self.data_set == "text8" and (other := re.search("[^a-z ]", text)):
-            at = len(data) - TEST_BYTES + other.start()
-            raise DataError(f"{path}: {other[0]!r} at byte {at:,}; text8 is of the letters a to z and spaces alone")
         windows = disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window)
         return windows_of(windows, len(text.split()), text)

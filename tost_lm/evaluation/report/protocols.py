@@ -81,8 +81,9 @@ def sample(run: RunRecord) -> str:
     if results is None:
         return f"## Generated text\n\n{missing('tost_lm.generate', run.folder)}"
     settings = results["identity"]["settings"]["sample"]
-    ways = [f"{name} {settings[name]:g}" for name in ("temperature", "top_k", "top_p") if settings.get(name)]
-    how = ", ".join(ways) if settings["temperature"] else "greedy"
+    how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    how += f", top_k {settings['top_k']}" if settings.get("top_k") else ""
+    how += f", top_p {settings['top_p']:g}" if settings.get("top_p", 1) < 1 else ""
     parts = [
         "## Generated text",
         of_checkpoint(run, results, "tost_lm.generate"),

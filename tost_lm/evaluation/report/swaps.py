@@ -21,6 +21,6 @@ def swaps(run: RunRecord) -> str:
         of_checkpoint(run, results, "eval.analyze"),
         table(("TSSA layers", "nats per token", "beside the model as it is"), rows),
         f"Over {results['sequences']} sequences, ± standard error of the difference. Uniform: each head has an equal "
-        "part in every token. By position: memberships are their mean at that position. Constant moments: the second "
-        "moments are their mean at the sequences' end.",
+        "part in every token. By position: memberships are their mean at that position over other sequences. "
+        "Constant moments: the second moments are their mean at other sequences' end.",
     ])  # fmt: skip
