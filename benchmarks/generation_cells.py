@@ -15,27 +15,29 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 @torch.inference_mode()
 def generation(device: str, model: dict[str, Any], lengths: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds of each token from the state; by length seconds of reading all again, and bytes that are held beyond
-    those at the first length. With 0 rounds nothing is read again, and memory is that of generation alone."""
+    """By length: seconds of the tokens from the state since the length before, seconds of reading all again, and bytes
+    that are held beyond those at the first length. With 0 rounds nothing is read again, and memory is that of
+    generation alone."""
     torch.manual_seed(0)
     lm = TostLM(validate(ModelConfig, model, "benchmark")).to(device).eval()
-    ids, seconds, first = [0], [], 0
+    ids, first, seconds = [0], 0, 0.0
     output = lm(torch.tensor([ids], device=device))
     state = carried(output.state)  # as it is from the first token on
     assert state is not None
-    found: dict[str, Any] = {"state_bytes": state_bytes(state), "prefix_seconds": {}, "extra_bytes": {}}
+    found: dict[str, Any] = {"state_bytes": state_bytes(state), "seconds": {}, "prefix_seconds": {}, "extra_bytes": {}}
     began = time.perf_counter()
     for next_B in continuations(lm, output, lengths[-1], greedy):
         ids.append(int(next_B))
-        seconds.append(time.perf_counter() - began)
-        tokens = len(seconds)
+        seconds += time.perf_counter() - began
+        tokens = len(ids) - 1
         if tokens in lengths:
+            found["seconds"][tokens], seconds = seconds, 0.0
             first = first or held_bytes(device)
             found["extra_bytes"][tokens] = held_bytes(device) - first
             if rounds:
                 found["prefix_seconds"][tokens] = _seconds_of_reading(lm, ids, device, rounds)
         began = time.perf_counter()
-    return {**found, "token_seconds": seconds}
+    return found
 
 
 def _seconds_of_reading(lm: TostLM, ids: list[int], device: str, rounds: int) -> list[float]:

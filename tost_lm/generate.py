@@ -50,11 +50,11 @@ def main(path: Path, config: GenerateConfig) -> None:
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         print(prompt, end="", flush=True)
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
-        text = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop)
+        continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop)
         began = time.monotonic()
         whole_text = subject.results_path(SAMPLE).with_name("text.txt")
         with writing_whole(whole_text) if ranks.rank == 0 else open(os.devnull, "wb") as target:
-            told = tell(text, target, TEXT_CHARACTERS)
+            told = tell(continuation, target, TEXT_CHARACTERS)
         seconds = time.monotonic() - began
     if ranks.rank > 0:
         return
@@ -66,8 +66,8 @@ def main(path: Path, config: GenerateConfig) -> None:
         "prompt": prompt,
         "prompt_tokens": prompt_tokens,
         **told,
-        "tokens": text.tokens,
-        "tokens_per_second": text.tokens / seconds,
+        "tokens": continuation.tokens,
+        "tokens_per_second": continuation.tokens / seconds,
         "pattern": model.config.pattern,
         "window": model.config.window,
         "state_bytes_after_prompt": kept,
@@ -76,4 +76,6 @@ def main(path: Path, config: GenerateConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="tost_lm.generate", doc=__doc__ or "", takes="RUN [PROMPT]", config=GenerateConfig)
+    run_program(
+        main, name="tost_lm.generate", doc=__doc__ or "", takes="RUN", config=GenerateConfig, prompt="sample.prompt"
+    )

@@ -16,12 +16,14 @@ Shapes: T tokens, H heads, D channels per head, C channels, L layers of TSSA, P 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tost_lm.analysis.layers import while_hooked
 from tost_lm.analysis.memberships import memberships_of
 from tost_lm.model import TostLM
 from tost_lm.model.block import Block
@@ -89,14 +91,10 @@ def recorded_rates(model: TostLM, ends: Sequence[int]) -> Iterator[list[LayerRat
         moved_BTC = block.mixer_norm(inputs.pop() + block.mixer_scale(result[0]))
         recorded.append(_rates_of_layer(mixer, z_BTC[0], moved_BTC[0], pi_TH, ends))
 
-    hooks = [block.register_forward_pre_hook(before) for block in blocks]
-    for block in blocks:
-        hooks.append(block.mixer.register_forward_hook(lambda mixer, xs, y, block=block: after(block, mixer, xs, y)))
-    try:
+    of_inputs = [block.register_forward_pre_hook(before) for block in blocks]
+    of_mixers = [block.mixer.register_forward_hook(partial(after, block)) for block in blocks]
+    with while_hooked(*of_inputs, *of_mixers):
         yield recorded
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def rates(w_THD: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> Rates:
@@ -140,8 +138,8 @@ def _figures(layer: LayerRates) -> dict[str, Tensor]:
 def _over_sequences(values: Sequence[Tensor]) -> dict[str, Any]:
     of_all_N = torch.stack(list(values))
     count = len(of_all_N)
-    error = of_all_N.std(0) / count**0.5 if count > 1 else torch.full_like(of_all_N[0], torch.nan)
-    return {"mean": of_all_N.mean(0).tolist(), "standard_error": error.tolist() if count > 1 else None}
+    error = (of_all_N.std(0) / count**0.5).tolist() if count > 1 else None
+    return {"mean": of_all_N.mean(0).tolist(), "standard_error": error}
 
 
 def _rates_of_layer(mixer: TssaMixer, z_TC: Tensor, moved_TC: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> LayerRates:

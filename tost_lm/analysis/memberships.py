@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tost_lm.analysis.layers import tssa_mixers, while_hooked
 from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
@@ -87,16 +88,13 @@ def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) 
 def by_position(model: TostLM, sequences_NT: Tensor) -> ByPosition:
     """How concentrated Π is along the sequences, and how much of it the position alone decides."""
     (sequences, tokens), ends = sequences_NT.shape, position_ends(sequences_NT.shape[1])
-    concentration_LT, mean_LTH, squares_LTH = 0.0, 0.0, 0.0
+    concentration_LT, mean_LTH, squares_LTH = (torch.zeros((), dtype=torch.float64) for _ in range(3))
     for count, tokens_T in enumerate(sequences_NT, start=1):
         pi_LTH = _memberships(model, tokens_T)
         concentration_LT = concentration_LT + concentration(pi_LTH) / sequences
         aside_LTH = pi_LTH - mean_LTH
         mean_LTH = mean_LTH + aside_LTH / count
         squares_LTH = squares_LTH + aside_LTH * (pi_LTH - mean_LTH)
-    assert isinstance(concentration_LT, Tensor)
-    assert isinstance(mean_LTH, Tensor)
-    assert isinstance(squares_LTH, Tensor)
     within_L = squares_LTH.sum((1, 2))
     between_L = sequences * (mean_LTH - mean_LTH.mean(1, keepdim=True)).square().sum((1, 2))
     at_one_L = within_L / (tokens * (sequences - 1)) if sequences > 1 else within_L * torch.nan
@@ -134,13 +132,9 @@ def after_context(
 def recorded_inputs(model: TostLM) -> Iterator[list[Tensor]]:
     """What each TSSA layer reads [B, T, C], in the order in which they are called."""
     recorded: list[Tensor] = []
-    mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
-    hooks = [mixer.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0])) for mixer in mixers]
-    try:
+    mixers = tssa_mixers(model)
+    with while_hooked(*(m.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0])) for m in mixers)):
         yield recorded
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -150,16 +144,10 @@ def recorded_memberships(model: TostLM) -> Iterator[list[Tensor]]:
 
     def record(mixer: nn.Module, inputs: Any) -> None:
         assert isinstance(mixer, TssaMixer)
-        x_BTC, state, places = inputs
-        recorded.append(memberships_of(mixer, x_BTC, state, places))
+        recorded.append(memberships_of(mixer, *inputs))
 
-    mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
-    hooks = [mixer.register_forward_pre_hook(record) for mixer in mixers]
-    try:
+    with while_hooked(*(mixer.register_forward_pre_hook(record) for mixer in tssa_mixers(model))):
         yield recorded
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def memberships_of(mixer: TssaMixer, x_BTC: Tensor, state: TssaState | None, places: Places) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.analysis.coding_rate import orthonormal
+from tost_lm.analysis.layers import tssa_mixers
 from tost_lm.analysis.memberships import recorded_inputs
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
@@ -41,7 +42,7 @@ class Subspaces(NamedTuple):
 @torch.inference_mode()
 def layer_subspaces(model: TostLM, sequences_NT: Tensor) -> list[Subspaces]:
     """Those of each TSSA layer, in their order; `outside` is of the tokens that the layer reads in these sequences."""
-    mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
+    mixers = tssa_mixers(model)
     moments_CC = [torch.zeros(()) for _ in mixers]
     for tokens_T in sequences_NT:
         with recorded_inputs(model) as inputs:

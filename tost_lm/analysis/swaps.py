@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tost_lm.analysis.layers import tssa_mixers, while_hooked
 from tost_lm.analysis.memberships import memberships_of, recorded_memberships
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
@@ -79,7 +80,6 @@ def beside_as_it_is(losses: Mapping[str, Tensor]) -> list[dict[str, Any]]:
 @contextmanager
 def swapped(model: TostLM, swap: Swap) -> Iterator[None]:
     """While the block lasts the TSSA layers compute −Π w / (1 + D) from what `swap` gives; for one row, no state."""
-    mixers = [module for module in model.modules() if isinstance(module, TssaMixer)]
 
     def hook_of(layer: int) -> Callable[..., Any]:
         def compute(mixer: TssaMixer, arguments: Any, result: Any) -> Any:
@@ -92,12 +92,9 @@ def swapped(model: TostLM, swap: Swap) -> Iterator[None]:
 
         return compute
 
-    hooks = [mixer.register_forward_hook(hook_of(layer)) for layer, mixer in enumerate(mixers)]
-    try:
+    mixers = tssa_mixers(model)
+    with while_hooked(*(mixer.register_forward_hook(hook_of(layer)) for layer, mixer in enumerate(mixers))):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def second_moments(w_1THD: Tensor, pi_1TH: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ EXIT_BAD_INPUT = 2
 EXIT_LEFT = 75  # EX_TEMPFAIL: nothing is lost, and the same command goes on
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
-PROMPT = "sample.prompt"
 
 
 def run_program(
@@ -28,16 +27,17 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "RUN [PROMPT]", "FOLDER", "SOURCE"],
+    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
     config: type[AnySection],
+    prompt: str | None = None,
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
     `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
     (run folder, step folder or export) or another folder or file, where `config` holds only the program's own settings.
-    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list), with
-    `RUN [PROMPT]` a text may follow, the value of PROMPT, unless it looks like a setting.
+    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
+    `prompt` is the setting that a text behind the path stands for, unless it looks like a setting itself.
     `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
     stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
     """
@@ -47,9 +47,9 @@ def run_program(
             stream.reconfigure(errors="backslashreplace")  # a terminal or log that is not UTF-8 is no reason to fail
     try:
         if "--help" in words or "-h" in words:
-            print(help_text(name, doc, takes, config))
+            print(help_text(name, doc, f"{takes} [PROMPT]" if prompt else takes, config))
             sys.exit(0)
-        path, overrides, dry_run = _parse(name, takes, words)
+        path, overrides, dry_run = _parse(name, takes, prompt, words)
         settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in takes else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
@@ -78,7 +78,9 @@ def help_text(name: str, doc: str, takes: str, config: type[Section]) -> str:
     return "\n".join(lines)
 
 
-def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | list[Path] | None, list[str], bool]:
+def _parse(
+    name: str, takes: str, prompt: str | None, words: list[str]
+) -> tuple[Path | list[Path] | None, list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
     if unknown:
@@ -91,10 +93,10 @@ def _parse(name: str, takes: str, words: list[str]) -> tuple[Path | list[Path] |
     if takes == "RUN…":
         paths = list(takewhile(lambda word: "=" not in word, rest))
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
-    if takes == "RUN [PROMPT]" and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
-        if any(word.startswith(f"{PROMPT}=") for word in rest[2:]):
-            raise ConfigError(f"{PROMPT} is given twice, behind the run and as a setting")
-        rest[1] = f"{PROMPT}={_toml_string(rest[1])}"
+    if prompt and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
+        if any(word.startswith(f"{prompt}=") for word in rest[2:]):
+            raise ConfigError(f"{prompt} is given twice, behind the {takes} and as a setting")
+        rest[1] = f"{prompt}={_toml_string(rest[1])}"
     return Path(rest[0]), rest[1:], bool(flags)
 
 

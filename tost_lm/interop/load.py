@@ -13,8 +13,6 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import MANIFEST, find_checkpoint
 from tost_lm.model.checkpoint import load as load_ours
 
-TOST = "tost"  # what our folders for the Hugging Face library have for a model_type
-
 
 class Foreign(NamedTuple):
     """A model that others wrote."""
@@ -79,6 +77,4 @@ def read_foreign(source: Path) -> Foreign | None:
 
 
 def _is_foreign(source: Path) -> bool:
-    if source.is_dir() and (source / CONFIG).is_file() and not (source / MANIFEST).is_file():
-        return f'"{TOST}"' not in (source / CONFIG).read_text(errors="replace")
-    return source.is_file()
+    return source.is_file() or ((source / CONFIG).is_file() and not (source / MANIFEST).is_file())

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from tost_lm.analysis.coding_rate import full_rate, layer_rates, orthonormal, rates
-from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.block import Block
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
@@ -34,19 +32,6 @@ def written_out(w_THD: Tensor, pi_TH: Tensor) -> tuple[float, float]:
         coding += 0.5 * mass / tokens * float(torch.logdet(torch.eye(channels, dtype=torch.float64) + moment))
         variational += 0.5 * mass / tokens * sum(math.log(1 + float(moment[i, i])) for i in range(channels))
     return coding, variational
-
-
-def make_model(**settings) -> TostLM:
-    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 0.5}
-    torch.manual_seed(0)
-    model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(10)
-            elif parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def test_rates_of_prefixes_are_those_written_out():
@@ -125,7 +110,7 @@ def test_in_orthonormal_bases_the_projected_rate_is_no_larger_than_the_full():
 @pytest.mark.parametrize(
     "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "membership": "uniform"}]
 )
-def test_of_a_model_they_are_of_what_its_layers_read(settings: dict):
+def test_of_a_model_they_are_of_what_its_layers_read(make_model, settings: dict):
     model, tokens = make_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
     found = layer_rates(model, tokens)
     with torch.no_grad():

@@ -11,24 +11,9 @@ from tost_lm.analysis.memberships import (
     concentration,
     recorded_memberships,
 )
-from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
-
-
-def make_model(**settings) -> TostLM:
-    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 1.0}
-    torch.manual_seed(0)
-    model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "denom_bias" in name:
-                parameter.normal_(std=0.3)
-            elif parameter.dim() == 2:
-                parameter.mul_(10)
-    return model
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -52,7 +37,7 @@ def test_stretches_double(tokens: int, ends: list[int]):
 @pytest.mark.parametrize(
     "settings", [{}, FREE, {"membership": "energy-mean", "denom_bias": "none"}, {**FREE, "pattern": "TA"}]
 )
-def test_recorded_memberships_are_those_that_the_layers_use(settings: dict[str, str]):
+def test_recorded_memberships_are_those_that_the_layers_use(make_model, settings: dict[str, str]):
     """The state of each layer ends with Σ Π over the tokens; also behind a state."""
     model, tokens = make_model(**settings), draw(3, 40)
     with torch.inference_mode():
@@ -66,7 +51,7 @@ def test_recorded_memberships_are_those_that_the_layers_use(settings: dict[str, 
         torch.testing.assert_close(pi_BTH.sum(1), mass_BH - earlier_BH, rtol=0, atol=1e-12)
 
 
-def test_recording_ends_with_the_block():
+def test_recording_ends_with_the_block(make_model):
     model, tokens = make_model(), draw(1, 8)
     with recorded_memberships(model) as recorded:
         model(tokens)
@@ -74,7 +59,7 @@ def test_recording_ends_with_the_block():
     assert len(recorded) == 2
 
 
-def test_uniform_memberships_are_even_and_move_with_nothing():
+def test_uniform_memberships_are_even_and_move_with_nothing(make_model):
     model = make_model(membership="uniform", **FREE)
     found = by_position(model, draw(2, 40))
     assert torch.tensor(found.concentration).abs().max() < 1e-15
@@ -84,7 +69,7 @@ def test_uniform_memberships_are_even_and_move_with_nothing():
         assert max(map(abs, row.concentration)) < 1e-15
 
 
-def test_a_bias_alone_decides_where_tokens_have_no_energy():
+def test_a_bias_alone_decides_where_tokens_have_no_energy(make_model):
     """w = 0: every share is 0 and z = temp · D · bias, whatever the position and the text before."""
     model = make_model(denom_bias="head", positions="none")
     odds = [8, 4, 2, 2]
@@ -94,6 +79,8 @@ def test_a_bias_alone_decides_where_tokens_have_no_energy():
                 parameter.zero_()
             elif name.endswith("denom_bias"):
                 parameter.copy_(torch.tensor(odds).log() / 8)  # D = 8
+            elif name.endswith("temp"):
+                parameter.fill_(1)
     entropy = -sum(k / 16 * math.log(k / 16) for k in odds)
     expected = 1 - entropy / math.log(4)
     means_LP = torch.tensor(by_position(model, draw(2, 20)).concentration)
@@ -103,7 +90,7 @@ def test_a_bias_alone_decides_where_tokens_have_no_energy():
     assert (last.context_tokens, last.moved) == (50, [0, 0])
 
 
-def test_stretches_hold_the_means_of_their_positions():
+def test_stretches_hold_the_means_of_their_positions(make_model):
     model, tokens = make_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
@@ -113,7 +100,7 @@ def test_stretches_hold_the_means_of_their_positions():
     )
 
 
-def test_the_share_of_variance_that_position_explains():
+def test_the_share_of_variance_that_position_explains(make_model):
     """As the sums say it token by token; all of it where there is nothing but denom_bias."""
     model, tokens = make_model(), draw(5, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
@@ -130,7 +117,7 @@ def test_the_share_of_variance_that_position_explains():
     assert by_position(model, tokens[:1]).explained == [None, None]
 
 
-def test_probes_are_read_behind_the_context(monkeypatch: pytest.MonkeyPatch):
+def test_probes_are_read_behind_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
     """As if context and probe were one sequence, however the context is cut."""
     model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
     monkeypatch.setattr("tost_lm.analysis.memberships.PIECE_TOKENS", 7)

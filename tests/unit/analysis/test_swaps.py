@@ -15,22 +15,10 @@ from tost_lm.analysis.swaps import (
     swapped,
     swapped_losses,
 )
-from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
 TOKENS = torch.randint(50, (4, 24), generator=torch.Generator().manual_seed(1))
-
-
-def make_model(**settings) -> TostLM:
-    small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 1.0}
-    torch.manual_seed(0)
-    model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(10)
-    return model
 
 
 @torch.no_grad()
@@ -39,7 +27,7 @@ def logits(model: TostLM) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", [{}, {"pattern": "TA"}, {"membership": "energy-mean", "denom_bias": "head"}])
-def test_its_own_parts_put_back_change_nothing(settings):
+def test_its_own_parts_put_back_change_nothing(make_model, settings):
     model = make_model(**settings)
     before = logits(model)
     with swapped(model, lambda layer, w, pi: (pi, second_moments(w, pi))):
@@ -49,7 +37,7 @@ def test_its_own_parts_put_back_change_nothing(settings):
     assert torch.equal(logits(model), before)
 
 
-def test_uniform_is_the_model_whose_memberships_are_uniform():
+def test_uniform_is_the_model_whose_memberships_are_uniform(make_model):
     model, even = make_model(), make_model(membership="uniform")
     even.load_state_dict(model.state_dict())
     losses, of_even = swapped_losses(model, TOKENS), swapped_losses(even, TOKENS)
@@ -59,7 +47,7 @@ def test_uniform_is_the_model_whose_memberships_are_uniform():
     assert len({round(float(loss.mean()), 6) for loss in losses.values()}) == 4
 
 
-def test_means_are_of_the_other_half():
+def test_means_are_of_the_other_half(make_model):
     model = make_model()
     losses = swapped_losses(model, TOKENS[[0, 0]])
     assert_close(losses[BY_POSITION], losses[AS_IT_IS], rtol=1e-12, atol=0)
@@ -67,7 +55,7 @@ def test_means_are_of_the_other_half():
     assert list(swapped_losses(model, TOKENS[:1])) == [AS_IT_IS, UNIFORM]
 
 
-def test_constant_moments_are_the_mean_of_those_at_the_end_of_others():
+def test_constant_moments_are_the_mean_of_those_at_the_end_of_others(make_model):
     model = make_model(layers=1)
     [mixer] = [module for module in model.modules() if isinstance(module, TssaMixer)]
     inputs = []

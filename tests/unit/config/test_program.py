@@ -117,7 +117,7 @@ def test_a_text_behind_the_path(words: list[str], prompt: str):
     with pytest.raises(SystemExit):
         run_program(
             lambda path, config: seen.append(config),
-            name="p", doc="", takes="RUN [PROMPT]", config=Generation, arguments=words,
+            name="p", doc="", takes="RUN", config=Generation, prompt="sample.prompt", arguments=words,
         )  # fmt: skip
     assert [config.sample.prompt for config in seen] == [prompt]
 
@@ -134,7 +134,7 @@ def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         run_program(
             fail(AssertionError()),
-            name="p", doc="", takes="RUN [PROMPT]", config=Generation, arguments=["x", *words],
+            name="p", doc="", takes="RUN", config=Generation, prompt="sample.prompt", arguments=["x", *words],
         )  # fmt: skip
     assert said in capsys.readouterr().err
 
