@@ -2,158 +2,203 @@
 
     python -m eval.analyze runs/demo
 
-Of the memberships Π two tables, layer by layer: how concentrated Π is by position, 1 − entropy over the heads /
-ln(heads); and what becomes of the Π of the same tokens when other text is read before them: how far it moves (total
-variation), its concentration, and the tokens' loss. Then the coding rate R_c of each layer's tokens and its variational
-form R_var, before and after the layer's branch, with standard errors over sequences; and how orthogonal the heads'
-subspaces are, how much they overlap, and what of the tokens lies in none of them; and the loss with parts of the
-operator taken away. Writes results.json to eval/memberships@2, eval/coding_rate, eval/subspaces, eval/swaps;
-docs/analysis.md says what the figures mean.
+Of the memberships Π: how concentrated they are by position, what position, word, word class and document explain of
+them, which words each head takes, and what becomes of them when other text is read before. Of the layers: the coding
+rate R_c of their tokens and its variational form R_var, before and after the branch, for each checkpoint that the run
+keeps; the heads' subspaces; rare tokens and long ones in the residual stream; how far a swapped token reaches; and the
+loss with parts of the operator taken away. Writes results.json to eval/memberships@3, tokens (with text.html, a text
+coloured by head), coding_rate@2, subspaces, stream, influence and swaps; docs/analysis.md says what the figures mean.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tost_lm.config import run_program
-from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import AnalyzeConfig, MembershipsConfig
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.evaluation.config import AnalyzeConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tost_lm.model import TostLM
+    from tost_lm.analysis.results import Analysis
+    from tost_lm.data.shards import Shards
+    from tost_lm.evaluation.subject import Subject
 
 
 def main(path: Path, config: AnalyzeConfig) -> None:
-    from tost_lm.evaluation.subject import CODING_RATE, MEMBERSHIPS, SUBSPACES, SWAPS, Subject, pick_device
+    from tost_lm.evaluation.subject import (
+        CODING_RATE,
+        INFLUENCE,
+        MEMBERSHIPS,
+        STREAM,
+        SUBSPACES,
+        SWAPS,
+        TOKENS,
+        Subject,
+    )
 
     subject = Subject.find(path)
     shards = subject.open_shards(config.heldout.shards)
+    kept = _kept_checkpoints(subject)
     identity = subject.identity(config, shards)
-    protocols = (MEMBERSHIPS, CODING_RATE, SUBSPACES, SWAPS)
-    wanted = [protocol for protocol in protocols if not subject.reusable(protocol, identity)]
+    names = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, SWAPS)
+    identities: dict[str, dict[str, Any]] = dict.fromkeys(names, identity)
+    identities[CODING_RATE] = {**identity, "kept": {folder.name: digest for folder, digest in kept.items()}}
+    wanted = [name for name in names if not subject.reusable(name, identities[name])]
     if not wanted:
         return
 
-    import tost_lm
-    from tost_lm.analysis.memberships import read_text
+    from tost_lm.analysis import results
 
-    device = pick_device()
+    analysis = _open(subject, shards, config)
+    probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
+    page = subject.results_path(TOKENS).with_name("text.html")
+    parts: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
+        MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _tell_memberships),
+        TOKENS: (partial(results.tokens, page=page), _tell_tokens),
+        CODING_RATE: (partial(results.coding_rates, kept=list(kept)), _tell_coding_rates),
+        SUBSPACES: (results.subspaces, _tell_subspaces),
+        STREAM: (results.stream, _tell_stream),
+        INFLUENCE: (results.influences, _tell_influence),
+        SWAPS: (results.swaps, _tell_swaps),
+    }
+    for name in wanted:
+        measure, tell = parts[name]
+        started = time.monotonic()
+        found = {"sequences": len(analysis.sequences), **measure(analysis)}
+        tell(found)
+        subject.write_results(name, identities[name], started, found)
+
+
+def _kept_checkpoints(subject: "Subject") -> dict[Path, str]:
+    """The valid checkpoints of a run, oldest first, each with the hash of its manifest; none of an export."""
+    from tost_lm.files import sha256_file
+    from tost_lm.model.checkpoint import step_folders, verify_checkpoint
+
+    kept = {}
+    for folder in step_folders(subject.home):
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            print(f"{error}; its coding rates are left out")
+        else:
+            kept[folder] = sha256_file(folder / "manifest.json")
+    return kept
+
+
+def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analysis":
+    """The model and the text.
+
+    Raises:
+        ConfigError: no layer shares tokens out.
+        DataError: there is too little text.
+    """
+    import tost_lm
+    from tost_lm.analysis.results import Analysis, readable
+    from tost_lm.analysis.text import information, read_text
+    from tost_lm.evaluation.subject import pick_device
+
+    device, settings = pick_device(), config.memberships
     model = tost_lm.load(subject.checkpoint, device)
     if "T" not in model.config.pattern or model.config.heads < 2:
-        raise ConfigError(f"{path}: has no layer in which heads share tokens out, so there is nothing to analyze")
-    tokens, limit, settings = model.config.max_positions, model.config.position_limit, config.memberships
-    probe_tokens = min(settings.probe_tokens, tokens - 1)
-    amounts = [n for n in settings.context_tokens if limit is None or n + probe_tokens <= limit]
-    sequences_NT, context_S = read_text(shards, settings.sequences, tokens, max(amounts, default=0))
-    sequences_NT, context_S = sequences_NT.to(device), context_S.to(device)
-    for protocol in wanted:
-        started = time.monotonic()
-        if protocol == MEMBERSHIPS:
-            results = _memberships(model, sequences_NT, context_S, settings, probe_tokens, amounts)
-        else:
-            measure = {CODING_RATE: _coding_rates, SUBSPACES: _subspaces, SWAPS: _swaps}[protocol]
-            results = {"sequences": len(sequences_NT), **measure(model, sequences_NT)}
-        subject.write_results(protocol, identity, started, results)
-
-
-def _memberships(
-    model: "TostLM",
-    sequences_NT: "Tensor",
-    context_S: "Tensor",
-    settings: MembershipsConfig,
-    probe_tokens: int,
-    amounts: Sequence[int],
-) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from tost_lm.analysis.memberships import after_context, by_position
-    from tost_lm.model.positions import position_ends
-
-    tokens, limit = model.config.max_positions, model.config.position_limit
-    found = by_position(model, sequences_NT)
-    ends = position_ends(tokens)
-    print(f"concentration of memberships by position, over {settings.sequences} sequences:")
-    _print_rows("positions up to", ends, found.concentration)
-    told = " ".join("–" if share is None else f"{share:.1%}" for share in found.explained)
-    print(f"of their variance the position alone explains, by layer: {told}")
-    rows = []
-    print(f"the first {probe_tokens} tokens of them after other text:")
-    for row in after_context(model, sequences_NT[:, : probe_tokens + 1], context_S, amounts):
-        rows.append(asdict(row))
-        print(
-            f"after {row.context_tokens:>7,}  loss {row.nats_per_token:.4f}  moved by {_figures(row.moved)}  "
-            f"concentration {_figures(row.concentration)}",
-            flush=True,
+        raise ConfigError(
+            f"{subject.home}: has no layer in which heads share tokens out, so there is nothing to analyze"
         )
-    if len(amounts) < len(settings.context_tokens):
-        left_out = ", ".join(f"{n:,}" for n in settings.context_tokens[len(amounts) :])
-        print(f"not after {left_out}: the model reads {limit:,} tokens at most")
-    return {
-        "sequences": settings.sequences,
-        "probe_tokens": probe_tokens,
-        "position_ends": ends,
-        "concentration_by_position": found.concentration,
-        "explained_by_position": found.explained,
-        "after_context": rows,
-    }
+    contexts = readable(model.config, settings.context_tokens, settings.probe_tokens)
+    text = read_text(shards, settings.sequences, model.config.max_positions, max(contexts, default=0))
+    return Analysis(subject.checkpoint, model, text.to(device), shards.tokenizer(), information(shards))
 
 
-def _coding_rates(model: "TostLM", sequences_NT: "Tensor") -> dict[str, Any]:
-    from tost_lm.analysis.coding_rate import layer_rates, summed_up
-    from tost_lm.model.positions import position_ends
+def _tell_memberships(found: dict[str, Any]) -> None:
+    print(f"concentration of memberships by position, over {found['sequences']} sequences:")
+    _print_rows("positions up to", found["position_ends"], found["concentration_by_position"])
+    print("standard deviation of their scores over the heads:")
+    _print_rows("positions up to", found["position_ends"], found["score_spread_by_position"])
+    print(f"the first {found['probe_tokens']} tokens of them after other text:")
+    for row in found["after_context"]:
+        print(
+            f"after {row['context_tokens']:>7,}  loss {row['nats_per_token']:.4f}  moved by {_figures(row['moved'])}  "
+            f"concentration {_figures(row['concentration'])}"
+        )
+    if found["left_out_contexts"]:
+        left_out = ", ".join(f"{n:,}" for n in found["left_out_contexts"])
+        print(f"not after {left_out}: the model reads {found['limit']:,} tokens at most")
+    print(f"of their variance the position alone explains, by layer: {_shares(found['explained_by_position'])}")
 
-    layers = summed_up([layer_rates(model, tokens_T) for tokens_T in sequences_NT])
-    print(f"coding rates in nats, and their change by the layer's branch, over {len(sequences_NT)} sequences:")
-    for number, layer in enumerate(layers, start=1):
+
+def _tell_tokens(found: dict[str, Any]) -> None:
+    for name, shares in found["explained"].items():
+        print(f"of what position leaves, the {name} explains, by layer: {_shares(shares)}")
+
+
+def _tell_coding_rates(found: dict[str, Any]) -> None:
+    print(f"coding rates in nats, and their change by the layer's branch, over {found['sequences']} sequences:")
+    for number, layer in enumerate(found["layers"], start=1):
         told = "  ".join(
             f"{name} {layer[key]['mean']:.3f} ({_with_error(**layer[f'{key}_change'])})"
             for name, key in (("R_c", "coding"), ("R_var", "variational"))
         )
         print(f"TSSA layer {number:<5}{told}  of the tokens unprojected {layer['full']['mean']:.3f}")
-    return {"position_ends": position_ends(sequences_NT.shape[1]), "layers": layers}
+    for row in found["steps"]:
+        changes = " ".join(f"{layer['variational_change']['mean']:+.4f}" for layer in row["layers"])
+        print(f"after step {row['step']:>7,} the branches change R_var by {changes}")
 
 
-def _subspaces(model: "TostLM", sequences_NT: "Tensor") -> dict[str, Any]:
-    from tost_lm.analysis.subspaces import layer_subspaces, means
-
-    layers = layer_subspaces(model, sequences_NT)
+def _tell_subspaces(found: dict[str, Any]) -> None:
     print("the subspaces of the heads, means over them:")
-    for number, layer in enumerate(layers, start=1):
-        of_heads = means(layer)
+    for number, layer in enumerate(found["layers"], start=1):
+        of_heads = layer["mean"]
         print(
-            f"TSSA layer {number:<5}effective rank {of_heads['effective_rank']:.1f} of {layer.channels}  "
+            f"TSSA layer {number:<5}effective rank {of_heads['effective_rank']:.1f} of {layer['channels']}  "
             f"from orthogonal {of_heads['orthogonality']:.3f}  overlap {of_heads['overlap']:.3f} (by chance "
-            f"{layer.chance_overlap:.3f})  outside of all {layer.outside:.1%} of the tokens"
+            f"{layer['chance_overlap']:.3f})  outside of all {layer['outside']:.1%} of the tokens"
         )
-    return {"layers": [{**layer._asdict(), "mean": means(layer)} for layer in layers]}
 
 
-def _swaps(model: "TostLM", sequences_NT: "Tensor") -> dict[str, Any]:
-    from tost_lm.analysis.swaps import AS_IT_IS, beside_as_it_is, swapped_losses
+def _tell_stream(found: dict[str, Any]) -> None:
+    print("tokens by their information, layer by layer: the branch's update beside the residual stream, and how much")
+    print("of the stream before the first TSSA layer is kept (cosine):")
+    for group in found["groups"]:
+        nats = f"{group['from_nats']:.1f} to {group['to_nats']:.1f} nats"
+        print(f"{nats:<19}update {_figures(group['update'])}  kept {_figures(group['kept'])}")
+    print(f"tokens longer than {found['long_medians']:g} medians, and the longest:")
+    for number, layer in enumerate(found["layers"], start=1):
+        longest = layer["longest"][0]
+        at = f"{longest['text']!r} at position {longest['position']:,}"
+        print(f"TSSA layer {number:<5}{layer['long_share']:.2%}, {longest['medians']:.1f} medians: {at}")
 
-    losses = beside_as_it_is(swapped_losses(model, sequences_NT))
+
+def _tell_influence(found: dict[str, Any]) -> None:
+    print(f"how far a layer's output moves when one token before is swapped, over {found['swaps']} swaps:")
+    _print_rows("tokens later", found["distance_ends"], found["mean"], digits=4)
+
+
+def _tell_swaps(found: dict[str, Any]) -> None:
     print("loss in nats per token, and its change, with a part of the operator taken away:")
-    for loss in losses:
-        change = "" if loss["name"] == AS_IT_IS else f"  ({_with_error(loss['change'], loss['standard_error'])})"
-        print(f"{loss['name']:<17}{loss['nats_per_token']:.4f}{change}")
-    return {"losses": losses}
+    as_it_is, *others = found["losses"]
+    print(f"{as_it_is['name']:<17}{as_it_is['nats_per_token']:.4f}")
+    for loss in others:
+        change = _with_error(loss["change"], loss["standard_error"])
+        print(f"{loss['name']:<17}{loss['nats_per_token']:.4f}  ({change})")
 
 
 def _with_error(mean: float, standard_error: float | None) -> str:
     return f"{mean:+.4f}" + ("" if standard_error is None else f" ± {standard_error:.4f}")
 
 
-def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]]) -> None:
+def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]], digits: int = 3) -> None:
     print(f"{name:<16}" + "".join(f"{end:>8,}" for end in ends))
     for layer, values in enumerate(values_LP, start=1):
-        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8.3f}" for value in values))
+        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8.{digits}f}" for value in values))
 
 
 def _figures(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
+
+
+def _shares(shares: Sequence[float | None]) -> str:
+    return " ".join("–" if share is None else f"{share:.1%}" for share in shares)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,17 @@ det(I + (1/n_h) Σ π_h z zᵀ), unless the U_h are orthonormal and together spa
 Shapes: T tokens, H heads, D channels per head, C channels, L layers of TSSA, P prefixes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import while_hooked
-from tost_lm.analysis.memberships import memberships_of
+from tost_lm.analysis.layers import LayerPiece, projected, read, tssa_mixers
 from tost_lm.model import TostLM
-from tost_lm.model.block import Block
 from tost_lm.model.positions import position_ends
 from tost_lm.model.tssa import TssaMixer
 
-PIECE_TOKENS = 4096
 LEAST_MASS = torch.finfo(torch.float64).tiny  # a head without tokens counts nothing
 
 
@@ -58,10 +52,14 @@ class LayerRates(NamedTuple):
 
 @torch.inference_mode()
 def layer_rates(model: TostLM, tokens_T: Tensor) -> list[LayerRates]:
-    """The rates of each TSSA layer while the model reads a sequence, at the prefixes of `position_ends`."""
-    with recorded_rates(model, position_ends(len(tokens_T))) as recorded:
-        model(tokens_T[None], output_state=False)
-    return recorded
+    """The rates of each TSSA layer while the model reads a sequence, at the prefixes of `position_ends`.
+
+    Besides what `read` holds there are H·C² numbers for each layer, whatever the sequence's length.
+    """
+    ends = position_ends(len(tokens_T))
+    layers = [_RunningLayer(mixer, ends) for mixer in tssa_mixers(model)]
+    read(model, tokens_T[None], lambda piece: layers[piece.layer].add(piece))
+    return [layer.rates() for layer in layers]
 
 
 def summed_up(found: Sequence[Sequence[LayerRates]]) -> list[dict[str, Any]]:
@@ -75,41 +73,57 @@ def summed_up(found: Sequence[Sequence[LayerRates]]) -> list[dict[str, Any]]:
     ]
 
 
-@contextmanager
-def recorded_rates(model: TostLM, ends: Sequence[int]) -> Iterator[list[LayerRates]]:
-    """Those of each TSSA layer, in the order in which they are computed while the model is called on one sequence."""
-    recorded: list[LayerRates] = []
-    blocks = [block for block in model.modules() if isinstance(block, Block) and isinstance(block.mixer, TssaMixer)]
-    inputs: list[Tensor] = []
-
-    def before(block: Any, arguments: Any) -> None:
-        inputs.append(arguments[0])
-
-    def after(block: Block, mixer: TssaMixer, arguments: Any, result: Any) -> None:
-        z_BTC, state, places = arguments
-        pi_TH = memberships_of(mixer, z_BTC, state, places)[0].double()
-        moved_BTC = block.mixer_norm(inputs.pop() + block.mixer_scale(result[0]))
-        recorded.append(_rates_of_layer(mixer, z_BTC[0], moved_BTC[0], pi_TH, ends))
-
-    of_inputs = [block.register_forward_pre_hook(before) for block in blocks]
-    of_mixers = [block.mixer.register_forward_hook(partial(after, block)) for block in blocks]
-    with while_hooked(*of_inputs, *of_mixers):
-        yield recorded
-
-
 def rates(w_THD: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> Rates:
     """R_c and R_var [P] of the first so many tokens, for each of `ends`, rising numbers from 1 on."""
-    moments_PHDD, mass_PH = _moments(w_THD.double(), pi_TH.double(), ends)
-    share_PH = mass_PH / torch.tensor(ends, dtype=torch.float64, device=mass_PH.device)[:, None] / 2
-    moments_PHDD = moments_PHDD / mass_PH.clamp_min(LEAST_MASS)[..., None, None]
-    variational_PH = moments_PHDD.diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
-    return Rates((share_PH * _log_det(moments_PHDD)).sum(-1), (share_PH * variational_PH).sum(-1))
+    running = RunningRates(ends)
+    running.add(w_THD, pi_TH)
+    return running.rates()
 
 
 def full_rate(z_TC: Tensor, pi_TH: Tensor) -> Tensor:
-    """½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ), head by head: a moment is [C, C]."""
-    heads = [rates(z_TC[:, None], pi_T1, [len(z_TC)]).coding[0] for pi_T1 in pi_TH.split(1, dim=1)]
-    return torch.stack(heads).sum()
+    """½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ)."""
+    return rates(for_all_heads(z_TC, pi_TH), pi_TH, [len(z_TC)]).coding[-1]
+
+
+class RunningRates:
+    """`rates` of tokens that come in pieces; between them there is a moment of each head, in float64."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = list(ends)
+        self._count = 0
+        self._moment_HDD = self._mass_H = torch.zeros(())
+        self._found: list[Rates] = []
+
+    def add(self, w_THD: Tensor, pi_TH: Tensor) -> None:
+        """The tokens that follow."""
+        while len(w_THD) and len(self._found) < len(self._ends):
+            tokens = min(len(w_THD), self._ends[len(self._found)] - self._count)
+            self._add_before_next_end(w_THD[:tokens].double(), pi_TH[:tokens].double())
+            w_THD, pi_TH = w_THD[tokens:], pi_TH[tokens:]
+
+    def rates(self) -> Rates:
+        """At all ends that were reached."""
+        coding, variational = zip(*self._found, strict=True)
+        return Rates(torch.stack(coding), torch.stack(variational))
+
+    def _add_before_next_end(self, w_THD: Tensor, pi_TH: Tensor) -> None:
+        of_heads = zip(w_THD.unbind(1), pi_TH.T[..., None], strict=True)  # one by one: a weighted copy of one head only
+        moments_HDD = torch.stack([(pi_T1 * w_TD).T @ w_TD for w_TD, pi_T1 in of_heads])
+        self._moment_HDD, self._mass_H = self._moment_HDD + moments_HDD, self._mass_H + pi_TH.sum(0)
+        self._count += len(w_THD)
+        if self._count == self._ends[len(self._found)]:
+            self._found.append(self._rates_here())
+
+    def _rates_here(self) -> Rates:
+        share_H = self._mass_H / self._count / 2
+        moment_HDD = self._moment_HDD / self._mass_H.clamp_min(LEAST_MASS)[:, None, None]
+        variational_H = moment_HDD.diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
+        return Rates((share_H * _log_det(moment_HDD)).sum(), (share_H * variational_H).sum())
+
+
+def for_all_heads(z_TC: Tensor, pi_TH: Tensor) -> Tensor:
+    """z as [T, H, C], not copied for each head."""
+    return z_TC.double()[:, None].expand(-1, pi_TH.shape[1], -1)
 
 
 def orthonormal(u_HDC: Tensor) -> Tensor:
@@ -142,30 +156,26 @@ def _over_sequences(values: Sequence[Tensor]) -> dict[str, Any]:
     return {"mean": of_all_N.mean(0).tolist(), "standard_error": error}
 
 
-def _rates_of_layer(mixer: TssaMixer, z_TC: Tensor, moved_TC: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> LayerRates:
-    before, after = (
-        rates(mixer.in_proj(x_TC).unflatten(-1, (mixer.heads, -1)), pi_TH, ends) for x_TC in (z_TC, moved_TC)
-    )
-    z_TC = z_TC.double()
-    basis_HDC = orthonormal(mixer.in_proj.weight.double().unflatten(0, (mixer.heads, -1)))
-    in_bases = rates(torch.einsum("tc,hdc->thd", z_TC, basis_HDC), pi_TH, [len(z_TC)])
-    return LayerRates(before, after, Rates(*(rate_P[0] for rate_P in in_bases)), full_rate(z_TC, pi_TH))
+class _RunningLayer:
+    """`LayerRates` of a sequence that comes in pieces."""
 
+    def __init__(self, mixer: TssaMixer, ends: Sequence[int]) -> None:
+        self._basis_HDC = orthonormal(mixer.in_proj.weight.double().unflatten(0, (mixer.heads, -1)))
+        self._before, self._after = RunningRates(ends), RunningRates(ends)
+        self._orthonormal, self._full = RunningRates(ends[-1:]), RunningRates(ends[-1:])
 
-def _moments(w_THD: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Σ π w wᵀ [P, H, D, D] and Σ π [P, H] of the first so many tokens."""
-    _, heads, channels = w_THD.shape
-    moment_HDD, mass_H = w_THD.new_zeros(heads, channels, channels), w_THD.new_zeros(heads)
-    moments, masses = [], []
-    for begin, end in pairwise([0, *ends]):
-        for start in range(begin, end, PIECE_TOKENS):
-            here = slice(start, min(end, start + PIECE_TOKENS))
-            w_HtD = w_THD[here].transpose(0, 1)
-            moment_HDD = moment_HDD + (w_HtD * pi_TH[here].T[..., None]).mT @ w_HtD
-            mass_H = mass_H + pi_TH[here].sum(0)
-        moments.append(moment_HDD)
-        masses.append(mass_H)
-    return torch.stack(moments), torch.stack(masses)
+    def add(self, piece: LayerPiece) -> None:
+        z_TC, pi_TH = piece.z_BTC[0], piece.pi[0]
+        moved_BTC = piece.block.mixer_norm(piece.x_BTC + piece.branch)
+        self._before.add(piece.projected[0], pi_TH)
+        self._after.add(projected(piece.mixer, moved_BTC)[0], pi_TH)
+        self._orthonormal.add(torch.einsum("tc,hdc->thd", z_TC.double(), self._basis_HDC), pi_TH)
+        self._full.add(for_all_heads(z_TC, pi_TH), pi_TH)
+
+    def rates(self) -> LayerRates:
+        in_bases, full = self._orthonormal.rates(), self._full.rates().coding
+        whole = Rates(in_bases.coding[0], in_bases.variational[0])
+        return LayerRates(self._before.rates(), self._after.rates(), whole, full[0])
 
 
 def _log_det(moments: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.analysis.coding_rate import orthonormal
-from tost_lm.analysis.layers import tssa_mixers
-from tost_lm.analysis.memberships import recorded_inputs
+from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
@@ -44,12 +43,13 @@ def layer_subspaces(model: TostLM, sequences_NT: Tensor) -> list[Subspaces]:
     """Those of each TSSA layer, in their order; `outside` is of the tokens that the layer reads in these sequences."""
     mixers = tssa_mixers(model)
     moments_CC = [torch.zeros(()) for _ in mixers]
+
+    def see(piece: LayerPiece) -> None:
+        z_TC = piece.z_BTC[0].double()
+        moments_CC[piece.layer] = moments_CC[piece.layer] + z_TC.T @ z_TC
+
     for tokens_T in sequences_NT:
-        with recorded_inputs(model) as inputs:
-            model(tokens_T[None], output_state=False)
-        for layer, z_BTC in enumerate(inputs):
-            z_TC = z_BTC[0].double()
-            moments_CC[layer] = moments_CC[layer] + z_TC.T @ z_TC
+        read(model, tokens_T[None], see)
     return [_subspaces(mixer, moment_CC) for mixer, moment_CC in zip(mixers, moments_CC, strict=True)]
 
 

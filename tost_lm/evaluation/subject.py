@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
 
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
-MEMBERSHIPS, CODING_RATE, SUBSPACES, SWAPS = "memberships@2", "coding_rate", "subspaces", "swaps"
+MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
+STREAM, INFLUENCE, SWAPS = "stream", "influence", "swaps"
 """The protocols; a new version of one gets a new name."""
 HUB = "hub:"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import full_rate, layer_rates, orthonormal, rates
+from tost_lm.analysis.coding_rate import RunningRates, full_rate, layer_rates, orthonormal, rates
 from tost_lm.model.block import Block
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
@@ -44,11 +44,17 @@ def test_rates_of_prefixes_are_those_written_out():
         assert float(found.variational[i]) == pytest.approx(variational, rel=1e-12)
 
 
-def test_long_texts_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch):
+def test_long_texts_come_in_pieces(make_model, monkeypatch: pytest.MonkeyPatch):
     w, pi = draw(40, 3, 5), draw(40, 3, seed=1).softmax(-1)
-    whole = rates(w, pi, [9, 40])
-    monkeypatch.setattr("tost_lm.analysis.coding_rate.PIECE_TOKENS", 7)
-    assert_equal(rates(w, pi, [9, 40]), whole)
+    running = RunningRates([9, 40])
+    for here in (slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 40)):
+        running.add(w[here], pi[here])
+    assert_equal(running.rates(), rates(w, pi, [9, 40]))
+    model, tokens = make_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
+    whole = layer_rates(model, tokens)
+    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
+    for layer, in_pieces in zip(whole, layer_rates(model, tokens), strict=True):
+        torch.testing.assert_close(in_pieces, layer, rtol=1e-9, atol=1e-12)
 
 
 def test_the_variational_rate_is_never_below_the_coding_rate():

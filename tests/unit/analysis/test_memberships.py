@@ -100,6 +100,25 @@ def test_stretches_hold_the_means_of_their_positions(make_model):
     )
 
 
+def test_the_spread_is_that_of_the_scores(make_model):
+    """Up to their mean over the heads, scores are the logarithms of memberships."""
+    model, tokens = make_model(**FREE), draw(3, 20)
+    with torch.inference_mode(), recorded_memberships(model) as recorded:
+        model(tokens)
+    expected = [
+        [pi.log().std(-1, correction=0)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi in recorded
+    ]
+    torch.testing.assert_close(by_position(model, tokens).spread, torch.tensor(expected).tolist(), rtol=1e-9, atol=0)
+
+
+def test_long_texts_are_read_in_pieces(make_model, monkeypatch: pytest.MonkeyPatch):
+    model, tokens = make_model(pattern="TA"), draw(3, 40)
+    whole = by_position(model, tokens)
+    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
+    for found, expected in zip(by_position(model, tokens), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_the_share_of_variance_that_position_explains(make_model):
     """As the sums say it token by token; all of it where there is nothing but denom_bias."""
     model, tokens = make_model(), draw(5, 20)
@@ -120,7 +139,7 @@ def test_the_share_of_variance_that_position_explains(make_model):
 def test_probes_are_read_behind_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
     """As if context and probe were one sequence, however the context is cut."""
     model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
-    monkeypatch.setattr("tost_lm.analysis.memberships.PIECE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
     alone, *rows = after_context(model, probes, context, [12, 30])
     assert alone.moved == [0]
     for row in rows:

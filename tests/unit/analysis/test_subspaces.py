@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.memberships import recorded_inputs
+from tost_lm.analysis.layers import watched
 from tost_lm.analysis.subspaces import effective_rank, layer_subspaces, means, orthogonality
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
@@ -56,7 +56,8 @@ def test_what_no_head_projects_is_outside():
     turn, kept = rotation(12), torch.tensor([1.0] * 9 + [1e-5] * 3, dtype=torch.float64)
     model = make_model(rotation(12, 2) @ (kept[:, None] * turn))
     [found] = layer_subspaces(model, TOKENS)
-    with torch.no_grad(), recorded_inputs(model) as inputs:
+    inputs = []
+    with torch.no_grad(), watched(model, lambda piece: inputs.append(piece.z_BTC)):
         model(TOKENS)
     energy_C = (inputs[0].flatten(0, 1) @ turn.T).square().sum(0)
     assert found.spanned == 9

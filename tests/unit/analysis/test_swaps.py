@@ -11,7 +11,6 @@ from tost_lm.analysis.swaps import (
     BY_POSITION,
     CONSTANT,
     UNIFORM,
-    second_moments,
     swapped,
     swapped_losses,
 )
@@ -30,9 +29,9 @@ def logits(model: TostLM) -> Tensor:
 def test_its_own_parts_put_back_change_nothing(make_model, settings):
     model = make_model(**settings)
     before = logits(model)
-    with swapped(model, lambda layer, w, pi: (pi, second_moments(w, pi))):
+    with swapped(model, lambda layer, here, pi: (pi, None)):
         assert_close(logits(model), before, rtol=1e-12, atol=1e-12)
-    with swapped(model, lambda layer, w, pi: (pi, 0 * second_moments(w, pi))):
+    with swapped(model, lambda layer, here, pi: (pi, torch.zeros(()))):
         assert (logits(model) - before).abs().max() > 1e-3
     assert torch.equal(logits(model), before)
 
@@ -45,6 +44,15 @@ def test_uniform_is_the_model_whose_memberships_are_uniform(make_model):
     assert_close(of_even[UNIFORM], of_even[AS_IT_IS], rtol=1e-12, atol=0)
     assert_close(of_even[BY_POSITION], of_even[AS_IT_IS], rtol=1e-12, atol=0)
     assert len({round(float(loss.mean()), 6) for loss in losses.values()}) == 4
+
+
+def test_long_texts_are_read_in_pieces(make_model, monkeypatch: pytest.MonkeyPatch):
+    model = make_model(pattern="TA")
+    whole = swapped_losses(model, TOKENS)
+    for module in ("layers", "swaps"):
+        monkeypatch.setattr(f"tost_lm.analysis.{module}.PIECE_TOKENS", 7)
+    for name, losses in swapped_losses(model, TOKENS).items():
+        assert_close(losses, whole[name], rtol=1e-9, atol=0)
 
 
 def test_means_are_of_the_other_half(make_model):
@@ -64,9 +72,8 @@ def test_constant_moments_are_the_mean_of_those_at_the_end_of_others(make_model)
         model(TOKENS)
         handle.remove()
         w_BTHD = mixer.in_proj(inputs[0]).unflatten(-1, (4, -1))
-        ends_NHD = torch.cat(
-            [second_moments(w, pi)[:, -1] for w, pi in zip(w_BTHD.split(1), recorded[0].split(1), strict=True)]
-        )
-    with torch.no_grad(), swapped(model, lambda layer, w, pi: (pi, ends_NHD[1::2].mean(0))):
+        rows = zip(w_BTHD.split(1), recorded[0].split(1), strict=True)
+        ends_NHD = torch.cat([(pi[..., None] * w.square()).sum(1) / pi.sum(1)[..., None] for w, pi in rows])
+    with torch.no_grad(), swapped(model, lambda layer, here, pi: (pi, ends_NHD[1::2].mean(0))):
         expected = model(TOKENS[:1, :-1], labels=TOKENS[:1, 1:]).loss
     assert_close(swapped_losses(model, TOKENS)[CONSTANT][0], expected, rtol=1e-9, atol=0)

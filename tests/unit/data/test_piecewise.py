@@ -11,7 +11,7 @@ import pytest
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.data.tokenizers.piecewise import BLOCK_CHARACTERS, decode_ids, encode_blocks
+from tost_lm.data.tokenizers.piecewise import BLOCK_CHARACTERS, decode_ids, encode_blocks, token_text
 from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 
@@ -42,6 +42,13 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
         return gpt2_tokenizer(GPT2_FILES)
     texts = [text_of(seed, 300) for seed in range(50)]
     return SentencePieceTokenizer(train_sentencepiece(texts, 400, symbol_pieces(["  ", " x", "\n "])))
+
+
+def test_the_text_of_a_token_is_what_it_adds(tokenizer: Tokenizer):
+    ids = tokenizer.encode("a  page naïve page x=1.\n")
+    assert "".join(token_text(tokenizer, i) for i in ids) == "a  page naïve page x=1.\n"
+    assert " page" in [token_text(tokenizer, i) for i in ids]
+    assert token_text(tokenizer, tokenizer.eot) == ""
 
 
 @pytest.mark.parametrize("seed", range(20))

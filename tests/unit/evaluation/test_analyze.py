@@ -1,22 +1,25 @@
 """eval.analyze: what it prints and keeps, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval.analyze import main
-from tost_lm.analysis.memberships import read_text
 from tost_lm.config import validate
-from tost_lm.data.shards import Shards
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import AnalyzeConfig
-from tost_lm.evaluation.report.coding_rate import coding_rates
-from tost_lm.evaluation.report.memberships import memberships_of_run
+from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
+from tost_lm.evaluation.report.analysis.influence import influence
+from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
+from tost_lm.evaluation.report.analysis.stream import stream
+from tost_lm.evaluation.report.analysis.subspaces import subspaces
+from tost_lm.evaluation.report.analysis.swaps import swaps
+from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.report.subspaces import subspaces
-from tost_lm.evaluation.report.swaps import swaps
 from tost_lm.model.checkpoint import write_checkpoint
 
 
@@ -26,7 +29,7 @@ def settings(**memberships) -> AnalyzeConfig:
 
 
 def results_of(run: Path) -> dict:
-    return json.loads((run / "eval/memberships@2/results.json").read_text())
+    return json.loads((run / "eval/memberships@3/results.json").read_text())
 
 
 def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, capsys):
@@ -41,21 +44,108 @@ def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, ca
     assert min(results["after_context"][1]["moved"]) > 0
     main(run_folder, settings())
     assert "reusing" in capsys.readouterr().out
-    section = memberships_of_run(RunRecord.read(run_folder))
+    page = Page("", figures="f")
+    section = memberships_of_run(RunRecord.read(run_folder), page)
     assert "Of `step_00000100`" in section
     layer, other = results["after_context"][2]["moved"]
     assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in section
     layer, other = results["concentration_by_position"]
-    told = ", ".join(f"{share:.1%}" for share in results["explained_by_position"])
-    assert f"their position alone explains {told}, layer by layer." in section
     assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in section
+    spread, _ = results["score_spread_by_position"]
+    assert page.charts["f/memberships"].rows == [
+        [end, layer[i], other[i], spread[i], results["score_spread_by_position"][1][i]] for i, end in enumerate([8, 16])
+    ]
+
+
+def test_the_tokens_of_heads_are_kept_and_reported(run_folder: Path, tokenizer, capsys):
+    main(run_folder, settings(sequences=16))
+    said = capsys.readouterr().out
+    results = json.loads((run_folder / "eval/tokens/results.json").read_text())
+    assert results["groups"]["document"] > 1
+    for name, shares in results["explained"].items():
+        assert f"the {name} explains, by layer: {' '.join(f'{share:.1%}' for share in shares)}" in said
+    page = Page("", figures="f")
+    section = tokens(RunRecord.read(run_folder), page)
+    most = results["layers"][1][0]["most"]
+    assert [word["surplus"] for word in most] == sorted((word["surplus"] for word in most), reverse=True)
+    assert all(word["tokens"] >= 5 for word in most)
+    assert f"| 2 | 1 | {most[0]['text'].replace(' ', '␣')} {100 * most[0]['surplus']:+.1f} %" in section
+    explained = page.charts["f/explained"].rows
+    assert [row[2] for row in explained] == [100 * share for share in results["explained"]["word"]]
+    assert [row[1] for row in explained] == [100 * share for share in results_of(run_folder)["explained_by_position"]]
+    assert len(page.charts["f/word_classes"].rows) == 2 * 2 * len(results["word_classes"])
+    assert sum(results["word_class_tokens"]) == 16 * 16
+    coloured = (run_folder / "eval/tokens/text.html").read_text()
+    assert coloured.count('<p class="text">') == 2
+    assert coloured.count('title="head ') == 2 * 16
+    shutil.rmtree(run_folder / "eval/memberships@3")
+    tokens(RunRecord.read(run_folder), page)
+    assert page.charts["f/explained"].header[1] == "explained by word, of the rest (%)"
+
+
+def test_the_residual_stream_is_kept_and_reported(run_folder: Path, capsys):
+    main(run_folder, settings())
+    said = capsys.readouterr().out
+    results = json.loads((run_folder / "eval/stream/results.json").read_text())
+    page = Page("", figures="f")
+    section = stream(RunRecord.read(run_folder), page)
+    assert sum(group["tokens"] for group in results["groups"]) == 3 * 16
+    assert results["groups"][0]["kept"][0] == pytest.approx(1)
+    for number, layer in enumerate(results["layers"], start=1):
+        longest = layer["longest"][0]
+        assert f"{longest['medians']:.1f} medians: {longest['text']!r} at position {longest['position']}" in said
+        assert f"| {number} | {layer['median']:.3g} | {layer['long_share']:.2%} | " in section
+    assert [row[1] for row in page.charts["f/stream"].rows] == results["groups"][0]["update"]
+
+
+def test_the_influence_is_kept_and_reported(run_folder: Path, capsys):
+    main(run_folder, settings())
+    assert "when one token before is swapped, over 12 swaps" in capsys.readouterr().out
+    results = json.loads((run_folder / "eval/influence/results.json").read_text())
+    assert results["distance_ends"] == [1, 2, 4, 8]
+    page = Page("", figures="f")
+    section = influence(RunRecord.read(run_folder), page)
+    told = [f"{results['mean'][i][2]:.4f} ± {results['standard_error'][i][2]:.4f}" for i in (0, 1)]
+    assert f"| 4 | {told[0]} | {told[1]} |" in section
+    assert [row[1] for row in page.charts["f/influence"].rows] == results["mean"][0]
+
+
+def test_coding_rates_are_those_of_all_kept_checkpoints(run_folder: Path, make_model, tokenizer, capsys):
+    page = Page("", figures="f")
+    main(run_folder, settings())
+    first = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+    assert [row["step"] for row in first["steps"]] == [100]
+    coding_rates(RunRecord.read(run_folder), page)
+    assert "f/coding_rate_steps" not in page.charts
+    model = make_model(vocab_size=tokenizer.vocab_size)
+    with torch.no_grad():
+        model.blocks[1].mixer.in_proj.weight.mul_(2)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000300", model.config, model.state_dict(), tokenizer)
+    weights = next((run_folder / "checkpoints" / "step_00000300").glob("model*"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    capsys.readouterr()
+    main(run_folder, settings())
+    said = capsys.readouterr().out
+    assert "its coding rates are left out" in said
+    results = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+    assert [row["step"] for row in results["steps"]] == [100, 200]
+    assert results["steps"][0]["layers"] == first["layers"]
+    assert results["steps"][1]["layers"] == results["layers"] != first["layers"]
+    section = coding_rates(RunRecord.read(run_folder), page)
+    assert "The same of the 2 checkpoints" in section
+    assert [row[0] for row in page.charts["f/coding_rate_steps"].rows] == [100, 200]
+    gap = results["layers"][1]["variational"]["mean"] - results["layers"][1]["coding"]["mean"]
+    assert page.charts["f/coding_rate_steps"].rows[1][-1] == pytest.approx(gap)
 
 
 def test_subspaces_are_kept_and_reported(run_folder: Path, capsys):
     main(run_folder, settings())
     assert "effective rank" in capsys.readouterr().out
     layers = json.loads((run_folder / "eval/subspaces/results.json").read_text())["layers"]
-    section = subspaces(RunRecord.read(run_folder))
+    page = Page("", figures="f")
+    section = subspaces(RunRecord.read(run_folder), page)
+    assert page.charts["f/subspaces"].rows[1] == [1, 1, 2, layers[0]["overlap"][0][1]]
     for number, layer in enumerate(layers, start=1):
         assert 1 <= layer["mean"]["effective_rank"] <= layer["channels"] == 8
         assert f"| {number} | {layer['mean']['effective_rank']:.1f} of 8 | " in section
@@ -65,7 +155,8 @@ def test_subspaces_are_kept_and_reported(run_folder: Path, capsys):
 def test_losses_without_parts_are_kept_and_reported(run_folder: Path, capsys):
     main(run_folder, settings())
     said = capsys.readouterr().out
-    section = swaps(RunRecord.read(run_folder))
+    page = Page("", figures="f")
+    section = swaps(RunRecord.read(run_folder), page)
     as_it_is, *others = json.loads((run_folder / "eval/swaps/results.json").read_text())["losses"]
     assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
     assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
@@ -74,12 +165,13 @@ def test_losses_without_parts_are_kept_and_reported(run_folder: Path, capsys):
         change = f"{loss['change']:+.4f} ± {loss['standard_error']:.4f}"
         assert f"| {loss['name']} | {loss['nats_per_token']:.4f} | {change} |" in section
         assert f"{loss['nats_per_token']:.4f}  ({change})" in said
+    assert [row[2] for row in page.charts["f/swaps"].rows] == [0, *[loss["change"] for loss in others]]
 
 
 def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
     main(run_folder, settings())
     assert "TSSA layer 2    R_c " in capsys.readouterr().out
-    rates = json.loads((run_folder / "eval/coding_rate/results.json").read_text())
+    rates = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
     assert rates["position_ends"] == [8, 16]
     assert len(rates["layers"]) == 2
     page = Page("", figures="f")
@@ -91,10 +183,10 @@ def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
         assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in section
         assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in section
     assert page.charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
-    (run_folder / "eval/memberships@2/results.json").unlink()
+    (run_folder / "eval/memberships@3/results.json").unlink()
     main(run_folder, settings())
     assert capsys.readouterr().out.startswith("reusing ")
-    assert (run_folder / "eval/memberships@2/results.json").is_file()
+    assert (run_folder / "eval/memberships@3/results.json").is_file()
     main(run_folder, settings(sequences=1))
     assert " ± " not in coding_rates(RunRecord.read(run_folder), page).split("\n| 1 |")[1].split("\n")[0]
 
@@ -115,17 +207,6 @@ def test_a_model_whose_heads_share_nothing_out_is_refused(run_folder: Path, make
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     with pytest.raises(ConfigError, match=f"^{run_folder}: has no layer in which heads share tokens out"):
         main(run_folder, settings())
-
-
-def test_the_text_is_held_out_text_after_the_context(shards: Shards):
-    text = [token for array in shards.token_arrays("valid") for token in array.tolist()]
-    sequences_NT, context_S = read_text(shards, 4, 10, 20)
-    assert context_S.tolist() == text[:20]
-    assert sequences_NT[0].tolist() == text[20:30]
-    assert sequences_NT[-1].tolist() == text[-10:]
-    assert sequences_NT.shape == (4, 10)
-    with pytest.raises(DataError, match=rf"held-out text has {len(text):,} tokens.*lower memberships.context_tokens"):
-        read_text(shards, 4, 10, len(text) - 39)
 
 
 @pytest.mark.parametrize("amounts", [[0, 5], [5, 5], [7, 5]])

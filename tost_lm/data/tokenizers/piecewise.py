@@ -58,6 +58,11 @@ def decode_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     yield _behind(tokenizer, before, held)[told:]
 
 
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one id behind other text: '' of the end of text, U+FFFD where it is a part of a character."""
+    return _behind(tokenizer, tokenizer.encode("a"), [token])
+
+
 def _last_word(text: str) -> int:
     """Where the last space behind another character than white space is; 0: nowhere."""
     end = len(text)

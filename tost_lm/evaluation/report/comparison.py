@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tost_lm.config import validate
+from tost_lm.evaluation.report.analysis.memberships import memberships_of_groups, places_table
 from tost_lm.evaluation.report.compared import position_curves_chart, step_chart
 from tost_lm.evaluation.report.groups import Curve, Group, Mean, at_step, common_steps, curve, mean_curve, seed
 from tost_lm.evaluation.report.markdown import escape, table
-from tost_lm.evaluation.report.memberships import memberships_of_groups, places_table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.retrieval import of_groups as retrieval_of_groups

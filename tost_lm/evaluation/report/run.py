@@ -6,14 +6,17 @@ from pathlib import Path
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
+from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
+from tost_lm.evaluation.report.analysis.influence import influence
+from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
+from tost_lm.evaluation.report.analysis.stream import stream
+from tost_lm.evaluation.report.analysis.subspaces import subspaces
+from tost_lm.evaluation.report.analysis.swaps import swaps
+from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.beyond import beyond
-from tost_lm.evaluation.report.coding_rate import coding_rates
 from tost_lm.evaluation.report.markdown import escape, table
-from tost_lm.evaluation.report.memberships import memberships_of_run
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.report.subspaces import subspaces
-from tost_lm.evaluation.report.swaps import swaps
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig
@@ -39,10 +42,13 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield protocols.zero_shot(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
-    yield memberships_of_run(run)
+    yield memberships_of_run(run, page)
+    yield tokens(run, page)
     yield coding_rates(run, page)
-    yield subspaces(run)
-    yield swaps(run)
+    yield subspaces(run, page)
+    yield stream(run, page)
+    yield influence(run, page)
+    yield swaps(run, page)
     yield beyond(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)

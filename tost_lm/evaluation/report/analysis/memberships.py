@@ -4,9 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
+from tost_lm.evaluation.report.analysis.layers import doubling_axis, draw_layers, name_layers, of_layers
+from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.groups import Curve, Group, curve
 from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.subject import MEMBERSHIPS
@@ -17,7 +21,7 @@ CONCENTRATION = (
 )
 
 
-def memberships_of_run(run: RunRecord) -> str:
+def memberships_of_run(run: RunRecord, page: Page) -> str:
     """How concentrated they are by position, and what text before does to them, of each TSSA layer."""
     results = run.results(MEMBERSHIPS)
     if results is None:
@@ -31,7 +35,9 @@ def memberships_of_run(run: RunRecord) -> str:
     return "\n\n".join([
         f"## Memberships ({escape(MEMBERSHIPS)})",
         of_checkpoint(run, results, "eval.analyze"),
-        CONCENTRATION,
+        page.show("memberships", position_chart(results), "Concentration and spread of the scores by position"),
+        f"{CONCENTRATION} The spread is the standard deviation over the heads of a token's scores, of which the "
+        "memberships are the softmax.",
         table(
             ("positions up to", *layers),
             [
@@ -39,11 +45,29 @@ def memberships_of_run(run: RunRecord) -> str:
                 for end, values in zip(results["position_ends"], by_position, strict=True)
             ],
         ),
-        f"Of the variance of the memberships their position alone explains {_shares(results)}, layer by layer.",
         f"The first {results['probe_tokens']} tokens of {results['sequences']} sequences after so many tokens of other "
         "text: their loss in nats per token, and how far their memberships moved (total variation).",
         table(("after", "loss", *layers), rows),
     ])  # fmt: skip
+
+
+def position_chart(results: Mapping[str, Any]) -> Chart:
+    """Concentration and spread by position, a line for each layer."""
+    ends = results["position_ends"]
+    concentration, spread = results["concentration_by_position"], results["score_spread_by_position"]
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, values, label in (
+        (left, concentration, "concentration (0: even, 1: one head)"),
+        (right, spread, "spread of the scores over heads (nats)"),
+    ):
+        draw_layers(axes, ends, values)
+        doubling_axis(axes, "position (tokens, up to the mark)")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    name_layers(figure, right, len(spread))
+    columns = of_layers(concentration, "concentration (1)") | of_layers(spread, "spread of the scores (nats)")
+    return Chart(figure, **joined("positions up to (tokens)", {name: (ends, line) for name, line in columns.items()}))
 
 
 def memberships_of_groups(groups: Sequence[Group]) -> str:
@@ -94,10 +118,6 @@ def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str,
 
 def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
     return np.array(values, dtype=float).mean(axis=dim)
-
-
-def _shares(results: Mapping[str, Any]) -> str:
-    return ", ".join("–" if share is None else f"{share:.1%}" for share in results["explained_by_position"])
 
 
 def _three_digits(values: Sequence[float]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from tost_lm.evaluation.report.analysis.layers import draw_layers, name_layers, of_layers
 from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
 from tost_lm.evaluation.report.markdown import escape, table
@@ -13,6 +14,7 @@ from tost_lm.evaluation.report.protocols import of_checkpoint
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.subject import CODING_RATE
 
+OVER_TRAINING = {"variational_change": "change of R_var by the branch (nats)", "gap": "R_var − R_c (nats)"}
 RATES = {"coding": "R_c, coding rate", "variational": "R_var, variational form"}
 
 
@@ -41,6 +43,7 @@ def coding_rates(run: RunRecord, page: Page) -> str:
         f"Nats, mean ± standard error over {results['sequences']} sequences of {results['position_ends'][-1]:,} "
         "tokens. R_c is the rate of the tokens in the heads' subspaces, R_var what the operator descends, never below "
         "R_c. A branch that compresses lowers them.",
+        *_over_training(results["steps"], page),
     ])  # fmt: skip
 
 
@@ -63,6 +66,33 @@ def change_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
     axes.set_ylabel("change by its branch (nats)\nbelow 0: compressed")
     axes.legend()
     return Chart(figure, **joined("TSSA layer", lines))
+
+
+def steps_chart(steps: Sequence[Mapping[str, Any]]) -> Chart:
+    """Over training: what the branches change R_var by, and how far R_var is above R_c; a line for each layer."""
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    at = [row["step"] for row in steps]
+    columns: dict[str, Sequence[float]] = {}
+    for axes, (name, label) in zip(panels, OVER_TRAINING.items(), strict=True):
+        values_LS = list(zip(*[[layer[name]["mean"] for layer in row["layers"]] for row in steps], strict=True))
+        draw_layers(axes, at, values_LS)
+        axes.set_xlabel("training step")
+        axes.set_ylabel(label)
+        columns |= of_layers(values_LS, label)
+    panels[0].axhline(0, color="0.5", linewidth=1)
+    name_layers(figure, panels[1], len(steps[0]["layers"]))
+    return Chart(figure, **joined("step", {name: (at, line) for name, line in columns.items()}))
+
+
+def _over_training(steps: Sequence[Mapping[str, Any]], page: Page) -> list[str]:
+    """Of the checkpoints that the run keeps, if they are several."""
+    if len(steps) < 2:
+        return []
+    return [
+        page.show("coding_rate_steps", steps_chart(steps), "Coding rates of the kept checkpoints"),
+        f"The same of the {len(steps)} checkpoints that the run keeps (checkpoint.keep and checkpoint.keep\\_every).",
+    ]
 
 
 def _mean_and_error(figure: Mapping[str, Any]) -> tuple[float, float]:

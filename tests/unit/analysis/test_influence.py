@@ -1,0 +1,48 @@
+"""Influence of a swapped token: as two readings of the text show it, by distance, and none before it."""
+
+import pytest
+import torch
+
+from tost_lm.analysis.influence import distance_ends, draw_swaps, influence
+from tost_lm.analysis.layers import LayerPiece, watched
+
+TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("reach", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
+def test_distances_double(reach: int, ends: list[int]):
+    assert distance_ends(reach) == ends
+
+
+@pytest.mark.parametrize("pieces", [64, 7])
+def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatch, pieces: int):
+    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", pieces)
+    model = make_model(pattern="TA", layers=4)
+    found = influence(model, TOKENS, swaps=2)
+    assert found.distance_ends == [1, 2, 4, 8, 10]
+    by_hand = torch.zeros(3, 2, 5, dtype=torch.float64)
+    for n, row in enumerate(TOKENS):
+        for place, other in zip(*(x.tolist() for x in draw_swaps(TOKENS, n, 2)), strict=True):
+            assert place < 10
+            assert other != int(row[place])
+            swapped = row.clone()
+            swapped[place] = other
+            both: list[LayerPiece] = []
+            with torch.inference_mode(), watched(model, both.append):
+                model(torch.stack([row, swapped]))
+            for layer, piece in enumerate(both):
+                y, moved = piece.y_BTC
+                change = (moved - y).norm(dim=-1) / y.norm(dim=-1)
+                assert torch.equal(moved[:place], y[:place])
+                for stretch, (begin, end) in enumerate([(0, 1), (1, 2), (2, 4), (4, 8), (8, 10)]):
+                    by_hand[n, layer, stretch] += change[place + begin + 1 : place + end + 1].mean() / 2
+    torch.testing.assert_close(torch.tensor(found.mean), by_hand.mean(0).float(), rtol=1e-5, atol=0)
+    assert found.standard_error is not None
+    error = (by_hand.std(0) / 3**0.5).float()
+    torch.testing.assert_close(torch.tensor(found.standard_error), error, rtol=1e-5, atol=0)
+    assert influence(model, TOKENS[:1], swaps=2).standard_error is None
+
+
+def test_text_of_one_word_is_refused(make_model):
+    with pytest.raises(ValueError, match="consist of one word"):
+        influence(make_model(), torch.full((2, 8), 3), swaps=2)

@@ -1,0 +1,129 @@
+"""Which tokens the heads take: as sums say it token by token; planted structure is found, and is gone when shuffled."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tost_lm.analysis.coloured_text import coloured_page
+from tost_lm.analysis.memberships import by_position, recorded_memberships
+from tost_lm.analysis.tokens import Surplus, explained_by, surplus_of_text, surpluses, typical
+from tost_lm.model import TostLM
+from tost_lm.model.tssa import TssaMixer
+
+HEADS, CHANNELS, PLANTED, WORDS = 4, 8, 4, 48
+
+
+def draw(*shape: int, words: int = 50) -> Tensor:
+    return torch.randint(words, shape, generator=torch.Generator().manual_seed(1))
+
+
+def found_in(model: TostLM, tokens_NT: Tensor, **labels: Tensor) -> Surplus:
+    return surpluses(model, tokens_NT, by_position(model, tokens_NT).mean_LTH, labels)
+
+
+@pytest.mark.parametrize("pieces", [64, 7])
+def test_shares_are_those_of_the_sums(make_model, monkeypatch: pytest.MonkeyPatch, pieces: int):
+    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", pieces)
+    model, tokens = make_model(pattern="TA", layers=4), draw(5, 20)
+    labels = tokens % 3
+    found = found_in(model, tokens, third=labels)
+    with torch.inference_mode(), recorded_memberships(model) as recorded:
+        model(tokens)
+    for pi_NTH, explained, squares in zip(recorded, explained_by(found, "third"), found.squares_L, strict=True):
+        surplus = pi_NTH - pi_NTH.mean(0)
+        total = sum(float(x) ** 2 for x in surplus.flatten())
+        within = 0.0
+        for label in range(3):
+            own = surplus[labels == label]
+            within += sum(float(x) ** 2 for x in (own - own.mean(0)).flatten())
+        assert float(squares) == pytest.approx(total, rel=1e-9)
+        assert explained == pytest.approx(1 - (within / (100 - 3)) / (total / 99), rel=1e-9)
+
+
+def test_labels_by_lot_explain_nothing_and_each_token_alone_is_no_group(make_model):
+    model, tokens = make_model(positions="none", denom_bias="head"), draw(16, 64)
+    by_lot = torch.randint(40, (16, 64), generator=torch.Generator().manual_seed(5))
+    found = found_in(model, tokens, lot=by_lot, alone=torch.arange(16 * 64).view(16, 64), word=tokens)
+    assert max(abs(share or 0) for share in explained_by(found, "lot")) < 0.02
+    assert explained_by(found, "alone") == [None, None]
+    assert min(share or 0 for share in explained_by(found, "word")) > 0.1
+    uniform = make_model(membership="uniform")
+    assert explained_by(found_in(uniform, tokens, word=tokens), "word") == [None, None]
+
+
+def test_typical_words_are_ordered_and_rare_ones_left_out():
+    sums_KLH = torch.tensor([[[2.0, -2]], [[3, -3]], [[40, 40]], [[-8, 8]]], dtype=torch.float64)
+    found = Surplus(torch.ones(1), {"word": sums_KLH}, {"word": torch.tensor([2, 6, 1, 4])})
+    [[first, second]] = typical(found, "word", groups=2, tokens=2)
+    assert first == ([(0, 1.0), (1, 0.5)], [(3, -2.0), (1, 0.5)])
+    assert second == ([(3, 2.0), (1, -0.5)], [(0, -1.0), (1, -0.5)])
+
+
+def planted_model(make_model, membership: str) -> TostLM:
+    """Word v lies in the v-th of `HEADS` known subspaces, in turn, each of which one head projects to."""
+    model = make_model(
+        layers=1, heads=HEADS, width=HEADS * CHANNELS, vocab_size=WORDS, membership=membership, positions="none",
+        denom_bias="none",
+    )  # fmt: skip
+    width = HEADS * CHANNELS
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randn(width, width, dtype=torch.float64, generator=generator)
+    full[:, 0] = 1  # a norm takes the mean away: the planted subspaces are orthogonal to it
+    basis = torch.linalg.qr(full)[0].T
+    planted = basis[1 : 1 + HEADS * PLANTED].view(HEADS, PLANTED, width)
+    others = torch.cat([basis[:1], basis[1 + HEADS * PLANTED :]]).view(HEADS, CHANNELS - PLANTED, width)
+    coordinates = torch.randn(WORDS, PLANTED, dtype=torch.float64, generator=generator)
+    mixer = model.blocks[0].mixer
+    assert isinstance(mixer, TssaMixer)
+    with torch.no_grad():
+        mixer.in_proj.weight.copy_(torch.cat([planted, others], 1).flatten(0, 1))
+        mixer.temp.fill_(2)
+        model.blocks[0].mixer_norm.weight.fill_(1)
+        model.embedding.weight.copy_(torch.einsum("vp,vpc->vc", coordinates, planted[torch.arange(WORDS) % HEADS]))
+    return model
+
+
+@pytest.mark.parametrize(("membership", "at_least"), [("energy-mean", 0.9), ("energy-share", 0.5)])
+def test_planted_structure_is_recovered_and_destroyed_by_shuffling(make_model, membership: str, at_least: float):
+    model, tokens = planted_model(make_model, membership), draw(32, 64, words=WORDS)
+    subspace = tokens % HEADS
+    lot = subspace.flatten()[torch.randperm(subspace.numel(), generator=torch.Generator().manual_seed(2))]
+    labels = {"planted": subspace, "shuffled": lot.view_as(subspace), "word": tokens}
+    mean_LTH = by_position(model, tokens).mean_LTH
+    found = surpluses(model, tokens, mean_LTH, labels)
+    [planted], [shuffled] = explained_by(found, "planted"), explained_by(found, "shuffled")
+    assert planted is not None
+    assert shuffled is not None
+    assert planted > at_least
+    assert abs(shuffled) < 0.01
+    head_NT = torch.stack([surplus_of_text(model, row, mean_LTH)[0].argmax(-1) for row in tokens])
+    assert (head_NT == subspace).double().mean() > 0.95
+    for head, words in enumerate(typical(found, "word", groups=6, tokens=5)[0]):
+        assert {word % HEADS for word, _ in words.most} == {head}
+        assert head not in {word % HEADS for word, _ in words.least}
+    # The words' coordinates shuffled: they lie in no head's subspace any more.
+    with torch.no_grad():
+        table = model.embedding.weight
+        order = torch.rand(table.shape, generator=torch.Generator().manual_seed(3)).argsort(-1)
+        table.copy_(table.gather(-1, order))
+    found = found_in(model, tokens, planted=subspace)
+    [gone] = explained_by(found, "planted")
+    assert gone is not None
+    assert gone < 0.2 * planted
+
+
+def test_a_page_colours_each_token_by_the_head_that_takes_most():
+    surplus = torch.tensor([[[0.2, -0.2], [-0.1, 0.1]], [[0.0, 0.0], [0.3, -0.3]]])
+    page = coloured_page("A <title>", ["<one>\n", " & two"], surplus)
+    first, second = re.findall(r'<p class="text">(.*?)</p>', page, re.DOTALL)
+    assert re.findall(r'title="(head .*?)">(.*?)</span>', first, re.DOTALL) == [
+        ("head 1, +0.2000", "&lt;one&gt;↵\n"), ("head 2, +0.1000", " &amp; two"),
+    ]  # fmt: skip
+    assert re.findall(r"0\.\d\d(?=\))", first) == ["0.70", "0.40"]
+    assert re.findall(r"0\.\d\d(?=\))", second) == ["0.10", "0.70"]
+    assert "A &lt;title&gt;" in page
+    many = coloured_page("", ["a"], torch.arange(20.0).view(1, 1, 20))
+    legend = re.findall(r'<span style="(.*?)">head \d+</span>', many)
+    assert len(legend) == len(set(legend)) == 20

@@ -1,0 +1,61 @@
+"""A text whose tokens are coloured by the head that takes more of them than of others at their position, as HTML.
+
+Shapes: T tokens, L layers of TSSA, H heads.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from torch import Tensor
+
+# Told apart with any colour blindness (M. Okabe and K. Ito, "Color Universal Design", 2008), black left out.
+COLOURS = ("230,159,0", "86,180,233", "0,158,115", "240,228,66", "0,114,178", "213,94,0", "204,121,167", "153,153,153")
+UNDERLINES = ("none", "underline solid", "underline dotted", "underline wavy")
+FAINTEST, STRONGEST = 0.1, 0.7  # of the colour behind black letters
+STYLE = """
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.9 system-ui, sans-serif; color: #000;
+       background: #fff; }
+p.text { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #ddd; padding: .6rem; }
+span { padding: .1rem 0; border-radius: .2rem; text-underline-offset: .25rem; }
+.legend span { padding: .1rem .5rem; margin-right: .4rem; }
+"""
+
+
+def coloured_page(title: str, texts: Sequence[str], surplus_LTH: Tensor) -> str:
+    """One self-contained page with a copy of the text for each layer.
+
+    A token has the colour of the head of its largest surplus, the fuller the larger that is beside the layer's largest;
+    beyond 8 heads an underline tells those of one colour apart. Pointing at a token tells head and surplus.
+    """
+    legend = "".join(_span(f"head {head + 1}", head, STRONGEST) for head in range(surplus_LTH.shape[2]))
+    layers = "\n".join(
+        f'<h2>TSSA layer {number}</h2>\n<p class="text">{_text(texts, surplus_TH)}</p>'
+        for number, surplus_TH in enumerate(surplus_LTH, start=1)
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        "<p>Each token has the colour of the head that takes most of it beside what it takes of other tokens at that "
+        "position: the fuller, the more. Point at a token for the figures.</p>\n"
+        f'<p class="legend">{legend}</p>\n{layers}\n</body>\n</html>\n'
+    )
+
+
+def _text(texts: Sequence[str], surplus_TH: Tensor) -> str:
+    largest_T, head_T = surplus_TH.max(-1)
+    fullest = float(largest_T.max()) or 1.0
+    return "".join(
+        _span(
+            text.replace("\n", "↵\n"), head, FAINTEST + (STRONGEST - FAINTEST) * max(largest, 0) / fullest,
+            f"head {head + 1}, {largest:+.4f}",
+        )
+        for text, head, largest in zip(texts, head_T.tolist(), largest_T.tolist(), strict=True)
+    )  # fmt: skip
+
+
+def _span(text: str, head: int, opacity: float, hint: str = "") -> str:
+    underline = UNDERLINES[head // len(COLOURS) % len(UNDERLINES)]
+    decoration = "" if underline == "none" else f";text-decoration:{underline}"
+    style = f"background:rgba({COLOURS[head % len(COLOURS)]},{opacity:.2f}){decoration}"
+    told = f' title="{hint}"' if hint else ""
+    return f'<span style="{style}"{told}>{escape(text)}</span>'
