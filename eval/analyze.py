@@ -161,7 +161,8 @@ def _tell_stream(found: dict[str, Any]) -> None:
     print("of the stream before the first TSSA layer is kept (cosine):")
     for group in found["groups"]:
         nats = f"{group['from_nats']:.1f} to {group['to_nats']:.1f} nats"
-        print(f"{nats:<19}update {_figures(group['update'])}  kept {_figures(group['kept'])}")
+        updates = " ".join(f"{update:.2g}" for update in group["update"])
+        print(f"{nats:<19}update {updates}  kept {_figures(group['kept'])}")
     print(f"tokens longer than {found['long_medians']:g} medians, and the longest:")
     for number, layer in enumerate(found["layers"], start=1):
         longest = layer["longest"][0]
@@ -171,7 +172,7 @@ def _tell_stream(found: dict[str, Any]) -> None:
 
 def _tell_influence(found: dict[str, Any]) -> None:
     print(f"how far a layer's output moves when one token before is swapped, over {found['swaps']} swaps:")
-    _print_rows("tokens later", found["distance_ends"], found["mean"], digits=4)
+    _print_rows("tokens later", found["distance_ends"], found["mean"], form=".2g")
 
 
 def _tell_swaps(found: dict[str, Any]) -> None:
@@ -187,10 +188,10 @@ def _with_error(mean: float, standard_error: float | None) -> str:
     return f"{mean:+.4f}" + ("" if standard_error is None else f" ± {standard_error:.4f}")
 
 
-def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]], digits: int = 3) -> None:
+def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]], form: str = ".3f") -> None:
     print(f"{name:<16}" + "".join(f"{end:>8,}" for end in ends))
     for layer, values in enumerate(values_LP, start=1):
-        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8.{digits}f}" for value in values))
+        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8{form}}" for value in values))
 
 
 def _figures(values: Sequence[float]) -> str:

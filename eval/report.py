@@ -1,10 +1,10 @@
-"""The report of a run: its losses, optimizer, speed, events, held-out score, retrieval tasks and a generated text.
+"""The report of a run: its losses, optimizer, speed, events, and what was measured of it.
 
     python -m eval.report runs/demo
 
 Writes report.html, one self-contained page, and report.md, with each figure as PNG, PDF and CSV in eval/report/ (as
 LaTeX, too, where it is a table); with report.wandb=true also to wandb. What was not evaluated yet is left open, with
-the command that does it.
+the command that does it. Of a model folder it shows what was measured.
 
     python -m eval.report runs/small-seed0 runs/small-seed1 runs/large
 

@@ -10,7 +10,8 @@ import torch
 from eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import AnalyzeConfig
+from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
+from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
 from tost_lm.evaluation.report.analysis.influence import influence
 from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
@@ -105,7 +106,7 @@ def test_the_influence_is_kept_and_reported(run_folder: Path, capsys):
     assert results["distance_ends"] == [1, 2, 4, 8]
     page = Page("", figures="f")
     section = influence(RunRecord.read(run_folder), page)
-    told = [f"{results['mean'][i][2]:.4f} ± {results['standard_error'][i][2]:.4f}" for i in (0, 1)]
+    told = [f"{results['mean'][i][2]:.3g} ± {results['standard_error'][i][2]:.1g}" for i in (0, 1)]
     assert f"| 4 | {told[0]} | {told[1]} |" in section
     assert [row[1] for row in page.charts["f/influence"].rows] == results["mean"][0]
 
@@ -183,12 +184,37 @@ def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
         assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in section
         assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in section
     assert page.charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
+    prefixes = page.charts["f/coding_rate_prefixes"].rows
+    assert [row[0] for row in prefixes] == [8, 16]
+    assert prefixes[1][1:] == [
+        layer[key]["mean"] for key in ("variational", "variational_change") for layer in rates["layers"]
+    ]
     (run_folder / "eval/memberships@3/results.json").unlink()
     main(run_folder, settings())
     assert capsys.readouterr().out.startswith("reusing ")
     assert (run_folder / "eval/memberships@3/results.json").is_file()
     main(run_folder, settings(sequences=1))
     assert " ± " not in coding_rates(RunRecord.read(run_folder), page).split("\n| 1 |")[1].split("\n")[0]
+
+
+def test_an_export_has_its_own_results_and_report(run_folder: Path, tmp_path: Path, shards, capsys):
+    export = tmp_path / "export"
+    shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
+    with pytest.raises(ConfigError, match=r"names no text; give heldout\.shards=FOLDER$"):
+        main(export, settings())
+    main(export, settings().model_copy(update={"heldout": TextConfig(shards=str(shards.folder))}))
+    rates = json.loads((export / "eval/coding_rate@2/results.json").read_text())
+    assert rates["steps"] == []
+    write_report(export)
+    report = (export / "report.md").read_text()
+    assert report.startswith("# Export export\n")
+    assert "## Coding rates (coding\\_rate@2)" in report
+    assert (export / "eval/report/influence.pdf").read_bytes().startswith(b"%PDF")
+    main(run_folder, settings())
+    own = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+    assert rates["layers"] == own["layers"] == own["steps"][0]["layers"]
+    with pytest.raises(ConfigError, match="not a run folder but a checkpoint"):
+        write_report(run_folder / "checkpoints" / "step_00000100")
 
 
 def test_a_model_without_a_limit_reads_past_what_it_was_trained_on(run_folder: Path, make_model, tokenizer, capsys):

@@ -21,6 +21,7 @@ from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import all_sections
 from tost_lm.evaluation.retrieval_config import NEEDLE
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
+from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.training.wandb_files import history
 
 NASTY = (
@@ -351,10 +352,9 @@ def test_scores_on_test_sets_are_a_row_each(run_folder):
     assert "wikitext2@lm-eval word perplexity 37.37 62 step_" in text
 
 
-def test_a_model_that_reads_any_length_may_score_a_text(run_folder):
-    config = run_folder / "config.toml"
-    unlimited = config.read_text().replace('positions = "learned"', 'positions = "none"')
-    config.write_text(unlimited.replace('denom_bias = "position"', 'denom_bias = "none"'))
+def test_a_model_that_reads_any_length_may_score_a_text(run_folder, make_model, tokenizer):
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", denom_bias="none")
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     assert f"python -m eval.text {run_folder} text.file=PATH" in text_of(run_folder).text
 
 

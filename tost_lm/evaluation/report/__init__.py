@@ -8,7 +8,7 @@ from tost_lm.errors import ConfigError
 
 
 def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
-    """Write report.md and report.html into a run folder, and their figures into its eval/report/.
+    """Write report.md and report.html into a run folder or an export, and their figures into its eval/report/.
 
     Args:
         to_wandb: as `log_to_wandb`, below its eval/.
@@ -17,20 +17,26 @@ def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
         The path of report.html.
 
     Raises:
-        ConfigError: it is no run folder, or the report's packages are not installed; or as `log_to_wandb`.
-        CheckpointError: the run has no valid checkpoint.
+        ConfigError: it is neither, or the report's packages are not installed; or as `log_to_wandb`.
+        CheckpointError: the run has no valid checkpoint, or the export is damaged.
     """
     _require_packages()
     from tost_lm.evaluation.report.page import Page
-    from tost_lm.evaluation.report.record import RunRecord
-    from tost_lm.evaluation.report.run import all_sections, title
+    from tost_lm.evaluation.report.record import Evaluated, RunRecord, is_export
+    from tost_lm.evaluation.report.run import all_sections, sections_of_export, title
     from tost_lm.evaluation.report.wandb_page import log_to_wandb
 
-    run = RunRecord.read(folder)
-    page = Page(title(run), figures="eval/report")
-    written = page.write(folder, all_sections(run, page))
+    if is_export(folder):
+        name = folder.resolve().name
+        page = Page(f"Export {name}", figures="eval/report")
+        written = page.write(folder, sections_of_export(Evaluated(folder), page))
+    else:
+        run = RunRecord.read(folder)
+        name = run.config["run"]["name"]
+        page = Page(title(run), figures="eval/report")
+        written = page.write(folder, all_sections(run, page))
     if to_wandb:
-        log_to_wandb(run.config["run"]["name"], folder / "eval", page.charts)
+        log_to_wandb(name, folder / "eval", page.charts)
     return written
 
 

@@ -12,10 +12,10 @@ from tost_lm.evaluation.report.curves import CONTRAST, DARK, position_axis
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import missing, of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 
 
-def beyond(run: RunRecord, page: Page) -> str:
+def beyond(run: Evaluated, page: Page) -> str:
     """The loss by position up to many times the trained length."""
     results = run.results(POSITIONS)
     if results is None:

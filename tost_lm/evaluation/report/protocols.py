@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tost_lm.config import validate
 from tost_lm.evaluation.report.markdown import escape, fenced, table
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file
-from tost_lm.model import ModelConfig
+from tost_lm.model.checkpoint import read_model_config
 
 ENOUGH_DOCUMENTS = 10
 
 
-def heldout(run: RunRecord) -> str:
+def heldout(run: Evaluated) -> str:
     """The held-out score beside the n-gram baselines."""
     results = run.results(HELDOUT)
     if results is None:
@@ -37,7 +36,7 @@ def heldout(run: RunRecord) -> str:
     ])  # fmt: skip
 
 
-def zero_shot(run: RunRecord) -> str:
+def zero_shot(run: Evaluated) -> str:
     """The scores on test sets, where there are any."""
     rows = []
     for name, results in run.named_protocols().items():
@@ -57,12 +56,12 @@ def zero_shot(run: RunRecord) -> str:
     )
 
 
-def text(run: RunRecord) -> str:
+def text(run: Evaluated) -> str:
     """The score of a text file."""
     results = run.results(TEXT)
     if results is None:
         # A model with learned positions reads no more than those: for it this may remain open.
-        limited = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml")).position_limit
+        limited = read_model_config(run.subject.checkpoint).position_limit
         return "" if limited else f"## A text in one stream\n\n{missing('eval.text', f'{run.folder} text.file=PATH')}"
     model, path = results["model"], results["identity"]["settings"]["text"]["file"]
     figures = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
@@ -75,7 +74,7 @@ def text(run: RunRecord) -> str:
     ])  # fmt: skip
 
 
-def sample(run: RunRecord) -> str:
+def sample(run: Evaluated) -> str:
     """A generated text."""
     results = run.results(SAMPLE)
     if results is None:
@@ -126,7 +125,7 @@ def _growth(results: dict[str, Any]) -> str:
     return "it grows with every token (softmax)"
 
 
-def of_checkpoint(run: RunRecord, results: dict[str, Any], program: str, setting: str = "") -> str:
+def of_checkpoint(run: Evaluated, results: dict[str, Any], program: str, setting: str = "") -> str:
     """Which checkpoint was evaluated, and whether it is still the newest."""
     identity = results["identity"]
     line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."

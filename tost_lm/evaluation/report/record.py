@@ -1,4 +1,4 @@
-"""What a run folder says of itself, read without torch for the report."""
+"""What a run folder or an export says of itself, read without torch for the report."""
 
 import json
 from dataclasses import dataclass
@@ -15,10 +15,35 @@ from tost_lm.model.checkpoint import MANIFEST, StoredTensors
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """A run folder's settings and records; its checkpoint is looked for when asked for."""
+class Evaluated:
+    """A run folder or an export, and what was measured of it; its checkpoint is looked for when asked for."""
 
     folder: Path
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The newest valid checkpoint. Raises CheckpointError if there is none."""
+        return Subject.find(self.folder)
+
+    def named_protocols(self) -> dict[str, dict[str, Any]]:
+        """Results of `eval.zero_shot` on test sets, by protocol."""
+        names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
+        found = {name: self.results(name) or {} for name in names}
+        return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
+
+    def results(self, protocol: str) -> dict[str, Any] | None:
+        """A protocol's results, None if it was not evaluated."""
+        path = results_path(self.folder, protocol)
+        results = _read_json(path)
+        if results is not None and "identity" not in results:
+            raise ConfigError(f"{path}: no results of this version; remove it and run the program that makes it again")
+        return results
+
+
+@dataclass(frozen=True)
+class RunRecord(Evaluated):
+    """A run folder's settings and records."""
+
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -42,11 +67,6 @@ class RunRecord:
         )
 
     @cached_property
-    def subject(self) -> Subject:
-        """The newest valid checkpoint. Raises CheckpointError if there is none."""
-        return Subject.find(self.folder)
-
-    @cached_property
     def parameters(self) -> int:
         """Parameters without the learned positions, the way the published figures are counted."""
         weights = StoredTensors(self.subject.checkpoint, "model", framework="np")
@@ -63,19 +83,10 @@ class RunRecord:
         train = self.config["train"]
         return self.step * train["batch_sequences"] * train["sequence_tokens"]
 
-    def named_protocols(self) -> dict[str, dict[str, Any]]:
-        """Results of `eval.zero_shot` on test sets, by protocol."""
-        names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
-        found = {name: self.results(name) or {} for name in names}
-        return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
 
-    def results(self, protocol: str) -> dict[str, Any] | None:
-        """A protocol's results, None if it was not evaluated."""
-        path = results_path(self.folder, protocol)
-        results = _read_json(path)
-        if results is not None and "identity" not in results:
-            raise ConfigError(f"{path}: no results of this version; remove it and run the program that makes it again")
-        return results
+def is_export(folder: Path) -> bool:
+    """Whether it is a checkpoint that belongs to no run. Raises CheckpointError if it is a damaged one."""
+    return (folder / MANIFEST).is_file() and Subject.find(folder).home == folder
 
 
 def _read_json(path: Path) -> Any:

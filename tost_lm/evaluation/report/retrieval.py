@@ -8,14 +8,14 @@ from tost_lm.evaluation.report.heatmaps import chance_text, needle_chart, tasks_
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import missing, of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.retrieval_config import NEEDLE, OWN_WORDS, TASKS
 
 HEADLINES = dict.fromkeys(TASKS, "found_share") | {NEEDLE: "choice_accuracy"}
 """The score by which a task is compared."""
 
 
-def needle(run: RunRecord, page: Page) -> str:
+def needle(run: Evaluated, page: Page) -> str:
     """The needle grid beside its control."""
     results = run.results(NEEDLE)
     if results is None:
@@ -45,7 +45,7 @@ def needle(run: RunRecord, page: Page) -> str:
     return "\n\n".join(parts)
 
 
-def tasks(run: RunRecord, page: Page) -> str:
+def tasks(run: Evaluated, page: Page) -> str:
     """The tasks of RULER's structure by length, where there are any."""
     found = {name: results for name in OWN_WORDS if (results := run.results(name))}
     if not found:
@@ -101,7 +101,7 @@ def _mean(cells: Sequence[dict[str, Any]], key: str) -> float:
     return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)
 
 
-def _of_checkpoints(run: RunRecord, found: Mapping[str, dict[str, Any]]) -> list[str]:
+def _of_checkpoints(run: Evaluated, found: Mapping[str, dict[str, Any]]) -> list[str]:
     """A line for each checkpoint that tasks were measured on, with their names if there are several."""
     names: dict[str, list[str]] = {}
     for name, results in found.items():

@@ -1,4 +1,4 @@
-"""The report of one run, section by section."""
+"""The report of one run or export, section by section."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.beyond import beyond
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated, RunRecord
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig
@@ -38,6 +38,20 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield training.optimizer(run, page)
     yield training.speed(run)
     yield training.events(run)
+    yield from evaluations(run, page)
+    yield software(run)
+    yield files(run, page)
+
+
+def sections_of_export(export: Evaluated, page: Page) -> Iterator[str]:
+    """What was measured of it, and by which files."""
+    yield f"# Export {escape(export.folder.resolve().name)}"
+    yield from evaluations(export, page)
+    yield files(export, page)
+
+
+def evaluations(run: Evaluated, page: Page) -> Iterator[str]:
+    """What was measured of the checkpoint."""
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
     yield retrieval.needle(run, page)
@@ -52,8 +66,6 @@ def all_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield beyond(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
-    yield software(run)
-    yield files(run, page)
 
 
 def overview(run: RunRecord) -> str:
@@ -87,7 +99,7 @@ def software(run: RunRecord) -> str:
     return f"## Software and machine\n\n{table(('', ''), flat) if flat else 'The run folder has no env.json.'}"
 
 
-def files(run: RunRecord, page: Page) -> str:
+def files(run: Evaluated, page: Page) -> str:
     """What the figures belong to, by hash."""
     checkpoint = run.subject.checkpoint
     rows = [(f"{checkpoint.name}/{MANIFEST}", f"SHA-256 {sha256_file(checkpoint / MANIFEST)}")]

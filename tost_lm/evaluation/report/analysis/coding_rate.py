@@ -5,20 +5,20 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.analysis.layers import draw_layers, name_layers, of_layers
+from tost_lm.evaluation.report.analysis.layers import layers_chart
 from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import CODING_RATE
 
-OVER_TRAINING = {"variational_change": "change of R_var by the branch (nats)", "gap": "R_var − R_c (nats)"}
+CHANGE = "change of R_var by the branch (nats)"
 RATES = {"coding": "R_c, coding rate", "variational": "R_var, variational form"}
 
 
-def coding_rates(run: RunRecord, page: Page) -> str:
+def coding_rates(run: Evaluated, page: Page) -> str:
     """Whether each layer lowers the rates of its tokens; empty without results."""
     results = run.results(CODING_RATE)
     if results is None:
@@ -26,7 +26,7 @@ def coding_rates(run: RunRecord, page: Page) -> str:
     layers: list[dict[str, Any]] = results["layers"]
     columns = {
         "coding": ".3f", "variational": ".3f", "gap": ".3f", "coding_change": "+.4f", "variational_change": "+.4f",
-        "orthonormal_coding": ".3f", "full": ".3f",
+        "orthonormal_coding": ".3f", "orthonormal_variational": ".3f", "full": ".3f",
     }  # fmt: skip
     return "\n\n".join([
         f"## Coding rates ({escape(CODING_RATE)})",
@@ -34,7 +34,7 @@ def coding_rates(run: RunRecord, page: Page) -> str:
         page.show("coding_rate", change_chart(layers), "Change of the coding rates by each TSSA layer's branch"),
         table(
             ("TSSA layer", "R_c", "R_var", "R_var − R_c", "R_c by the branch", "R_var by the branch",
-             "R_c in orthonormal bases", "of unprojected tokens"),
+             "R_c in orthonormal bases", "R_var in them", "of unprojected tokens"),
             [
                 (str(number), *[_with_error(layer[name], form) for name, form in columns.items()])
                 for number, layer in enumerate(layers, 1)
@@ -43,6 +43,8 @@ def coding_rates(run: RunRecord, page: Page) -> str:
         f"Nats, mean ± standard error over {results['sequences']} sequences of {results['position_ends'][-1]:,} "
         "tokens. R_c is the rate of the tokens in the heads' subspaces, R_var what the operator descends, never below "
         "R_c. A branch that compresses lowers them.",
+        page.show("coding_rate_prefixes", prefix_chart(results), "Coding rates by prefix"),
+        "The same over the first tokens of a sequence: with these prefixes the causal operator works.",
         *_over_training(results["steps"], page),
     ])  # fmt: skip
 
@@ -68,21 +70,22 @@ def change_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
     return Chart(figure, **joined("TSSA layer", lines))
 
 
+def prefix_chart(results: Mapping[str, Any]) -> Chart:
+    """R_var of the first tokens of a sequence, and what the branch changes it by."""
+    panels = {
+        label: [layer[f"{name}_by_prefix"]["mean"] for layer in results["layers"]]
+        for name, label in (("variational", "R_var (nats)"), ("variational_change", CHANGE))
+    }
+    return layers_chart("tokens of the prefix", results["position_ends"], panels, doubling=True)
+
+
 def steps_chart(steps: Sequence[Mapping[str, Any]]) -> Chart:
-    """Over training: what the branches change R_var by, and how far R_var is above R_c; a line for each layer."""
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    at = [row["step"] for row in steps]
-    columns: dict[str, Sequence[float]] = {}
-    for axes, (name, label) in zip(panels, OVER_TRAINING.items(), strict=True):
-        values_LS = list(zip(*[[layer[name]["mean"] for layer in row["layers"]] for row in steps], strict=True))
-        draw_layers(axes, at, values_LS)
-        axes.set_xlabel("training step")
-        axes.set_ylabel(label)
-        columns |= of_layers(values_LS, label)
-    panels[0].axhline(0, color="0.5", linewidth=1)
-    name_layers(figure, panels[1], len(steps[0]["layers"]))
-    return Chart(figure, **joined("step", {name: (at, line) for name, line in columns.items()}))
+    """Over training: what the branches change R_var by, and how far R_var is above R_c."""
+    panels = {
+        label: list(zip(*[[layer[name]["mean"] for layer in row["layers"]] for row in steps], strict=True))
+        for name, label in (("variational_change", CHANGE), ("gap", "R_var − R_c (nats)"))
+    }
+    return layers_chart("training step", [row["step"] for row in steps], panels, doubling=False)
 
 
 def _over_training(steps: Sequence[Mapping[str, Any]], page: Page) -> list[str]:

@@ -10,11 +10,11 @@ from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import INFLUENCE
 
 
-def influence(run: RunRecord, page: Page) -> str:
+def influence(run: Evaluated, page: Page) -> str:
     """By distance, of each layer; empty without results."""
     results = run.results(INFLUENCE)
     if results is None:
@@ -37,11 +37,12 @@ def influence_chart(results: Mapping[str, Any]) -> Chart:
     axes = figure.add_subplot()
     ends, means = results["distance_ends"], results["mean"]
     draw_layers(axes, ends, means)
-    doubling_axis(axes, "tokens after the swapped one (up to the mark)")
+    doubling_axis(axes)
+    axes.set_xlabel("tokens after the swapped one (up to the mark)")
     if all(value > 0 for line in means for value in line):
         axes.set_yscale("log")
     axes.set_ylabel("change of the output, relative to it")
-    name_layers(figure, axes, len(means))
+    name_layers(figure, len(means))
     columns = of_layers(means, "relative change (1)")
     if results["standard_error"]:
         columns |= of_layers(results["standard_error"], "standard error (1)")
@@ -51,6 +52,6 @@ def influence_chart(results: Mapping[str, Any]) -> Chart:
 def _told(results: Mapping[str, Any]) -> list[list[str]]:
     errors = results["standard_error"] or [[None] * len(line) for line in results["mean"]]
     return [
-        [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in zip(*line, strict=True)]
+        [f"{value:.3g}" + ("" if error is None else f" ± {error:.1g}") for value, error in zip(*line, strict=True)]
         for line in zip(results["mean"], errors, strict=True)
     ]

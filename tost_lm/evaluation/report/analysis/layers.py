@@ -1,6 +1,6 @@
 """Figures of something by layer: lines from dark for the first to light for the last, or a panel for each of a few."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,32 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from tost_lm.evaluation.report.charts import Chart, joined
+
 LIGHTEST = 0.85  # cividis is even in lightness, reads the same with red-green colour blindness, and ends too light
 NAMED_LAYERS = 8
 PANELS = 4
 MOST_MARKS = 8
 SHAPES = "os^DvP*X"
+
+
+def layers_chart(
+    x: str, xs: Sequence[float], panels: Mapping[str, Sequence[Sequence[float]]], *, doubling: bool
+) -> Chart:
+    """Panels beside each other, a line for each layer; `panels` are values [L][X] by what they are and their unit."""
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    for axes, (label, values_LX) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        draw_layers(axes, xs, values_LX)
+        if doubling:
+            doubling_axis(axes)
+        if min(map(min, values_LX)) < 0:
+            axes.axhline(0, color="0.5", linewidth=1)
+        axes.set_xlabel(x)
+        axes.set_ylabel(label)
+        lines |= {name: (xs, line) for name, line in of_layers(values_LX, label).items()}
+    name_layers(figure, len(next(iter(panels.values()))))
+    return Chart(figure, **joined(x, lines))
 
 
 def draw_layers(axes: Any, xs: Sequence[float], values_LX: Sequence[Sequence[float]]) -> None:
@@ -25,10 +46,10 @@ def draw_layers(axes: Any, xs: Sequence[float], values_LX: Sequence[Sequence[flo
     axes.grid(alpha=0.3)
 
 
-def name_layers(figure: Figure, axes: Any, layers: int) -> None:
-    """Beside all panels, of which `axes` is one."""
+def name_layers(figure: Figure, layers: int) -> None:
+    """Beside all panels."""
     if layers <= NAMED_LAYERS:
-        handles, labels = axes.get_legend_handles_labels()
+        handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, title="TSSA layer", loc="outside right center")
     else:
         scale = ScalarMappable(Normalize(1, 1 + (layers - 1) / LIGHTEST), "cividis")
@@ -36,11 +57,10 @@ def name_layers(figure: Figure, axes: Any, layers: int) -> None:
         bar.ax.set_ylim(1, layers)
 
 
-def doubling_axis(axes: Any, label: str) -> None:
+def doubling_axis(axes: Any) -> None:
     """Stretches of tokens that double in length, up to each mark."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel(label)
 
 
 def number_ticks(axis: Any, count: int, first: int) -> None:

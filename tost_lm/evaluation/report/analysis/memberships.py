@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.analysis.layers import doubling_axis, draw_layers, name_layers, of_layers
-from tost_lm.evaluation.report.charts import Chart, joined
+from tost_lm.evaluation.report.analysis.layers import layers_chart
+from tost_lm.evaluation.report.charts import Chart
 from tost_lm.evaluation.report.groups import Curve, Group, curve
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import MEMBERSHIPS
 
 CONCENTRATION = (
@@ -21,7 +20,7 @@ CONCENTRATION = (
 )
 
 
-def memberships_of_run(run: RunRecord, page: Page) -> str:
+def memberships_of_run(run: Evaluated, page: Page) -> str:
     """How concentrated they are by position, and what text before does to them, of each TSSA layer."""
     results = run.results(MEMBERSHIPS)
     if results is None:
@@ -52,22 +51,12 @@ def memberships_of_run(run: RunRecord, page: Page) -> str:
 
 
 def position_chart(results: Mapping[str, Any]) -> Chart:
-    """Concentration and spread by position, a line for each layer."""
-    ends = results["position_ends"]
-    concentration, spread = results["concentration_by_position"], results["score_spread_by_position"]
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, values, label in (
-        (left, concentration, "concentration (0: even, 1: one head)"),
-        (right, spread, "spread of the scores over heads (nats)"),
-    ):
-        draw_layers(axes, ends, values)
-        doubling_axis(axes, "position (tokens, up to the mark)")
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-    name_layers(figure, right, len(spread))
-    columns = of_layers(concentration, "concentration (1)") | of_layers(spread, "spread of the scores (nats)")
-    return Chart(figure, **joined("positions up to (tokens)", {name: (ends, line) for name, line in columns.items()}))
+    """Concentration and spread by position."""
+    panels = {
+        "concentration (0: even, 1: one head)": results["concentration_by_position"],
+        "spread of the scores over heads (nats)": results["score_spread_by_position"],
+    }
+    return layers_chart("position (tokens, up to the mark)", results["position_ends"], panels, doubling=True)
 
 
 def memberships_of_groups(groups: Sequence[Group]) -> str:

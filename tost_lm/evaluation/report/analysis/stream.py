@@ -12,7 +12,7 @@ from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import STREAM
 
 FIGURES = {
@@ -22,7 +22,7 @@ FIGURES = {
 }
 
 
-def stream(run: RunRecord, page: Page) -> str:
+def stream(run: Evaluated, page: Page) -> str:
     """What becomes of rare tokens, and which are long; empty without results."""
     results = run.results(STREAM)
     if results is None:

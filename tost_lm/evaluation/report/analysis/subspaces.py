@@ -11,11 +11,11 @@ from tost_lm.evaluation.report.charts import Chart
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import SUBSPACES
 
 
-def subspaces(run: RunRecord, page: Page) -> str:
+def subspaces(run: Evaluated, page: Page) -> str:
     """How orthogonal they are, how much they overlap, what lies in none; empty without results."""
     results = run.results(SUBSPACES)
     if results is None:

@@ -10,11 +10,11 @@ from tost_lm.evaluation.report.curves import DARK
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import SWAPS
 
 
-def swaps(run: RunRecord, page: Page) -> str:
+def swaps(run: Evaluated, page: Page) -> str:
     """Each loss beside that of the model as it is; empty without results."""
     results = run.results(SWAPS)
     if results is None:

@@ -13,7 +13,7 @@ from tost_lm.evaluation.report.curves import CONTRAST, DARK, LIGHT
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import MEMBERSHIPS, TOKENS
 
 COLOURS = (DARK, CONTRAST, LIGHT, "0.55")
@@ -21,7 +21,7 @@ SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"})
 WORDS_IN_TABLE = 5
 
 
-def tokens(run: RunRecord, page: Page) -> str:
+def tokens(run: Evaluated, page: Page) -> str:
     """What explains the memberships, and the words of each head; empty without results."""
     results = run.results(TOKENS)
     if results is None:
