@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tost_lm.config import run_program
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import AnalyzeConfig
 
 if TYPE_CHECKING:
@@ -37,14 +37,16 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         TOKENS,
         Subject,
     )
+    from tost_lm.files import sha256_file
+    from tost_lm.model.checkpoint import MANIFEST, step_folders
 
     subject = Subject.find(path)
     shards = subject.open_shards(config.heldout.shards)
-    kept = _kept_checkpoints(subject)
+    kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
     identity = subject.identity(config, shards)
     names = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, SWAPS)
     identities: dict[str, dict[str, Any]] = dict.fromkeys(names, identity)
-    identities[CODING_RATE] = {**identity, "kept": {folder.name: digest for folder, digest in kept.items()}}
+    identities[CODING_RATE] = {**identity, "kept": {folder.name: sha256_file(folder / MANIFEST) for folder in kept}}
     wanted = [name for name in names if not subject.reusable(name, identities[name])]
     if not wanted:
         return
@@ -57,7 +59,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     parts: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
         MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _tell_memberships),
         TOKENS: (partial(results.tokens, page=page), _tell_tokens),
-        CODING_RATE: (partial(results.coding_rates, kept=list(kept)), _tell_coding_rates),
+        CODING_RATE: (partial(results.coding_rates, kept=kept), _tell_coding_rates),
         SUBSPACES: (results.subspaces, _tell_subspaces),
         STREAM: (results.stream, _tell_stream),
         INFLUENCE: (results.influences, _tell_influence),
@@ -69,22 +71,6 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         found = {"sequences": len(analysis.sequences), **measure(analysis)}
         tell(found)
         subject.write_results(name, identities[name], started, found)
-
-
-def _kept_checkpoints(subject: "Subject") -> dict[Path, str]:
-    """The valid checkpoints of a run, oldest first, each with the hash of its manifest; none of an export."""
-    from tost_lm.files import sha256_file
-    from tost_lm.model.checkpoint import step_folders, verify_checkpoint
-
-    kept = {}
-    for folder in step_folders(subject.home):
-        try:
-            verify_checkpoint(folder)
-        except CheckpointError as error:
-            print(f"{error}; its coding rates are left out")
-        else:
-            kept[folder] = sha256_file(folder / "manifest.json")
-    return kept
 
 
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analysis":
@@ -105,9 +91,11 @@ def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analy
         raise ConfigError(
             f"{subject.home}: has no layer in which heads share tokens out, so there is nothing to analyze"
         )
+    if model.config.max_positions < 2:
+        raise ConfigError(f"{subject.home}: reads one token (model.max_positions), before which there is none")
     contexts = readable(model.config, settings.context_tokens, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.max_positions, max(contexts, default=0))
-    return Analysis(subject.checkpoint, model, text.to(device), shards.tokenizer(), information(shards))
+    return Analysis(model, text.to(device), shards.tokenizer(), information(shards))
 
 
 def _tell_memberships(found: dict[str, Any]) -> None:
@@ -124,12 +112,14 @@ def _tell_memberships(found: dict[str, Any]) -> None:
     if found["left_out_contexts"]:
         left_out = ", ".join(f"{n:,}" for n in found["left_out_contexts"])
         print(f"not after {left_out}: the model reads {found['limit']:,} tokens at most")
-    print(f"of their variance the position alone explains, by layer: {_shares(found['explained_by_position'])}")
+    print("share of their variance at those positions that the position alone explains:")
+    _print_rows("positions up to", found["position_ends"], found["explained_within_stretches"])
+    print(f"of all their variance the position alone explains, by layer: {_shares(found['explained_by_position'])}")
 
 
 def _tell_tokens(found: dict[str, Any]) -> None:
     for name, shares in found["explained"].items():
-        print(f"of what position leaves, the {name} explains, by layer: {_shares(shares)}")
+        print(f"of their variance at a position the {name} explains, by layer: {_shares(shares)}")
 
 
 def _tell_coding_rates(found: dict[str, Any]) -> None:
@@ -143,6 +133,8 @@ def _tell_coding_rates(found: dict[str, Any]) -> None:
     for row in found["steps"]:
         changes = " ".join(f"{layer['variational_change']['mean']:+.4f}" for layer in row["layers"])
         print(f"after step {row['step']:>7,} the branches change R_var by {changes}")
+    for problem in found["left_out_checkpoints"]:
+        print(f"left out: {problem}")
 
 
 def _tell_subspaces(found: dict[str, Any]) -> None:
@@ -188,10 +180,11 @@ def _with_error(mean: float, standard_error: float | None) -> str:
     return f"{mean:+.4f}" + ("" if standard_error is None else f" ± {standard_error:.4f}")
 
 
-def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float]], form: str = ".3f") -> None:
+def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float | None]], form: str = ".3f") -> None:
     print(f"{name:<16}" + "".join(f"{end:>8,}" for end in ends))
     for layer, values in enumerate(values_LP, start=1):
-        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8{form}}" for value in values))
+        told = ("–" if value is None else f"{value:{form}}" for value in values)
+        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8}" for value in told))
 
 
 def _figures(values: Sequence[float]) -> str:

@@ -37,7 +37,8 @@ def fill(disk: Path, leave_bytes: int) -> Path:
 
 def assert_ends_in_one_line(running: Launch, *words: str) -> None:
     assert set(running.wait(30)) == {2}, running.said()
-    (line,) = running.errors()
+    line, *more = running.errors()
+    assert not more, running.said()
     assert all(word in line for word in words), line
 
 

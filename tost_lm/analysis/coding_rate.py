@@ -37,22 +37,37 @@ class Rates(NamedTuple):
     """R_var, never below it but by rounding."""
 
 
-class LayerRates(NamedTuple):
+class BranchRates(NamedTuple):
     """Of one TSSA layer that reads one sequence. Before and after its branch memberships and U are the same."""
 
     before: Rates
-    """Of the tokens that the mixer reads, each […] by prefix [P]; the last prefix is the sequence."""
+    """Of the tokens that the mixer reads, each by prefix [P]; the last prefix is the sequence."""
     after: Rates
     """Of what it would read once its branch is added."""
+
+
+class LayerRates(NamedTuple):
+    """Of one TSSA layer that reads one sequence."""
+
+    branch: BranchRates
     orthonormal: Rates
-    """Before, in the orthonormal bases nearest to the U_h, without bias; of the whole sequence, as is what follows."""
+    """Before its branch, in the orthonormal bases nearest to the U_h, without bias; of the whole sequence, as is what
+    follows."""
     full: Tensor
     """½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ), of the tokens before they are projected."""
 
 
 @torch.inference_mode()
+def branch_rates(model: TostLM, tokens_T: Tensor) -> list[BranchRates]:
+    """Those of each TSSA layer while the model reads a sequence, at the prefixes of `position_ends`."""
+    layers = [_RunningBranch(position_ends(len(tokens_T))) for _ in tssa_mixers(model)]
+    read(model, tokens_T[None], lambda piece: layers[piece.layer].add(piece))
+    return [layer.rates() for layer in layers]
+
+
+@torch.inference_mode()
 def layer_rates(model: TostLM, tokens_T: Tensor) -> list[LayerRates]:
-    """The rates of each TSSA layer while the model reads a sequence, at the prefixes of `position_ends`.
+    """As `branch_rates`, and in other bases.
 
     Besides what `read` holds there are H·C² numbers for each layer, whatever the sequence's length.
     """
@@ -62,7 +77,7 @@ def layer_rates(model: TostLM, tokens_T: Tensor) -> list[LayerRates]:
     return [layer.rates() for layer in layers]
 
 
-def summed_up(found: Sequence[Sequence[LayerRates]]) -> list[dict[str, Any]]:
+def summed_up(found: Sequence[Sequence[BranchRates]] | Sequence[Sequence[LayerRates]]) -> list[dict[str, Any]]:
     """For each layer, over the sequences: mean and standard error of each figure, plain numbers or by prefix a list.
 
     A change is that by the layer's branch, below 0 where it compresses; a gap is R_var − R_c.
@@ -132,17 +147,22 @@ def orthonormal(u_HDC: Tensor) -> Tensor:
     return left @ right
 
 
-def _figures(layer: LayerRates) -> dict[str, Tensor]:
-    before, after = layer.before, layer.after
+def _figures(layer: BranchRates | LayerRates) -> dict[str, Tensor]:
+    if isinstance(layer, LayerRates):
+        in_bases = layer.orthonormal
+        return {
+            **_figures(layer.branch),
+            "orthonormal_coding": in_bases.coding,
+            "orthonormal_variational": in_bases.variational,
+            "full": layer.full,
+        }
+    before, after = layer
     return {
         "coding": before.coding[-1],
         "variational": before.variational[-1],
         "coding_change": after.coding[-1] - before.coding[-1],
         "variational_change": after.variational[-1] - before.variational[-1],
         "gap": before.variational[-1] - before.coding[-1],
-        "orthonormal_coding": layer.orthonormal.coding,
-        "orthonormal_variational": layer.orthonormal.variational,
-        "full": layer.full,
         "coding_by_prefix": before.coding,
         "variational_by_prefix": before.variational,
         "variational_change_by_prefix": after.variational - before.variational,
@@ -156,26 +176,38 @@ def _over_sequences(values: Sequence[Tensor]) -> dict[str, Any]:
     return {"mean": of_all_N.mean(0).tolist(), "standard_error": error}
 
 
+class _RunningBranch:
+    """`BranchRates` of a sequence that comes in pieces."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._before, self._after = RunningRates(ends), RunningRates(ends)
+
+    def add(self, piece: LayerPiece) -> None:
+        moved_BTC = piece.block.mixer_norm(piece.x_BTC + piece.branch)
+        self._before.add(piece.projected[0], piece.pi[0])
+        self._after.add(projected(piece.mixer, moved_BTC)[0], piece.pi[0])
+
+    def rates(self) -> BranchRates:
+        return BranchRates(self._before.rates(), self._after.rates())
+
+
 class _RunningLayer:
     """`LayerRates` of a sequence that comes in pieces."""
 
     def __init__(self, mixer: TssaMixer, ends: Sequence[int]) -> None:
+        self._branch = _RunningBranch(ends)
         self._basis_HDC = orthonormal(mixer.in_proj.weight.double().unflatten(0, (mixer.heads, -1)))
-        self._before, self._after = RunningRates(ends), RunningRates(ends)
         self._orthonormal, self._full = RunningRates(ends[-1:]), RunningRates(ends[-1:])
 
     def add(self, piece: LayerPiece) -> None:
+        self._branch.add(piece)
         z_TC, pi_TH = piece.z_BTC[0], piece.pi[0]
-        moved_BTC = piece.block.mixer_norm(piece.x_BTC + piece.branch)
-        self._before.add(piece.projected[0], pi_TH)
-        self._after.add(projected(piece.mixer, moved_BTC)[0], pi_TH)
         self._orthonormal.add(torch.einsum("tc,hdc->thd", z_TC.double(), self._basis_HDC), pi_TH)
         self._full.add(for_all_heads(z_TC, pi_TH), pi_TH)
 
     def rates(self) -> LayerRates:
         in_bases, full = self._orthonormal.rates(), self._full.rates().coding
-        whole = Rates(in_bases.coding[0], in_bases.variational[0])
-        return LayerRates(self._before.rates(), self._after.rates(), whole, full[0])
+        return LayerRates(self._branch.rates(), Rates(in_bases.coding[0], in_bases.variational[0]), full[0])
 
 
 def _log_det(moments: Tensor) -> Tensor:

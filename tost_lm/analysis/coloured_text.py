@@ -11,7 +11,8 @@ from torch import Tensor
 # Told apart with any colour blindness (M. Okabe and K. Ito, "Color Universal Design", 2008), black left out.
 COLOURS = ("230,159,0", "86,180,233", "0,158,115", "240,228,66", "0,114,178", "213,94,0", "204,121,167", "153,153,153")
 UNDERLINES = ("none", "underline solid", "underline dotted", "underline wavy")
-FAINTEST, STRONGEST = 0.1, 0.7  # of the colour behind black letters
+STRONGEST = 0.7  # of the colour behind black letters
+FULL = 3.0  # standard deviations
 STYLE = """
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.9 system-ui, sans-serif; color: #000;
        background: #fff; }
@@ -24,8 +25,8 @@ span { padding: .1rem 0; border-radius: .2rem; text-underline-offset: .25rem; }
 def coloured_page(title: str, texts: Sequence[str], surplus_LTH: Tensor) -> str:
     """One self-contained page with a copy of the text for each layer.
 
-    A token has the colour of the head of its largest surplus, the fuller the larger that is beside the layer's largest;
-    beyond 8 heads an underline tells those of one colour apart. Pointing at a token tells head and surplus.
+    A token has the colour of the head of its largest surplus, the fuller the larger that is, up to `FULL`; beyond 8
+    heads an underline tells those of one colour apart. Pointing at a token tells head and surplus.
     """
     legend = "".join(_span(f"head {head + 1}", head, STRONGEST) for head in range(surplus_LTH.shape[2]))
     layers = "\n".join(
@@ -36,18 +37,18 @@ def coloured_page(title: str, texts: Sequence[str], surplus_LTH: Tensor) -> str:
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n"
         "<p>Each token has the colour of the head that takes most of it beside what it takes of other tokens at that "
-        "position: the fuller, the more. Point at a token for the figures.</p>\n"
+        f"position: the fuller, the more, up to {FULL:g} standard deviations. ∎ ends a document. Point at a token for "
+        "the figures.</p>\n"
         f'<p class="legend">{legend}</p>\n{layers}\n</body>\n</html>\n'
     )
 
 
 def _text(texts: Sequence[str], surplus_TH: Tensor) -> str:
     largest_T, head_T = surplus_TH.max(-1)
-    fullest = float(largest_T.max()) or 1.0
     return "".join(
         _span(
-            text.replace("\n", "↵\n"), head, FAINTEST + (STRONGEST - FAINTEST) * max(largest, 0) / fullest,
-            f"head {head + 1}, {largest:+.4f}",
+            text.replace("\n", "↵\n"), head, STRONGEST * min(max(largest, 0) / FULL, 1),
+            f"head {head + 1}, {largest:+.2f}",
         )
         for text, head, largest in zip(texts, head_T.tolist(), largest_T.tolist(), strict=True)
     )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers
+from tost_lm.errors import DataError
 from tost_lm.model import TostLM
 
 SEED = 0
@@ -55,7 +56,7 @@ def _of_sequence(model: TostLM, sequences_NT: Tensor, n: int, swaps: int, ends_P
     tokens_T, reach = sequences_NT[n], int(ends_P[-1])
     places_K, others_K = draw_swaps(sequences_NT, n, swaps)
     rows_BT = tokens_T.repeat(1 + swaps, 1)
-    rows_BT[torch.arange(1, 1 + swaps), places_K] = others_K
+    rows_BT[torch.arange(1, 1 + swaps, device=tokens_T.device), places_K] = others_K
     sums_LP = torch.zeros(len(tssa_mixers(model)), len(ends_P), dtype=torch.float64, device=tokens_T.device)
 
     def see(piece: LayerPiece) -> None:
@@ -74,14 +75,14 @@ def draw_swaps(sequences_NT: Tensor, n: int, swaps: int) -> tuple[Tensor, Tensor
     """Positions in the first half of sequence n, and the words that take the place of those that stand there, each [K].
 
     Raises:
-        ValueError: the sequences consist of one word.
+        DataError: the sequences consist of one word.
     """
     draw = torch.Generator().manual_seed(SEED + n)
     lot = partial(torch.randint, size=(swaps,), generator=draw)
     places_K = lot(sequences_NT.shape[1] // 2).to(sequences_NT.device)
     words_M = sequences_NT.flatten()
     if bool((words_M == words_M[0]).all()):
-        raise ValueError("the sequences consist of one word: there is none to put in its place")
+        raise DataError("the sequences consist of one word, so there is none to put in its place: give more text")
     others_K = words_M[lot(len(words_M)).to(words_M.device)]
     while bool((same_K := others_K == sequences_NT[n, places_K]).any()):
         others_K = others_K.where(~same_K, words_M[lot(len(words_M)).to(words_M.device)])

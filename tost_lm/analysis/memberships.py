@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers, watched
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.positions import position_ends
+
+LEAST_DEVIATION = 1e-7
+"""Of memberships: below it there is nothing but rounding, of scores in float32."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class ByPosition(NamedTuple):
     spread: list[list[float]]
     """By stretch: how far the scores z of one token lie apart, their standard deviation over the heads, in nats."""
     explained: list[float | None]
-    """Which share of Π's variance over the tokens their position alone explains, all heads together: 1 − (variance at
-    one position) / (variance over all), both without bias. About 0 where it tells nothing, 1 where it tells all; None
-    where Π does not vary, or there is one sequence."""
+    """Which share of Π's variance over the tokens their position alone explains, as `explained_share`, all heads
+    together."""
+    explained_within: list[list[float | None]]
+    """The same of the tokens of one stretch alone: early ones vary far more, so most of `explained` is theirs."""
     mean_LTH: Tensor
-    """Π, the mean at each position."""
+    """Π, the mean at each position over the sequences."""
+    deviation_LTH: Tensor
+    """Π, the standard deviation about that mean."""
 
 
 def concentration(pi_H: Tensor) -> Tensor:
@@ -111,7 +118,7 @@ class _ByPosition:
         self.ends = torch.tensor(position_ends(tokens), device=sequences_NT.device)
         self.count = 0
         self.mean_LTH = zeros(layers, tokens, model.config.heads)
-        self.squares_L = zeros(layers)
+        self.squares_LTH = torch.zeros_like(self.mean_LTH)
         self.concentration_LP, self.spread_LP = zeros(layers, len(self.ends)), zeros(layers, len(self.ends))
 
     def see(self, piece: LayerPiece) -> None:
@@ -121,22 +128,31 @@ class _ByPosition:
         self.spread_LP[piece.layer].index_add_(0, stretch_T, piece.scores[0].std(-1, correction=0))
         aside_TH = pi_TH - mean_TH
         mean_TH += aside_TH / self.count
-        self.squares_L[piece.layer] += (aside_TH * (pi_TH - mean_TH)).sum()
+        self.squares_LTH[piece.layer, piece.here] += aside_TH * (pi_TH - mean_TH)
 
     def summed_up(self) -> ByPosition:
-        tokens = self.mean_LTH.shape[1]
         in_stretch_P = self.sequences * self.ends.diff(prepend=self.ends.new_zeros(1))
-        between_L = self.sequences * (self.mean_LTH - self.mean_LTH.mean(1, keepdim=True)).square().sum((1, 2))
-        explained = [
-            explained_share(within, within + between, self.sequences * tokens, tokens)
-            for within, between in zip(self.squares_L.tolist(), between_L.tolist(), strict=True)
-        ]
         concentration_LP, spread_LP = self.concentration_LP / in_stretch_P, self.spread_LP / in_stretch_P
-        return ByPosition(concentration_LP.tolist(), spread_LP.tolist(), explained, self.mean_LTH)
+        stretches = [slice(*ends) for ends in pairwise([0, *self.ends.tolist()])]
+        layers = range(len(self.mean_LTH))
+        return ByPosition(
+            concentration_LP.tolist(),
+            spread_LP.tolist(),
+            [self._explained(layer, slice(None)) for layer in layers],
+            [[self._explained(layer, stretch) for stretch in stretches] for layer in layers],
+            self.mean_LTH,
+            self.squares_LTH.div_(self.sequences).sqrt_(),
+        )
+
+    def _explained(self, layer: int, positions: slice) -> float | None:
+        mean_TH, within = self.mean_LTH[layer, positions], float(self.squares_LTH[layer, positions].sum())
+        between = self.sequences * float((mean_TH - mean_TH.mean(0)).square().sum())
+        return explained_share(within, within + between, self.sequences * len(mean_TH), len(mean_TH))
 
 
 def explained_share(within: float, total: float, count: int, groups: int) -> float | None:
-    """Which share of a variance groups explain: 1 − (variance within them) / (variance), both without bias.
+    """Which share of a variance groups explain: 1 − (variance within them) / (variance), both without bias. About 0
+    for groups drawn by lot, 1 where all members of one group are equal.
 
     Args:
         within: squares about the groups' means, summed.
@@ -145,9 +161,9 @@ def explained_share(within: float, total: float, count: int, groups: int) -> flo
         groups: how many groups.
 
     Returns:
-        None where nothing varies, or no group has two members.
+        None where nothing varies but by rounding, or no group has two members.
     """
-    if total <= 0 or count <= groups:
+    if total <= count * LEAST_DEVIATION**2 or count <= groups:
         return None
     return 1 - (within / (count - groups)) / (total / (count - 1))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import layer_rates, summed_up
+from tost_lm.analysis.coding_rate import branch_rates, layer_rates, summed_up
 from tost_lm.analysis.coloured_text import coloured_page
 from tost_lm.analysis.influence import influence
 from tost_lm.analysis.memberships import ByPosition, after_context, by_position
@@ -19,13 +19,14 @@ from tost_lm.analysis.text import WORD_CLASSES, HeldoutText, word_classes
 from tost_lm.analysis.tokens import explained_by, surplus_of_text, surpluses, typical
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.piecewise import decode_ids, token_text
+from tost_lm.errors import CheckpointError
 from tost_lm.files import write_whole
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import load
 from tost_lm.model.positions import position_ends
 
 WORD, WORD_CLASS, DOCUMENT = "word", "word class", "document"
-LISTED_WORDS, LEAST_TOKENS = 8, 5
+LISTED_WORDS, LEAST_TOKENS, LEAST_ERRORS = 8, 5, 4.0  # of thousands of words one is 4 errors off by lot
 COLOURED_TOKENS = 300
 GROUPS, LONGEST = 4, 5
 SWAPS = 4
@@ -35,7 +36,6 @@ SWAPS = 4
 class Analysis:
     """A model and the text that it is watched on."""
 
-    checkpoint: Path
     model: TostLM
     text: HeldoutText
     tokenizer: Tokenizer
@@ -69,6 +69,7 @@ def memberships(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dic
         "concentration_by_position": found.concentration,
         "score_spread_by_position": found.spread,
         "explained_by_position": found.explained,
+        "explained_within_stretches": found.explained_within,
         "after_context": [asdict(row) for row in after],
         "left_out_contexts": list(contexts[len(amounts) :]),
         "limit": model.position_limit,
@@ -81,17 +82,16 @@ def tokens(of: Analysis, page: Path) -> dict[str, Any]:
     classes_C, class_K = word_classes(of.tokenizer, words_K).unique(return_inverse=True)
     document_NT = of.text.documents_NT.unique(return_inverse=True)[1]
     labels = {WORD: word_NT, WORD_CLASS: class_K[word_NT], DOCUMENT: document_NT}
-    mean_LTH = of.by_position.mean_LTH
-    found = surpluses(of.model, of.sequences, mean_LTH, labels)
+    found = surpluses(of.model, of.sequences, of.by_position, labels)
     texts = [token_text(of.tokenizer, word) for word in words_K.tolist()]
     sizes = found.sizes[WORD].tolist()
 
     def listed(groups: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
         return [{"text": texts[word], "tokens": sizes[word], "surplus": surplus} for word, surplus in groups]
 
-    lists = typical(found, WORD, groups=LISTED_WORDS, tokens=LEAST_TOKENS)
+    lists = typical(found, WORD, groups=LISTED_WORDS, tokens=LEAST_TOKENS, errors=LEAST_ERRORS)
     of_classes_CLH = found.by_group[WORD_CLASS] / found.sizes[WORD_CLASS][:, None, None]
-    write_whole(page, _coloured(of, mean_LTH))
+    write_whole(page, _coloured(of))
     return {
         "explained": {name: explained_by(found, name) for name in labels},
         "groups": {name: len(size_K) for name, size_K in found.sizes.items()},
@@ -99,21 +99,28 @@ def tokens(of: Analysis, page: Path) -> dict[str, Any]:
         "word_class_tokens": found.sizes[WORD_CLASS].tolist(),
         "word_class_surplus": of_classes_CLH.transpose(0, 1).tolist(),
         "least_tokens": LEAST_TOKENS,
+        "least_errors": LEAST_ERRORS,
         "layers": [[{"most": listed(head.most), "least": listed(head.least)} for head in heads] for heads in lists],
     }
 
 
 def coding_rates(of: Analysis, kept: Sequence[Path]) -> dict[str, Any]:
-    """`summed_up` of each TSSA layer, and of those of all checkpoints that the run keeps, step by step."""
-    layers, device = _coding_rates(of.model, of.sequences), str(of.sequences.device)
-    steps = [
-        {
-            "step": int(folder.name.removeprefix("step_")),
-            "layers": layers if folder.samefile(of.checkpoint) else _coding_rates(load(folder, device), of.sequences),
-        }
-        for folder in kept
-    ]
-    return {"position_ends": position_ends(of.sequences.shape[1]), "layers": layers, "steps": steps}
+    """`summed_up` of each TSSA layer, and of its branch in each of the checkpoints that a run keeps."""
+    steps, left_out = [], []
+    for folder in kept:
+        try:
+            model = load(folder, str(of.sequences.device))
+        except CheckpointError as error:
+            left_out.append(str(error))
+            continue
+        layers = summed_up([branch_rates(model, tokens_T) for tokens_T in of.sequences])
+        steps.append({"step": int(folder.name.removeprefix("step_")), "layers": layers})
+    return {
+        "position_ends": position_ends(of.sequences.shape[1]),
+        "layers": summed_up([layer_rates(of.model, tokens_T) for tokens_T in of.sequences]),
+        "steps": steps,
+        "left_out_checkpoints": left_out,
+    }
 
 
 def subspaces(of: Analysis) -> dict[str, Any]:
@@ -149,12 +156,9 @@ def _probe_tokens(model: ModelConfig, wanted: int) -> int:
     return min(wanted, model.max_positions - 1)  # the last token of a sequence is a label only
 
 
-def _coding_rates(model: TostLM, sequences_NT: Tensor) -> list[dict[str, Any]]:
-    return summed_up([layer_rates(model, tokens_T) for tokens_T in sequences_NT])
-
-
-def _coloured(of: Analysis, mean_LTH: Tensor) -> str:
+def _coloured(of: Analysis) -> str:
     tokens_T = of.sequences[0, :COLOURED_TOKENS]
     *texts, rest = decode_ids(of.tokenizer, tokens_T.tolist())
     texts[-1] += rest
-    return coloured_page("Text coloured by head", texts, surplus_of_text(of.model, tokens_T, mean_LTH))
+    shown = ["∎\n" if token == of.tokenizer.eot else text for token, text in zip(tokens_T.tolist(), texts, strict=True)]
+    return coloured_page("Text coloured by head", shown, surplus_of_text(of.model, tokens_T, of.by_position))

@@ -22,13 +22,15 @@ WORD_CLASSES: Mapping[str, str] = {
     "line break": r"\s*\n\s*",
     "spaces": r"\s+",
     "number": r"\s*\d+",
-    "word or its beginning": r"\s+[^\W\d]\w*",
-    "word goes on": r"\w+",
-    "part of a character": "\ufffd+",
-    "punctuation": r"\s*[^\w\s]+\s*",
+    "letters after a space": r"\s+[^\W\d_]\w*",
+    "letters without a space": r"[^\W\d_]\w*",
+    "part of a character": "\\s*\ufffd+",
+    "punctuation": r"\s*(?:[^\w\s]|_)+\s*",
     "other": r".*",
 }
 """Each with what its tokens match, the first that does."""
+
+BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def information(shards: Shards) -> Tensor:
     """What each word tells by itself, −ln of its share of the held-out text, nats [V]; ∞ for one that is not there."""
     count_V = np.zeros(shards.vocab_size, np.int64)
     for tokens in shards.token_arrays("valid"):
-        count_V += np.bincount(tokens, minlength=shards.vocab_size)
+        for start in range(0, len(tokens), BLOCK_TOKENS):  # which are counted as int64
+            count_V += np.bincount(tokens[start : start + BLOCK_TOKENS], minlength=shards.vocab_size)
     return -torch.from_numpy(count_V / count_V.sum()).log()
 
 

@@ -129,7 +129,7 @@ class _Watch:
         how = f"{'failed' if isinstance(error, Exception) else 'left'}: {_first_line(error)}"
         self.leave(how)
         with suppress(dist.DistError):
-            self.roll.say_first(how, prints_it=isinstance(error, TostError))
+            self.roll.say_first(how, prints_it=isinstance(error, TostError) and error.printed_here is not False)
             time.sleep(2 * POLL_S)  # the store may go with this process: let the others read first
 
     def finding(self, cause: str) -> LostRankError:

@@ -143,7 +143,7 @@ class CheckpointWriter:
         entries, problem = self._report(aside, None)
         self._board.write(f"report/{self._board.rank}", self._saves, json.dumps([entries, problem]))
         if problem:
-            raise CheckpointError(problem)
+            raise _told_by_0(problem)
         self._wait_for_0("outcome")
 
     def _report(self, aside: Path, progress: Progress | None) -> tuple[dict[str, FileEntry], str]:
@@ -187,9 +187,14 @@ class CheckpointWriter:
     def _wait_for_0(self, key: str) -> None:
         # Twice, as rank 0 waits that long for the slowest rank.
         if problem := self._board.read(key, self._saves, 2 * self._config.run.timeout_seconds):
-            error = CheckpointError(problem)
-            error.printed_here = False  # rank 0 does
-            raise error
+            raise _told_by_0(problem)
+
+
+def _told_by_0(problem: str) -> CheckpointError:
+    """Of every rank, for rank 0 reads their reports."""
+    error = CheckpointError(problem)
+    error.printed_here = False
+    return error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

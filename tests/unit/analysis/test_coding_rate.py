@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import RunningRates, full_rate, layer_rates, orthonormal, rates
+from tost_lm.analysis.coding_rate import RunningRates, branch_rates, full_rate, layer_rates, orthonormal, rates
 from tost_lm.model.block import Block
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
@@ -55,6 +55,8 @@ def test_long_texts_come_in_pieces(make_model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
     for layer, in_pieces in zip(whole, layer_rates(model, tokens), strict=True):
         torch.testing.assert_close(in_pieces, layer, rtol=1e-9, atol=1e-12)
+    branches = [layer.branch for layer in whole]
+    torch.testing.assert_close(branch_rates(model, tokens), branches, rtol=1e-9, atol=1e-12)
 
 
 def test_the_variational_rate_is_never_below_the_coding_rate():
@@ -130,8 +132,8 @@ def test_of_a_model_they_are_of_what_its_layers_read(make_model, settings: dict)
     for layer, state in zip(found, of_tssa, strict=True):
         diagonal = state.weighted_energy[0] / state.mass[0][:, None]
         expected = 0.5 * (state.mass[0] / 33 * diagonal.log1p().sum(-1)).sum()
-        assert float(layer.before.variational[-1]) == pytest.approx(float(expected), rel=1e-9)
-        assert layer.before.coding.shape == (4,)  # 8, 16, 32, 33
+        assert float(layer.branch.before.variational[-1]) == pytest.approx(float(expected), rel=1e-9)
+        assert layer.branch.before.coding.shape == (4,)  # 8, 16, 32, 33
     # The first layer, by hand.
     block = model.blocks[0]
     assert isinstance(block, Block)
@@ -146,7 +148,7 @@ def test_of_a_model_they_are_of_what_its_layers_read(make_model, settings: dict)
         after = x + block.mixer_scale(block.mixer.out_proj(mixed.flatten(-2))[0])
         z = block.mixer_norm(x)
         bases = orthonormal(block.mixer.in_proj.weight.unflatten(0, (4, -1)))
-    for rate, of in ((found[0].before, w(x)), (found[0].after, w(after))):
+    for rate, of in ((found[0].branch.before, w(x)), (found[0].branch.after, w(after))):
         torch.testing.assert_close((float(rate.coding[-1]), float(rate.variational[-1])), written_out(of.detach(), pi))
     in_bases = written_out(torch.einsum("tc,hdc->thd", z, bases), pi)
     torch.testing.assert_close(tuple(map(float, found[0].orthonormal)), in_bases)

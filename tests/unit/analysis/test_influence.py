@@ -5,6 +5,7 @@ import torch
 
 from tost_lm.analysis.influence import distance_ends, draw_swaps, influence
 from tost_lm.analysis.layers import LayerPiece, watched
+from tost_lm.errors import DataError
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 
@@ -44,5 +45,5 @@ def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatc
 
 
 def test_text_of_one_word_is_refused(make_model):
-    with pytest.raises(ValueError, match="consist of one word"):
+    with pytest.raises(DataError, match="consist of one word"):
         influence(make_model(), torch.full((2, 8), 3), swaps=2)

@@ -59,11 +59,13 @@ def test_recording_ends_with_the_block(make_model):
     assert len(recorded) == 2
 
 
-def test_uniform_memberships_are_even_and_move_with_nothing(make_model):
-    model = make_model(membership="uniform", **FREE)
+@pytest.mark.parametrize("heads", [3, 4, 6])  # a third is no binary fraction
+def test_uniform_memberships_are_even_and_move_with_nothing(make_model, heads: int):
+    model = make_model(membership="uniform", heads=heads, width=8 * heads, **FREE)
     found = by_position(model, draw(2, 40))
     assert torch.tensor(found.concentration).abs().max() < 1e-15
     assert found.explained == [None, None]
+    assert found.explained_within == [[None] * 4] * 2
     for row in after_context(model, draw(2, 9), draw(3000), [100, 3000]):
         assert max(row.moved) == 0
         assert max(map(abs, row.concentration)) < 1e-15
@@ -121,13 +123,23 @@ def test_long_texts_are_read_in_pieces(make_model, monkeypatch: pytest.MonkeyPat
 
 def test_the_share_of_variance_that_position_explains(make_model):
     """As the sums say it token by token; all of it where there is nothing but denom_bias."""
+
+    def written_out(pi_NTH: torch.Tensor) -> float:
+        sequences, tokens, _ = pi_NTH.shape
+        each = [(n, t) for n in range(sequences) for t in range(tokens)]
+        within = sum(float((pi_NTH[n, t] - pi_NTH[:, t].mean(0)).square().sum()) for n, t in each)
+        total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n, t in each)
+        return 1 - (within / (tokens * (sequences - 1))) / (total / (tokens * sequences - 1))
+
     model, tokens = make_model(), draw(5, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
-    for pi_NTH, explained in zip(recorded, by_position(model, tokens).explained, strict=True):
-        within = sum(float((pi_NTH[n, t] - pi_NTH[:, t].mean(0)).square().sum()) for n in range(5) for t in range(20))
-        total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n in range(5) for t in range(20))
-        assert explained == pytest.approx(1 - (within / (20 * 4)) / (total / 99), rel=1e-9)
+    found = by_position(model, tokens)
+    for layer, pi_NTH in enumerate(recorded):
+        assert found.explained[layer] == pytest.approx(written_out(pi_NTH), rel=1e-9)
+        stretches = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
+        assert found.explained_within[layer] == pytest.approx(stretches, rel=1e-9)
+        torch.testing.assert_close(found.deviation_LTH[layer], pi_NTH.std(0, correction=0), rtol=1e-9, atol=1e-12)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("mixer.in_proj.weight"):

@@ -23,6 +23,8 @@ from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
 
+BY_POSITION = ("concentration_by_position", "score_spread_by_position", "explained_within_stretches")
+
 
 def settings(**memberships) -> AnalyzeConfig:
     few = {"sequences": 3, "probe_tokens": 9, "context_tokens": [5, 7, 8, 50]}
@@ -52,10 +54,11 @@ def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, ca
     assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in section
     layer, other = results["concentration_by_position"]
     assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in section
-    spread, _ = results["score_spread_by_position"]
     assert page.charts["f/memberships"].rows == [
-        [end, layer[i], other[i], spread[i], results["score_spread_by_position"][1][i]] for i, end in enumerate([8, 16])
+        [end, *[of_layer[i] for key in BY_POSITION for of_layer in results[key]]] for i, end in enumerate([8, 16])
     ]
+    told = ", ".join(f"{share:.1%}" for share in results["explained_by_position"])
+    assert f"of all their variance it is {told}, layer by layer" in section
 
 
 def test_the_tokens_of_heads_are_kept_and_reported(run_folder: Path, tokenizer, capsys):
@@ -67,21 +70,22 @@ def test_the_tokens_of_heads_are_kept_and_reported(run_folder: Path, tokenizer, 
         assert f"the {name} explains, by layer: {' '.join(f'{share:.1%}' for share in shares)}" in said
     page = Page("", figures="f")
     section = tokens(RunRecord.read(run_folder), page)
-    most = results["layers"][1][0]["most"]
-    assert [word["surplus"] for word in most] == sorted((word["surplus"] for word in most), reverse=True)
-    assert all(word["tokens"] >= 5 for word in most)
-    assert f"| 2 | 1 | {most[0]['text'].replace(' ', '␣')} {100 * most[0]['surplus']:+.1f} %" in section
+    listed = [
+        (layer, head, words["most"])
+        for layer, heads in enumerate(results["layers"], start=1)
+        for head, words in enumerate(heads, start=1)
+    ]
+    layer, head, most = next(row for row in listed if row[2])
+    assert all(word["tokens"] >= 5 and word["surplus"] * word["tokens"] ** 0.5 >= 4 for word in most)
+    first = f"{most[0]['text'].replace(' ', '␣')} {most[0]['surplus']:+.1f} ± {most[0]['tokens'] ** -0.5:.1f}"
+    assert f"| {layer} | {head} | {first}" in section
     explained = page.charts["f/explained"].rows
-    assert [row[2] for row in explained] == [100 * share for share in results["explained"]["word"]]
-    assert [row[1] for row in explained] == [100 * share for share in results_of(run_folder)["explained_by_position"]]
+    assert [row[1] for row in explained] == [100 * share for share in results["explained"]["word"]]
     assert len(page.charts["f/word_classes"].rows) == 2 * 2 * len(results["word_classes"])
     assert sum(results["word_class_tokens"]) == 16 * 16
     coloured = (run_folder / "eval/tokens/text.html").read_text()
     assert coloured.count('<p class="text">') == 2
     assert coloured.count('title="head ') == 2 * 16
-    shutil.rmtree(run_folder / "eval/memberships@3")
-    tokens(RunRecord.read(run_folder), page)
-    assert page.charts["f/explained"].header[1] == "explained by word, of the rest (%)"
 
 
 def test_the_residual_stream_is_kept_and_reported(run_folder: Path, capsys):
@@ -128,11 +132,13 @@ def test_coding_rates_are_those_of_all_kept_checkpoints(run_folder: Path, make_m
     capsys.readouterr()
     main(run_folder, settings())
     said = capsys.readouterr().out
-    assert "its coding rates are left out" in said
+    assert f"left out: {weights}: damaged" in said
     results = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
     assert [row["step"] for row in results["steps"]] == [100, 200]
-    assert results["steps"][0]["layers"] == first["layers"]
-    assert results["steps"][1]["layers"] == results["layers"] != first["layers"]
+    assert results["steps"][0] == first["steps"][0]
+    assert results["steps"][1]["layers"] != first["steps"][0]["layers"]
+    for step, own in zip(results["steps"][1]["layers"], results["layers"], strict=True):
+        assert step == {name: own[name] for name in step}
     section = coding_rates(RunRecord.read(run_folder), page)
     assert "The same of the 2 checkpoints" in section
     assert [row[0] for row in page.charts["f/coding_rate_steps"].rows] == [100, 200]
@@ -208,11 +214,12 @@ def test_an_export_has_its_own_results_and_report(run_folder: Path, tmp_path: Pa
     write_report(export)
     report = (export / "report.md").read_text()
     assert report.startswith("# Export export\n")
+    assert f"`python -m eval.zero_shot {export} heldout.shards=FOLDER`" in report
     assert "## Coding rates (coding\\_rate@2)" in report
     assert (export / "eval/report/influence.pdf").read_bytes().startswith(b"%PDF")
     main(run_folder, settings())
     own = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
-    assert rates["layers"] == own["layers"] == own["steps"][0]["layers"]
+    assert rates["layers"] == own["layers"]
     with pytest.raises(ConfigError, match="not a run folder but a checkpoint"):
         write_report(run_folder / "checkpoints" / "step_00000100")
 
@@ -225,6 +232,13 @@ def test_a_model_without_a_limit_reads_past_what_it_was_trained_on(run_folder: P
     results = results_of(run_folder)
     assert [row["context_tokens"] for row in results["after_context"]] == [0, 5, 7, 8, 50]
     assert len(results["concentration_by_position"]) == 1
+
+
+def test_a_model_that_reads_one_token_is_refused(run_folder: Path, make_model, tokenizer):
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=1)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    with pytest.raises(ConfigError, match=r"reads one token \(model\.max_positions\)"):
+        main(run_folder, settings())
 
 
 @pytest.mark.parametrize("model", [{"pattern": "A"}, {"heads": 1}])

@@ -43,8 +43,9 @@ def test_information_is_of_the_held_out_text(shards: Shards):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (" little", "word or its beginning"), ("ver", "word goes on"), ("9", "number"), ("\n", "line break"),
-        ("    ", "spaces"), (".", "punctuation"), ('."', "punctuation"), ("é", "part of a character"),
+        (" little", "letters after a space"), ("ver", "letters without a space"), ("9", "number"),
+        ("\n", "line break"), ("    ", "spaces"), (".", "punctuation"), ('."', "punctuation"), ("_", "punctuation"),
+        ("é", "part of a character"),
     ],
 )  # fmt: skip
 def test_words_have_a_class(tokenizer: Tokenizer, text: str, expected: str):

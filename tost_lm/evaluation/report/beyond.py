@@ -19,7 +19,7 @@ def beyond(run: Evaluated, page: Page) -> str:
     """The loss by position up to many times the trained length."""
     results = run.results(POSITIONS)
     if results is None:
-        return f"## Beyond the trained length\n\n{missing('eval.positions', run.folder)}"
+        return f"## Beyond the trained length\n\n{missing('eval.positions', run.with_text)}"
     rows, trained, sequences = results["by_position"], results["trained_tokens"], results["sequences"]
     parts = [
         f"## Beyond the trained length ({escape(POSITIONS)})",

@@ -16,7 +16,7 @@ def heldout(run: Evaluated) -> str:
     """The held-out score beside the n-gram baselines."""
     results = run.results(HELDOUT)
     if results is None:
-        return f"## Held-out text\n\n{missing('eval.zero_shot', run.folder)}"
+        return f"## Held-out text\n\n{missing('eval.zero_shot', run.with_text)}"
     model, baselines = results["model"], results["baselines"]
     own = f"{model['bits_per_byte']:.4f} ± {model['bits_per_byte_standard_error']:.4f}"
     rows = [("this model", f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", own, "")]
@@ -126,7 +126,7 @@ def _growth(results: dict[str, Any]) -> str:
 
 
 def of_checkpoint(run: Evaluated, results: dict[str, Any], program: str, setting: str = "") -> str:
-    """Which checkpoint was evaluated, and whether it is still the newest."""
+    """Which checkpoint was evaluated, and whether it is the one that is there now."""
     identity = results["identity"]
     line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):

@@ -25,6 +25,11 @@ class Evaluated:
         """The newest valid checkpoint. Raises CheckpointError if there is none."""
         return Subject.find(self.folder)
 
+    @property
+    def with_text(self) -> str:
+        """What a program that reads held-out text is given."""
+        return f"{self.folder} heldout.shards=FOLDER"
+
     def named_protocols(self) -> dict[str, dict[str, Any]]:
         """Results of `eval.zero_shot` on test sets, by protocol."""
         names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
@@ -65,6 +70,10 @@ class RunRecord(Evaluated):
             validation=read_rows(folder / "validation.jsonl"),
             events=read_rows(folder / "events.jsonl"),
         )
+
+    @property
+    def with_text(self) -> str:
+        return str(self.folder)
 
     @cached_property
     def parameters(self) -> int:

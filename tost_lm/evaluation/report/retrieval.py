@@ -20,7 +20,7 @@ def needle(run: Evaluated, page: Page) -> str:
     results = run.results(NEEDLE)
     if results is None:
         others = any(run.results(name) for name in OWN_WORDS)
-        return "" if others else f"## Needle in a haystack\n\n{missing('eval.retrieval', run.folder)}"
+        return "" if others else f"## Needle in a haystack\n\n{missing('eval.retrieval', run.with_text)}"
     cells = results["cells"]
     examples = sum(cell["samples"] for cell in cells)
     keys = ("choice_accuracy", "exact_accuracy")

@@ -19,26 +19,27 @@ SHAPES = "os^DvP*X"
 
 
 def layers_chart(
-    x: str, xs: Sequence[float], panels: Mapping[str, Sequence[Sequence[float]]], *, doubling: bool
+    x: str, xs: Sequence[float], panels: Mapping[str, Sequence[Sequence[float | None]]], *, doubling: bool
 ) -> Chart:
     """Panels beside each other, a line for each layer; `panels` are values [L][X] by what they are and their unit."""
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    for axes, (label, values_LX) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    figure = Figure(figsize=(0.9 + 3.8 * len(panels), 3.6), layout="constrained")
+    lines: dict[str, tuple[Sequence[float], Sequence[Any]]] = {}
+    for axes, (label, found_LX) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        values_LX = np.array(found_LX, dtype=float)
         draw_layers(axes, xs, values_LX)
         if doubling:
             doubling_axis(axes)
-        if min(map(min, values_LX)) < 0:
+        if (values_LX < 0).any():
             axes.axhline(0, color="0.5", linewidth=1)
         axes.set_xlabel(x)
         axes.set_ylabel(label)
-        lines |= {name: (xs, line) for name, line in of_layers(values_LX, label).items()}
+        lines |= {name: (xs, line) for name, line in of_layers(found_LX, label).items()}
     name_layers(figure, len(next(iter(panels.values()))))
     return Chart(figure, **joined(x, lines))
 
 
-def draw_layers(axes: Any, xs: Sequence[float], values_LX: Sequence[Sequence[float]]) -> None:
-    """A line for each layer; beyond `NAMED_LAYERS` `name_layers` tells them by a scale."""
+def draw_layers(axes: Any, xs: Sequence[float], values_LX: Any) -> None:
+    """A line for each layer of values [L, X]; beyond `NAMED_LAYERS` `name_layers` tells them by a scale."""
     for number, values in enumerate(values_LX, start=1):
         share = (number - 1) / max(len(values_LX) - 1, 1)
         shape = SHAPES[number - 1] if len(values_LX) <= NAMED_LAYERS else "."
@@ -69,7 +70,7 @@ def number_ticks(axis: Any, count: int, first: int) -> None:
     axis.set_ticks([first + place for place in places], [str(place + 1) for place in places])
 
 
-def of_layers(values_LX: Sequence[Sequence[float]], name: str) -> dict[str, Sequence[float]]:
+def of_layers(values_LX: Sequence[Sequence[Any]], name: str) -> dict[str, Sequence[Any]]:
     """A column for each layer."""
     return {f"{name}, TSSA layer {number}": values for number, values in enumerate(values_LX, start=1)}
 

@@ -36,7 +36,8 @@ def memberships_of_run(run: Evaluated, page: Page) -> str:
         of_checkpoint(run, results, "eval.analyze"),
         page.show("memberships", position_chart(results), "Concentration and spread of the scores by position"),
         f"{CONCENTRATION} The spread is the standard deviation over the heads of a token's scores, of which the "
-        "memberships are the softmax.",
+        "memberships are the softmax. On the right, the share of the memberships' variance within a stretch of "
+        f"positions that the position alone explains; of all their variance it is {_shares(results)}, layer by layer.",
         table(
             ("positions up to", *layers),
             [
@@ -51,10 +52,11 @@ def memberships_of_run(run: Evaluated, page: Page) -> str:
 
 
 def position_chart(results: Mapping[str, Any]) -> Chart:
-    """Concentration and spread by position."""
+    """Concentration, spread, and what the position explains, by position."""
     panels = {
         "concentration (0: even, 1: one head)": results["concentration_by_position"],
         "spread of the scores over heads (nats)": results["score_spread_by_position"],
+        "explained by the position alone (1)": results["explained_within_stretches"],
     }
     return layers_chart("position (tokens, up to the mark)", results["position_ends"], panels, doubling=True)
 
@@ -107,6 +109,10 @@ def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str,
 
 def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
     return np.array(values, dtype=float).mean(axis=dim)
+
+
+def _shares(results: Mapping[str, Any]) -> str:
+    return ", ".join("–" if share is None else f"{share:.1%}" for share in results["explained_by_position"])
 
 
 def _three_digits(values: Sequence[float]) -> list[str]:

@@ -62,7 +62,7 @@ def follow_chart(groups: Sequence[Mapping[str, Any]]) -> Chart:
             name = f"{group['from_nats']:.1f} to {group['to_nats']:.1f} nats"
             colour = colormaps["cividis"](LIGHTEST * place / max(len(groups) - 1, 1))
             axes.plot(numbers, group[key], color=colour, marker=SHAPES[place % len(SHAPES)], markersize=4, label=name)
-            lines[f"{label}, words of {name} (1)"] = (numbers, group[key])
+            lines[f"{label}, group {place + 1}, words of {name} (1)"] = (numbers, group[key])
         number_ticks(axes.xaxis, len(numbers), 1)
         axes.set_xlabel("TSSA layer")
         axes.set_ylabel(label)

@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 
 from tost_lm.evaluation.report.analysis.layers import SHAPES, number_ticks, some_layers
 from tost_lm.evaluation.report.charts import Chart, joined
-from tost_lm.evaluation.report.curves import CONTRAST, DARK, LIGHT
+from tost_lm.evaluation.report.curves import CONTRAST, DARK
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import of_checkpoint
 from tost_lm.evaluation.report.record import Evaluated
-from tost_lm.evaluation.subject import MEMBERSHIPS, TOKENS
+from tost_lm.evaluation.subject import TOKENS
 
-COLOURS = (DARK, CONTRAST, LIGHT, "0.55")
+COLOURS = (DARK, CONTRAST, "0.55")
 SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"})
 WORDS_IN_TABLE = 5
 
@@ -32,19 +32,16 @@ def tokens(run: Evaluated, page: Page) -> str:
         for layer in some_layers(len(layers))
         for head in range(len(layers[layer]))
     ]
-    explained = {f"{name}, of the rest": shares for name, shares in results["explained"].items()}
-    by_position = run.results(MEMBERSHIPS)
-    if by_position and by_position["identity"]["checkpoint_sha256"] == results["identity"]["checkpoint_sha256"]:
-        explained = {"position": by_position["explained_by_position"], **explained}
     return "\n\n".join([
         f"## Tokens of the heads ({escape(TOKENS)})",
         of_checkpoint(run, results, "eval.analyze"),
-        page.show("explained", explained_chart(explained), "What explains the memberships, by layer"),
-        "The share of the memberships' variance that a token's position explains, and of what position leaves that the "
-        "word does, its class, and the document; without bias, so that labels drawn by lot explain 0.",
+        page.show("explained", explained_chart(results["explained"]), "What explains memberships at a position"),
+        "The share of the variance that memberships have at a position which the word explains, its class, and the "
+        "document, all positions alike; without bias, so that labels drawn by lot explain 0.",
         page.show("word_classes", classes_chart(results), "Memberships of word classes by head"),
-        f"Of each head the words of which it takes the most, and the least, beside its mean at their positions; of "
-        f"words with {results['least_tokens']} tokens at least (␣ is a space, ↵ a line break). All layers are in "
+        "Of each head the words of which it takes more than of others at their positions, and less, in standard "
+        f"deviations of its memberships at a position: those at least {results['least_errors']:g} standard errors off, "
+        f"of words with {results['least_tokens']} tokens at least (␣ is a space, ↵ a line break). All layers are in "
         f"`eval/{TOKENS}/results.json`; a text coloured by head is in [text.html](eval/{TOKENS}/text.html).",
         table(("TSSA layer", "head", "most", "least"), rows),
     ])  # fmt: skip
@@ -56,7 +53,7 @@ def explained_chart(explained: Mapping[str, Sequence[float | None]]) -> Chart:
     axes = figure.add_subplot()
     percents = {name: 100 * np.array(shares, dtype=float) for name, shares in explained.items()}
     numbers = np.arange(1, 1 + len(next(iter(percents.values()))))
-    for (name, percent), colour, shape in zip(percents.items(), COLOURS[-len(percents) :], SHAPES, strict=False):
+    for (name, percent), colour, shape in zip(percents.items(), COLOURS, SHAPES, strict=False):
         axes.plot(numbers, percent, color=colour, marker=shape, label=name)
     number_ticks(axes.xaxis, len(numbers), 1)
     axes.set_xlabel("TSSA layer")
@@ -69,7 +66,7 @@ def explained_chart(explained: Mapping[str, Sequence[float | None]]) -> Chart:
 
 def classes_chart(results: Mapping[str, Any]) -> Chart:
     """The mean surplus of each word class in each head, of a few layers."""
-    surplus_LCH = 100 * np.array(results["word_class_surplus"])
+    surplus_LCH = np.array(results["word_class_surplus"])
     chosen = some_layers(len(surplus_LCH))
     names = [
         f"{name} ({count:,})"
@@ -88,14 +85,14 @@ def classes_chart(results: Mapping[str, Any]) -> Chart:
         axes.set_xlabel("head")
         axes.set_title(f"TSSA layer {number + 1}", fontsize=10)
     panels[0].set_yticks(range(len(names)), names, fontsize=8)
-    figure.colorbar(image, ax=panels, label="beside the mean at\nthe position (% of a token)")
+    figure.colorbar(image, ax=panels, label="beside the mean at the position\n(standard deviations)")
     rows = [
         [layer, name, head, value]
         for layer, surplus_CH in enumerate(surplus_LCH.tolist(), start=1)
         for name, values in zip(results["word_classes"], surplus_CH, strict=True)
         for head, value in enumerate(values, start=1)
     ]
-    return Chart(figure, ["TSSA layer", "word class", "head", "membership beside the mean (%)"], rows)
+    return Chart(figure, ["TSSA layer", "word class", "head", "membership beside the mean (standard deviations)"], rows)
 
 
 def shown(text: str) -> str:
@@ -104,4 +101,8 @@ def shown(text: str) -> str:
 
 
 def _words(words: Sequence[Mapping[str, Any]]) -> str:
-    return " · ".join(f"{shown(word['text'])} {100 * word['surplus']:+.1f} %" for word in words[:WORDS_IN_TABLE])
+    told = (
+        f"{shown(word['text'])} {word['surplus']:+.1f} ± {word['tokens'] ** -0.5:.1f}"
+        for word in words[:WORDS_IN_TABLE]
+    )
+    return " · ".join(told) or "–"
