@@ -168,10 +168,14 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 def problem_of(action: Callable[[], object]) -> str:
     """The one line of a CheckpointError that an action ends with."""
+    return str(error_of(action))
+
+
+def error_of(action: Callable[[], object]) -> CheckpointError:
     with pytest.raises(CheckpointError) as raised:
         action()
     assert "\n" not in str(raised.value)
-    return str(raised.value)
+    return raised.value
 
 
 def in_turn(trainee: Trainee, until: int, *save_after: int) -> Curve:

@@ -18,6 +18,7 @@ from checkpointed_training import (
     assert_kills_lose_nothing,
     build_mix,
     checkpoint_files,
+    error_of,
     in_turn,
     make_corpora,
     problem_of,
@@ -141,8 +142,9 @@ def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: 
     survived("SIGKILL at random points of saves", 5, "the newest complete checkpoint loads")
 
 
-def told_by_poll(training: Training) -> str:
-    """What an asynchronous save ends with, in the main thread of this rank; nothing is left of it."""
+def told_by_poll(training: Training) -> tuple[str, bool | None]:
+    """What an asynchronous save ends with, in the main thread of this rank, and whether that is to be printed here;
+    nothing is left of it."""
 
     def poll() -> None:
         deadline = time.monotonic() + 30
@@ -152,10 +154,11 @@ def told_by_poll(training: Training) -> str:
 
     training.step()
     training.writer.save(training.progress)  # raises nothing yet
-    return problem_of(poll)
+    error = error_of(poll)
+    return str(error), error.printed_here
 
 
-def save_in_vain(trainee: Trainee) -> list[str]:
+def save_in_vain(trainee: Trainee) -> list[tuple[str, bool | None]]:
     training, told = trainee.begin(), []
     training.train(1, (1,))
     home, rank = Path.cwd(), dist.get_rank()
@@ -173,7 +176,7 @@ def save_in_vain(trainee: Trainee) -> list[str]:
         (RUN / "checkpoints").unlink()
         (RUN / "elsewhere").rename(RUN / "checkpoints")
         training.writer.save(training.progress)
-        told.append(problem_of(training.writer.finish))  # the other rank does not take part
+        told.append((problem_of(training.writer.finish), None))  # the other rank does not take part
     dist.barrier()
     return told
 
@@ -182,11 +185,13 @@ def test_a_save_that_fails_in_the_background_is_raised_at_the_next_poll(tmp_path
     trainee = Trainee(tmp_path, corpora, build_mix(zero_stage=0), timeout_s=2)
     mine, other = run_on_ranks(save_in_vain, 2, trainee)
     part = "runs/r/checkpoints/.step_00000002.tmp/model-00002-of-00002.safetensors: cannot be written: No such file or"
-    assert other[0].startswith(part)
-    assert mine[0].startswith(f"rank 1: {part}")
-    assert mine[1].startswith("runs/r/checkpoints/.step_00000003.tmp: cannot be written: ")
-    assert other[1] == mine[1]
-    assert mine[2].startswith("rank 1 did not write its part of a checkpoint: no word within 2 s; start again")
+    assert other[0][0].startswith(part)
+    assert mine[0][0].startswith(f"rank 1: {part}")
+    assert mine[1][0].startswith("runs/r/checkpoints/.step_00000003.tmp: cannot be written: ")
+    assert other[1][0] == mine[1][0]
+    assert [printed for _, printed in mine] == [None, None, None]  # as any error of rank 0
+    assert [printed for _, printed in other] == [False, False]
+    assert mine[2][0].startswith("rank 1 did not write its part of a checkpoint: no word within 2 s; start again")
     assert [path.name for path in (tmp_path / RUN / "checkpoints").iterdir()] == ["step_00000001"]
     assert find_checkpoint(tmp_path / RUN).name == "step_00000001"
 

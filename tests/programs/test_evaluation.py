@@ -219,7 +219,7 @@ def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
     assert f"wrote {home}/{HELDOUT}" in run("eval.zero_shot", step, cwd=copy)
     assert results(home, HELDOUT)["identity"]["checkpoint"] == "step_00000004"
     run("eval.report", "runs/tiny", cwd=copy)
-    assert "not the run's newest checkpoint" in (home / "report.md").read_text()
+    assert "not the newest checkpoint" in (home / "report.md").read_text()
 
 
 def test_two_seeds_are_compared(copy: Path):

@@ -88,20 +88,9 @@ def summed_up(found: Sequence[Sequence[BranchRates]] | Sequence[Sequence[LayerRa
     ]
 
 
-def rates(w_THD: Tensor, pi_TH: Tensor, ends: Sequence[int]) -> Rates:
-    """R_c and R_var [P] of the first so many tokens, for each of `ends`, rising numbers from 1 on."""
-    running = RunningRates(ends)
-    running.add(w_THD, pi_TH)
-    return running.rates()
-
-
-def full_rate(z_TC: Tensor, pi_TH: Tensor) -> Tensor:
-    """½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ)."""
-    return rates(for_all_heads(z_TC, pi_TH), pi_TH, [len(z_TC)]).coding[-1]
-
-
 class RunningRates:
-    """`rates` of tokens that come in pieces; between them there is a moment of each head, in float64."""
+    """R_c and R_var of the first so many tokens, for each of `ends`, rising numbers from 1 on. The tokens come in
+    pieces; between them there is a moment of each head, in float64."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = list(ends)
@@ -110,14 +99,14 @@ class RunningRates:
         self._found: list[Rates] = []
 
     def add(self, w_THD: Tensor, pi_TH: Tensor) -> None:
-        """The tokens that follow."""
+        """Take the tokens that follow."""
         while len(w_THD) and len(self._found) < len(self._ends):
             tokens = min(len(w_THD), self._ends[len(self._found)] - self._count)
             self._add_before_next_end(w_THD[:tokens].double(), pi_TH[:tokens].double())
             w_THD, pi_TH = w_THD[tokens:], pi_TH[tokens:]
 
     def rates(self) -> Rates:
-        """At all ends that were reached."""
+        """At all ends that were reached, each [P]."""
         coding, variational = zip(*self._found, strict=True)
         return Rates(torch.stack(coding), torch.stack(variational))
 

@@ -48,7 +48,7 @@ def _text(texts: Sequence[str], surplus_TH: Tensor) -> str:
     return "".join(
         _span(
             text.replace("\n", "↵\n"), head, STRONGEST * min(max(largest, 0) / FULL, 1),
-            f"head {head + 1}, {largest:+.2f}",
+            f"head {head + 1}, {largest:+.2f}" if largest > 0 else "no head",
         )
         for text, head, largest in zip(texts, head_T.tolist(), largest_T.tolist(), strict=True)
     )  # fmt: skip

@@ -48,11 +48,14 @@ class ByPosition(NamedTuple):
     """Which share of Π's variance over the tokens their position alone explains, as `explained_share`, all heads
     together."""
     explained_within: list[list[float | None]]
-    """The same of the tokens of one stretch alone: early ones vary far more, so most of `explained` is theirs."""
+    """The same of the tokens of one stretch alone."""
+    sequences: int
     mean_LTH: Tensor
     """Π, the mean at each position over the sequences."""
-    deviation_LTH: Tensor
-    """Π, the standard deviation about that mean."""
+    deviation_LPH: Tensor
+    """Π, the standard deviation about that mean, of one sequence 0."""
+    stretch_T: Tensor
+    """The number of each position's stretch, from 0 on."""
 
 
 def concentration(pi_H: Tensor) -> Tensor:
@@ -118,34 +121,40 @@ class _ByPosition:
         self.ends = torch.tensor(position_ends(tokens), device=sequences_NT.device)
         self.count = 0
         self.mean_LTH = zeros(layers, tokens, model.config.heads)
-        self.squares_LTH = torch.zeros_like(self.mean_LTH)
+        self.squares_LPH = zeros(layers, len(self.ends), model.config.heads)
         self.concentration_LP, self.spread_LP = zeros(layers, len(self.ends)), zeros(layers, len(self.ends))
+        self.stretch_T = torch.bucketize(torch.arange(tokens, device=sequences_NT.device) + 1, self.ends)
 
     def see(self, piece: LayerPiece) -> None:
         pi_TH, mean_TH = piece.pi[0], self.mean_LTH[piece.layer, piece.here]
-        stretch_T = torch.bucketize(torch.arange(piece.here.start, piece.here.stop, device=pi_TH.device) + 1, self.ends)
+        stretch_T = self.stretch_T[piece.here]
         self.concentration_LP[piece.layer].index_add_(0, stretch_T, concentration(pi_TH))
         self.spread_LP[piece.layer].index_add_(0, stretch_T, piece.scores[0].std(-1, correction=0))
         aside_TH = pi_TH - mean_TH
         mean_TH += aside_TH / self.count
-        self.squares_LTH[piece.layer, piece.here] += aside_TH * (pi_TH - mean_TH)
+        self.squares_LPH[piece.layer].index_add_(0, stretch_T, aside_TH * (pi_TH - mean_TH))
 
     def summed_up(self) -> ByPosition:
-        in_stretch_P = self.sequences * self.ends.diff(prepend=self.ends.new_zeros(1))
-        concentration_LP, spread_LP = self.concentration_LP / in_stretch_P, self.spread_LP / in_stretch_P
+        lengths_P = self.ends.diff(prepend=self.ends.new_zeros(1))
+        concentration_LP, spread_LP = (
+            x_LP / (self.sequences * lengths_P) for x_LP in (self.concentration_LP, self.spread_LP)
+        )
+        variance_LPH = self.squares_LPH / (lengths_P[:, None] * max(self.sequences - 1, 1))
         stretches = [slice(*ends) for ends in pairwise([0, *self.ends.tolist()])]
         layers = range(len(self.mean_LTH))
         return ByPosition(
             concentration_LP.tolist(),
             spread_LP.tolist(),
-            [self._explained(layer, slice(None)) for layer in layers],
-            [[self._explained(layer, stretch) for stretch in stretches] for layer in layers],
+            [self._explained(layer, slice(None), slice(None)) for layer in layers],
+            [[self._explained(layer, p, stretch) for p, stretch in enumerate(stretches)] for layer in layers],
+            self.sequences,
             self.mean_LTH,
-            self.squares_LTH.div_(self.sequences).sqrt_(),
+            variance_LPH.sqrt(),
+            self.stretch_T,
         )
 
-    def _explained(self, layer: int, positions: slice) -> float | None:
-        mean_TH, within = self.mean_LTH[layer, positions], float(self.squares_LTH[layer, positions].sum())
+    def _explained(self, layer: int, stretches: int | slice, positions: slice) -> float | None:
+        mean_TH, within = self.mean_LTH[layer, positions], float(self.squares_LPH[layer, stretches].sum())
         between = self.sequences * float((mean_TH - mean_TH.mean(0)).square().sum())
         return explained_share(within, within + between, self.sequences * len(mean_TH), len(mean_TH))
 

@@ -94,7 +94,6 @@ def tokens(of: Analysis, page: Path) -> dict[str, Any]:
     write_whole(page, _coloured(of))
     return {
         "explained": {name: explained_by(found, name) for name in labels},
-        "groups": {name: len(size_K) for name, size_K in found.sizes.items()},
         "word_classes": [list(WORD_CLASSES)[number] for number in classes_C.tolist()],
         "word_class_tokens": found.sizes[WORD_CLASS].tolist(),
         "word_class_surplus": of_classes_CLH.transpose(0, 1).tolist(),
@@ -160,5 +159,5 @@ def _coloured(of: Analysis) -> str:
     tokens_T = of.sequences[0, :COLOURED_TOKENS]
     *texts, rest = decode_ids(of.tokenizer, tokens_T.tolist())
     texts[-1] += rest
-    shown = ["∎\n" if token == of.tokenizer.eot else text for token, text in zip(tokens_T.tolist(), texts, strict=True)]
+    shown = ["∎" if token == of.tokenizer.eot else text for token, text in zip(tokens_T.tolist(), texts, strict=True)]
     return coloured_page("Text coloured by head", shown, surplus_of_text(of.model, tokens_T, of.by_position))

@@ -1,5 +1,6 @@
-"""Which tokens the heads take: by how many standard deviations Π of a token lies above its mean at that position and
-head, the token's surplus. So all positions count alike, of which early ones vary far more; the mean of squares is 1.
+"""Which tokens the heads take: the surplus of a token, by how many standard deviations Π lies above its mean at that
+position in the other sequences, for each head. The deviations are those of the stretch of positions: so late tokens,
+whose Π varies far less, count as early ones do.
 
 Shapes: N sequences, T tokens, L layers of TSSA, H heads, K groups of tokens (such as words).
 """
@@ -19,6 +20,7 @@ from tost_lm.model import TostLM
 class Surplus(NamedTuple):
     """Summed over the tokens, float64."""
 
+    sequences: int
     squares_L: Tensor
     """Over the heads as well."""
     by_group: dict[str, Tensor]
@@ -31,9 +33,9 @@ class Typical(NamedTuple):
     """Of one head of one layer: groups of tokens by their mean surplus."""
 
     most: list[tuple[int, float]]
-    """The groups of the largest, by number; first those that are the most standard errors above 0."""
+    """The largest, with the numbers of their groups."""
     least: list[tuple[int, float]]
-    """Those of the smallest."""
+    """The smallest."""
 
 
 def surpluses(model: TostLM, sequences_NT: Tensor, positions: ByPosition, labels: Mapping[str, Tensor]) -> Surplus:
@@ -46,7 +48,8 @@ def surpluses(model: TostLM, sequences_NT: Tensor, positions: ByPosition, labels
     layers, _, heads = positions.mean_LTH.shape
     zeros = partial(torch.zeros, dtype=torch.float64, device=sequences_NT.device)
     sizes = {name: labels_NT.flatten().bincount() for name, labels_NT in labels.items()}
-    found = Surplus(zeros(layers), {name: zeros(len(size_K), layers, heads) for name, size_K in sizes.items()}, sizes)
+    by_group = {name: zeros(len(size_K), layers, heads) for name, size_K in sizes.items()}
+    found = Surplus(len(sequences_NT), zeros(layers), by_group, sizes)
 
     def see(n: int, piece: LayerPiece) -> None:
         surplus_TH = _surplus(piece, positions)
@@ -60,32 +63,39 @@ def surpluses(model: TostLM, sequences_NT: Tensor, positions: ByPosition, labels
 
 
 def explained_by(found: Surplus, labelling: str) -> list[float | None]:
-    """Of each TSSA layer, which share of the surplus' variance the groups explain, as `explained_share`."""
+    """Of each TSSA layer, which share of the variance of Π at a position the groups explain, as `explained_share`.
+
+    Of the surplus' variance 1/N is that of the mean beside which it stands, which no group explains: the share is of
+    the rest.
+    """
     sums_KLH, sizes_K = found.by_group[labelling], found.sizes[labelling]
     between_L = (sums_KLH.square() / sizes_K[:, None, None]).sum((0, 2))
     count, groups = int(sizes_K.sum()), len(sizes_K)
-    return [
+    shares = [
         explained_share(total - between, total, count, groups)
         for total, between in zip(found.squares_L.tolist(), between_L.tolist(), strict=True)
     ]
+    return [None if share is None else share * found.sequences / (found.sequences - 1) for share in shares]
 
 
 def typical(found: Surplus, labelling: str, *, groups: int, tokens: int, errors: float) -> list[list[Typical]]:
-    """Of each head of each TSSA layer, [L][H]: up to so many `groups` whose mean surplus is above 0, and below, by that
-    many standard `errors` at least, among those of so many `tokens` at least.
+    """Of each head of each TSSA layer, [L][H]: up to so many `groups` of the largest mean surplus and of the smallest,
+    among those of so many `tokens` at least that are that many standard `errors` above 0, or below.
 
-    The standard error is 1/√(tokens of the group): a surplus has variance 1.
+    The standard error is that of as many tokens drawn by lot.
     """
-    sizes_K = found.sizes[labelling]
-    kept_k = (sizes_K >= tokens).nonzero()[:, 0]
-    means_kLH = found.by_group[labelling][kept_k] / sizes_K[kept_k, None, None]
-    errors_kLH = means_kLH * sizes_K[kept_k, None, None].sqrt()
-    order_kLH = errors_kLH.argsort(dim=0, descending=True, stable=True)
+    kept_k = (found.sizes[labelling] >= tokens).nonzero()[:, 0]
+    sizes_k11 = found.sizes[labelling][kept_k, None, None]
+    means_kLH = found.by_group[labelling][kept_k] / sizes_k11
+    variance = found.sequences / max(found.sequences - 1, 1)
+    is_certain_kLH = means_kLH.abs() >= errors * (variance / sizes_k11).sqrt()
+    order_kLH = means_kLH.argsort(dim=0, descending=True, stable=True)
 
     def listed(layer: int, head: int, sign: int) -> list[tuple[int, float]]:
-        order_k = order_kLH[:, layer, head].flip(0) if sign < 0 else order_kLH[:, layer, head]
-        certain = [i for i in order_k[:groups].tolist() if sign * errors_kLH[i, layer, head] >= errors]
-        return [(int(kept_k[i]), float(means_kLH[i, layer, head])) for i in certain]
+        order_k = order_kLH[:, layer, head] if sign > 0 else order_kLH[:, layer, head].flip(0)
+        means_k = means_kLH[order_k, layer, head]
+        kept = order_k[is_certain_kLH[order_k, layer, head] & (sign * means_k > 0)][:groups]
+        return [(int(kept_k[i]), float(means_kLH[i, layer, head])) for i in kept]
 
     _, layers, heads = means_kLH.shape
     return [
@@ -105,6 +115,9 @@ def surplus_of_text(model: TostLM, tokens_T: Tensor, positions: ByPosition) -> T
 
 
 def _surplus(piece: LayerPiece, positions: ByPosition) -> Tensor:
-    """Of the piece's only row [T, H]; 0 where Π does not vary at a position."""
-    mean_TH, deviation_TH = (x_LTH[piece.layer, piece.here] for x_LTH in (positions.mean_LTH, positions.deviation_LTH))
-    return ((piece.pi[0] - mean_TH) / deviation_TH).where(deviation_TH > LEAST_DEVIATION, 0)
+    """Of the piece's only row [T, H]; 0 where Π does not vary."""
+    deviation_PH = positions.deviation_LPH[piece.layer]
+    per_deviation_PH = (1 / deviation_PH).where(deviation_PH > LEAST_DEVIATION, 0)
+    others = positions.sequences / max(positions.sequences - 1, 1)  # the mean of all is by 1/N the token's own
+    beside_TH = piece.pi[0] - positions.mean_LTH[piece.layer, piece.here]
+    return others * beside_TH * per_deviation_PH[positions.stretch_T[piece.here]]

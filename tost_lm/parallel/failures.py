@@ -115,6 +115,7 @@ class _Watch:
         self.heart, self.timeout_s = heart, timeout_s
         self.seen_beat, self.suspended_s, self.looked_at = 0.0, 0.0, time.monotonic()
         self.body_is_over, self.leaving, self.cause = threading.Event(), False, ""
+        self.found: LostRankError | None = None
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
@@ -128,6 +129,8 @@ class _Watch:
     def leave_with(self, error: BaseException) -> None:
         how = f"{'failed' if isinstance(error, Exception) else 'left'}: {_first_line(error)}"
         self.leave(how)
+        if isinstance(error, TostError) and error.printed_here is False and self.found and self.found.printed_here:
+            error.printed_here = True  # the others hold that this rank prints a line
         with suppress(dist.DistError):
             self.roll.say_first(how, prints_it=isinstance(error, TostError) and error.printed_here is not False)
             time.sleep(2 * POLL_S)  # the store may go with this process: let the others read first
@@ -136,6 +139,7 @@ class _Watch:
         self.cause = cause
         self.body_is_over.set()
         self.thread.join()
+        assert self.found
         return self.found
 
     def close(self) -> None:

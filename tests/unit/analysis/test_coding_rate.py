@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import RunningRates, branch_rates, full_rate, layer_rates, orthonormal, rates
+from tost_lm.analysis.coding_rate import Rates, RunningRates, branch_rates, for_all_heads, layer_rates, orthonormal
 from tost_lm.model.block import Block
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
@@ -19,6 +19,16 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rates(w_THD: Tensor, pi_TH: Tensor, ends: list[int]) -> Rates:
+    running = RunningRates(ends)
+    running.add(w_THD, pi_TH)
+    return running.rates()
+
+
+def full_rate(z_TC: Tensor, pi_TH: Tensor) -> Tensor:
+    return rates(for_all_heads(z_TC, pi_TH), pi_TH, [len(z_TC)]).coding[0]
 
 
 def written_out(w_THD: Tensor, pi_TH: Tensor) -> tuple[float, float]:

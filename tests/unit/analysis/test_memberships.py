@@ -139,7 +139,8 @@ def test_the_share_of_variance_that_position_explains(make_model):
         assert found.explained[layer] == pytest.approx(written_out(pi_NTH), rel=1e-9)
         stretches = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
         assert found.explained_within[layer] == pytest.approx(stretches, rel=1e-9)
-        torch.testing.assert_close(found.deviation_LTH[layer], pi_NTH.std(0, correction=0), rtol=1e-9, atol=1e-12)
+        deviations = [pi_NTH[:, a:b].var(0).mean(0).sqrt() for a, b in ((0, 8), (8, 16), (16, 20))]
+        torch.testing.assert_close(found.deviation_LPH[layer], torch.stack(deviations), rtol=1e-9, atol=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("mixer.in_proj.weight"):

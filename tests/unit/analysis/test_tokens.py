@@ -32,15 +32,19 @@ def test_shares_are_those_of_the_sums(make_model, monkeypatch: pytest.MonkeyPatc
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
     for pi_NTH, explained, squares in zip(recorded, explained_by(found, "third"), found.squares_L, strict=True):
-        surplus = (pi_NTH - pi_NTH.mean(0)) / pi_NTH.std(0, correction=0)
-        surplus[:, 0] = 0  # of the first token all energy is its own, so that Π does not depend on it
+        surplus = torch.empty_like(pi_NTH)
+        for stretch in (slice(0, 8), slice(8, 16), slice(16, 20)):
+            deviation_H = pi_NTH[:, stretch].var(0).mean(0).sqrt()
+            for n in range(5):
+                others = pi_NTH[[other for other in range(5) if other != n], stretch].mean(0)
+                surplus[n, stretch] = (pi_NTH[n, stretch] - others) / deviation_H
         total = sum(float(x) ** 2 for x in surplus.flatten())
         within = 0.0
         for label in range(3):
             own = surplus[labels == label]
             within += sum(float(x) ** 2 for x in (own - own.mean(0)).flatten())
         assert float(squares) == pytest.approx(total, rel=1e-9)
-        assert explained == pytest.approx(1 - (within / (100 - 3)) / (total / 99), rel=1e-9)
+        assert explained == pytest.approx(5 / 4 * (1 - (within / (100 - 3)) / (total / 99)), rel=1e-9)
 
 
 def test_labels_by_lot_explain_nothing_and_each_token_alone_is_no_group(make_model):
@@ -54,13 +58,32 @@ def test_labels_by_lot_explain_nothing_and_each_token_alone_is_no_group(make_mod
     assert explained_by(found_in(uniform, tokens, word=tokens), "word") == [None, None]
 
 
-def test_typical_words_are_ordered_and_only_certain_ones():
+@pytest.mark.parametrize("sequences", [2, 4, 32])
+def test_all_is_explained_where_words_fix_memberships(sequences: int):
+    """However few sequences the mean beside which Π stands is of."""
+    tokens_NT = draw(sequences, 4096 // sequences, words=10)
+    of_words_KH = torch.rand(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    pi_NTH = of_words_KH[tokens_NT] / 3
+    beside_NTH = (pi_NTH - pi_NTH.mean(0)) / pi_NTH.var(0).mean(0).sqrt() * sequences / (sequences - 1)
+    sums_KLH = torch.zeros(10, 1, 3, dtype=torch.float64)
+    sums_KLH[:, 0].index_add_(0, tokens_NT.flatten(), beside_NTH.flatten(0, 1))
+    sizes = {"word": tokens_NT.flatten().bincount()}
+    found = Surplus(sequences, beside_NTH.square().sum()[None], {"word": sums_KLH}, sizes)
+    assert explained_by(found, "word") == pytest.approx([1], abs=0.03)
+
+
+def test_typical_words_are_the_largest_of_the_certain_ones():
     means_KLH = torch.tensor([[[2.0, -2]], [[1, -1]], [[9, 9]], [[-1.5, 1.5]], [[0.5, 0.5]]], dtype=torch.float64)
     sizes_K = torch.tensor([9, 100, 1, 16, 16])
-    found = Surplus(torch.ones(1), {"word": means_KLH * sizes_K[:, None, None]}, {"word": sizes_K})
+    sums = {"word": means_KLH * sizes_K[:, None, None]}
+    found = Surplus(1000, torch.ones(1), sums, {"word": sizes_K})
     [[first, second]] = typical(found, "word", groups=2, tokens=2, errors=4)
-    assert first == ([(1, 1.0), (0, 2.0)], [(3, -1.5)])  # 10, 6 and −6 errors; 2 of the last
-    assert second == ([(3, 1.5)], [(1, -1.0), (0, -2.0)])
+    assert first == ([(0, 2.0), (1, 1.0)], [(3, -1.5)])  # 6, 10 and −6 errors; 2 of the last
+    assert second == ([(3, 1.5)], [(0, -2.0), (1, -1.0)])
+    [[first, _]] = typical(found, "word", groups=1, tokens=2, errors=6.5)
+    assert first == ([(1, 1.0)], [])
+    [[first, _]] = typical(found._replace(sequences=2), "word", groups=2, tokens=2, errors=4.5)
+    assert first == ([(1, 1.0)], [])  # of two sequences a surplus varies twice as much
 
 
 def test_no_word_is_typical_of_a_head_by_lot(make_model):

@@ -229,7 +229,7 @@ def test_results_of_another_checkpoint_are_marked(evaluated):
     results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
     path.write_text(json.dumps(results))
     page = text_of(evaluated)
-    assert page.text.count("not the run's newest checkpoint") == 1
+    assert page.text.count("not the newest checkpoint") == 1
     assert "Of step_00000050" in page.text
 
 

@@ -127,9 +127,10 @@ def _growth(results: dict[str, Any]) -> str:
 
 def of_checkpoint(run: Evaluated, results: dict[str, Any], program: str, setting: str = "") -> str:
     """Which checkpoint was evaluated, and whether it is the one that is there now."""
+    reads_text = program not in ("eval.text", "tost_lm.generate")
     identity = results["identity"]
     line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
-        command = f"python -m {program} {run.folder}{setting}"
-        line += f" **That is not the run's newest checkpoint**; this evaluates it: `{command}`"
+        command = f"python -m {program} {run.with_text if reads_text else run.folder}{setting}"
+        line += f" **That is not the newest checkpoint**; this evaluates it: `{command}`"
     return line

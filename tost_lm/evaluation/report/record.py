@@ -73,7 +73,7 @@ class RunRecord(Evaluated):
 
     @property
     def with_text(self) -> str:
-        return str(self.folder)
+        return super().with_text if "mixture" in self.config["data"] else str(self.folder)
 
     @cached_property
     def parameters(self) -> int:

@@ -45,7 +45,7 @@ def coding_rates(run: Evaluated, page: Page) -> str:
         "R_c. A branch that compresses lowers them.",
         page.show("coding_rate_prefixes", prefix_chart(results), "Coding rates by prefix"),
         "The same over the first tokens of a sequence: with these prefixes the causal operator works.",
-        *_over_training(results["steps"], page),
+        *_over_training(results["steps"], results["left_out_checkpoints"], page),
     ])  # fmt: skip
 
 
@@ -88,13 +88,14 @@ def steps_chart(steps: Sequence[Mapping[str, Any]]) -> Chart:
     return layers_chart("training step", [row["step"] for row in steps], panels, doubling=False)
 
 
-def _over_training(steps: Sequence[Mapping[str, Any]], page: Page) -> list[str]:
+def _over_training(steps: Sequence[Mapping[str, Any]], left_out: Sequence[str], page: Page) -> list[str]:
     """Of the checkpoints that the run keeps, if they are several."""
     if len(steps) < 2:
         return []
     return [
         page.show("coding_rate_steps", steps_chart(steps), "Coding rates of the kept checkpoints"),
-        f"The same of the {len(steps)} checkpoints that the run keeps (checkpoint.keep and checkpoint.keep\\_every).",
+        f"The same of {len(steps)} checkpoints that the run keeps (checkpoint.keep and checkpoint.keep\\_every).",
+        *[f"Left out: {escape(problem)}" for problem in left_out],
     ]
 
 

@@ -34,7 +34,7 @@ def memberships_of_run(run: Evaluated, page: Page) -> str:
     return "\n\n".join([
         f"## Memberships ({escape(MEMBERSHIPS)})",
         of_checkpoint(run, results, "eval.analyze"),
-        page.show("memberships", position_chart(results), "Concentration and spread of the scores by position"),
+        page.show("memberships", position_chart(results), "Concentration, spread and what position explains"),
         f"{CONCENTRATION} The spread is the standard deviation over the heads of a token's scores, of which the "
         "memberships are the softmax. On the right, the share of the memberships' variance within a stretch of "
         f"positions that the position alone explains; of all their variance it is {_shares(results)}, layer by layer.",

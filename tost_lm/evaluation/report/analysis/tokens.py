@@ -37,12 +37,13 @@ def tokens(run: Evaluated, page: Page) -> str:
         of_checkpoint(run, results, "eval.analyze"),
         page.show("explained", explained_chart(results["explained"]), "What explains memberships at a position"),
         "The share of the variance that memberships have at a position which the word explains, its class, and the "
-        "document, all positions alike; without bias, so that labels drawn by lot explain 0.",
+        "document, early and late positions alike; labels drawn by lot explain 0.",
         page.show("word_classes", classes_chart(results), "Memberships of word classes by head"),
-        "Of each head the words of which it takes more than of others at their positions, and less, in standard "
-        f"deviations of its memberships at a position: those at least {results['least_errors']:g} standard errors off, "
-        f"of words with {results['least_tokens']} tokens at least (␣ is a space, ↵ a line break). All layers are in "
-        f"`eval/{TOKENS}/results.json`; a text coloured by head is in [text.html](eval/{TOKENS}/text.html).",
+        "Of each head the words of which it takes most beside others at their positions, and least, in standard "
+        "deviations of its memberships at a position, ± the standard error of as many tokens drawn by lot: of words "
+        f"that are {results['least_errors']:g} such errors off at least and have {results['least_tokens']} tokens or "
+        f"more (␣ is a space, ↵ a line break). All layers are in `eval/{TOKENS}/results.json`; a text coloured by head "
+        f"is in [text.html](eval/{TOKENS}/text.html).",
         table(("TSSA layer", "head", "most", "least"), rows),
     ])  # fmt: skip
 
@@ -102,7 +103,7 @@ def shown(text: str) -> str:
 
 def _words(words: Sequence[Mapping[str, Any]]) -> str:
     told = (
-        f"{shown(word['text'])} {word['surplus']:+.1f} ± {word['tokens'] ** -0.5:.1f}"
+        f"“{shown(word['text'])}” {word['surplus']:+.1f} ± {word['tokens'] ** -0.5:.1f}"
         for word in words[:WORDS_IN_TABLE]
     )
     return " · ".join(told) or "–"
