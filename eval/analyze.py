@@ -7,7 +7,7 @@ them, which words each head takes, and what becomes of them when other text is r
 rate R_c of their tokens and its variational form R_var, before and after the branch, for each checkpoint that the run
 keeps; the heads' subspaces; rare tokens and long ones in the residual stream; how far a swapped token reaches; and the
 loss with parts of the operator taken away. Writes results.json to eval/memberships@3, tokens (with text.html, a text
-coloured by head), coding_rate@2, subspaces, stream, influence and swaps; docs/analysis.md says what the figures mean.
+coloured by head), coding_rate@2, subspaces, stream, influence and swaps@2; docs/analysis.md says what the figures mean.
 """
 
 import time

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tost_lm.analysis.errors import standard_error
 from tost_lm.analysis.layers import LayerPiece, projected, read, tssa_mixers
 from tost_lm.model import TostLM
 from tost_lm.model.positions import position_ends
@@ -77,13 +78,18 @@ def layer_rates(model: TostLM, tokens_T: Tensor) -> list[LayerRates]:
     return [layer.rates() for layer in layers]
 
 
-def summed_up(found: Sequence[Sequence[BranchRates]] | Sequence[Sequence[LayerRates]]) -> list[dict[str, Any]]:
+def summed_up(
+    found: Sequence[Sequence[BranchRates]] | Sequence[Sequence[LayerRates]], documents_N: Tensor
+) -> list[dict[str, Any]]:
     """For each layer, over the sequences: mean and standard error of each figure, plain numbers or by prefix a list.
 
     A change is that by the layer's branch, below 0 where it compresses; a gap is R_var − R_c.
     """
     return [
-        {name: _over_sequences([_figures(layer)[name] for layer in layers]) for name in _figures(layers[0])}
+        {
+            name: _over_sequences([_figures(layer)[name] for layer in layers], documents_N)
+            for name in _figures(layers[0])
+        }
         for layers in zip(*found, strict=True)
     ]
 
@@ -158,11 +164,10 @@ def _figures(layer: BranchRates | LayerRates) -> dict[str, Tensor]:
     }
 
 
-def _over_sequences(values: Sequence[Tensor]) -> dict[str, Any]:
+def _over_sequences(values: Sequence[Tensor], documents_N: Tensor) -> dict[str, Any]:
     of_all_N = torch.stack(list(values))
-    count = len(of_all_N)
-    error = (of_all_N.std(0) / count**0.5).tolist() if count > 1 else None
-    return {"mean": of_all_N.mean(0).tolist(), "standard_error": error}
+    error = standard_error(of_all_N, documents_N)
+    return {"mean": of_all_N.mean(0).tolist(), "standard_error": None if error is None else error.tolist()}
 
 
 class _RunningBranch:

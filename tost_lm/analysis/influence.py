@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tost_lm.analysis.errors import standard_error
 from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers
 from tost_lm.errors import DataError
 from tost_lm.model import TostLM
@@ -25,10 +26,10 @@ class Influence(NamedTuple):
     mean: list[list[float]]
     """Of each layer and stretch, over the sequences."""
     standard_error: list[list[float]] | None
-    """Over the sequences; None: there is one."""
+    """Over the documents; None: there is one."""
 
 
-def influence(model: TostLM, sequences_NT: Tensor, swaps: int) -> Influence:
+def influence(model: TostLM, sequences_NT: Tensor, documents_N: Tensor, swaps: int) -> Influence:
     """By distance, of so many tokens of each sequence, each swapped alone for one from elsewhere in the sequences.
 
     They are drawn from the first half, and tokens are looked at up to half a sequence later: all distances are of the
@@ -41,8 +42,8 @@ def influence(model: TostLM, sequences_NT: Tensor, swaps: int) -> Influence:
         _of_sequence(model, sequences_NT, n, swaps, torch.tensor(ends, device=sequences_NT.device))
         for n in range(sequences)
     ])  # fmt: skip
-    error = (found_NLP.std(0) / sequences**0.5).tolist() if sequences > 1 else None
-    return Influence(ends, found_NLP.mean(0).tolist(), error)
+    error = standard_error(found_NLP, documents_N)
+    return Influence(ends, found_NLP.mean(0).tolist(), None if error is None else error.tolist())
 
 
 def distance_ends(reach: int) -> list[int]:

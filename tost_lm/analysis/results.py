@@ -105,18 +105,18 @@ def tokens(of: Analysis, page: Path) -> dict[str, Any]:
 
 def coding_rates(of: Analysis, kept: Sequence[Path]) -> dict[str, Any]:
     """`summed_up` of each TSSA layer, and of its branch in each of the checkpoints that a run keeps."""
-    steps, left_out = [], []
+    steps, left_out, documents_N = [], [], of.text.document_of
     for folder in kept:
         try:
             model = load(folder, str(of.sequences.device))
         except CheckpointError as error:
             left_out.append(str(error))
             continue
-        layers = summed_up([branch_rates(model, tokens_T) for tokens_T in of.sequences])
+        layers = summed_up([branch_rates(model, tokens_T) for tokens_T in of.sequences], documents_N)
         steps.append({"step": int(folder.name.removeprefix("step_")), "layers": layers})
     return {
         "position_ends": position_ends(of.sequences.shape[1]),
-        "layers": summed_up([layer_rates(of.model, tokens_T) for tokens_T in of.sequences]),
+        "layers": summed_up([layer_rates(of.model, tokens_T) for tokens_T in of.sequences], documents_N),
         "steps": steps,
         "left_out_checkpoints": left_out,
     }
@@ -143,12 +143,13 @@ def stream(of: Analysis) -> dict[str, Any]:
 
 def influences(of: Analysis) -> dict[str, Any]:
     """`Influence`, and of how many swaps."""
-    return {"swaps": SWAPS * len(of.sequences), **influence(of.model, of.sequences, SWAPS)._asdict()}
+    found = influence(of.model, of.sequences, of.text.document_of, SWAPS)
+    return {"swaps": SWAPS * len(of.sequences), **found._asdict()}
 
 
 def swaps(of: Analysis) -> dict[str, Any]:
     """The losses without parts of the operator."""
-    return {"losses": beside_as_it_is(swapped_losses(of.model, of.sequences))}
+    return {"losses": beside_as_it_is(swapped_losses(of.model, of.sequences), of.text.document_of)}
 
 
 def _probe_tokens(model: ModelConfig, wanted: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tost_lm.analysis.errors import standard_error
 from tost_lm.analysis.layers import PIECE_TOKENS, LayerPiece, projected, read, scores_of, tssa_mixers, while_hooked
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
@@ -55,15 +56,15 @@ def _of_means(positions_LTH: Tensor, moments_LHD: Tensor) -> dict[str, Swap]:
     }
 
 
-def beside_as_it_is(losses: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def beside_as_it_is(losses: Mapping[str, Tensor], documents_N: Tensor) -> list[dict[str, Any]]:
     """For each, in plain numbers: its name, nats_per_token, the mean change from the model as it is, and the standard
-    error of that over the sequences (None: there is one)."""
+    error of that over the documents (None: there is one)."""
     rows = []
     for name, loss_N in losses.items():
         change_N = loss_N - losses[AS_IT_IS]
-        error = float(change_N.std() / len(change_N) ** 0.5) if len(change_N) > 1 else None
+        error = standard_error(change_N, documents_N)
         means = {"nats_per_token": float(loss_N.mean()), "change": float(change_N.mean())}
-        rows.append({"name": name, **means, "standard_error": error})
+        rows.append({"name": name, **means, "standard_error": None if error is None else float(error)})
     return rows
 
 

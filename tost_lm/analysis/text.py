@@ -43,6 +43,11 @@ class HeldoutText:
     context_S: Tensor
     """Other text, from before the sequences."""
 
+    @property
+    def document_of(self) -> Tensor:
+        """The document of which each sequence has the most tokens, [N]."""
+        return self.documents_NT.mode(dim=1).values
+
     def to(self, device: str) -> "HeldoutText":
         return HeldoutText(*(x.to(device) for x in (self.sequences_NT, self.documents_NT, self.context_S)))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
 MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
-STREAM, INFLUENCE, SWAPS = "stream", "influence", "swaps"
+STREAM, INFLUENCE, SWAPS = "stream", "influence", "swaps@2"
 """The protocols; a new version of one gets a new name."""
 HUB = "hub:"
 

@@ -19,7 +19,7 @@ def test_distances_double(reach: int, ends: list[int]):
 def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatch, pieces: int):
     monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", pieces)
     model = make_model(pattern="TA", layers=4)
-    found = influence(model, TOKENS, swaps=2)
+    found = influence(model, TOKENS, torch.arange(3), swaps=2)
     assert found.distance_ends == [1, 2, 4, 8, 10]
     by_hand = torch.zeros(3, 2, 5, dtype=torch.float64)
     for n, row in enumerate(TOKENS):
@@ -41,9 +41,9 @@ def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatc
     assert found.standard_error is not None
     error = (by_hand.std(0) / 3**0.5).float()
     torch.testing.assert_close(torch.tensor(found.standard_error), error, rtol=1e-5, atol=0)
-    assert influence(model, TOKENS[:1], swaps=2).standard_error is None
+    assert influence(model, TOKENS[:1], torch.arange(1), swaps=2).standard_error is None
 
 
 def test_text_of_one_word_is_refused(make_model):
     with pytest.raises(DataError, match="consist of one word"):
-        influence(make_model(), torch.full((2, 8), 3), swaps=2)
+        influence(make_model(), torch.full((2, 8), 3), torch.arange(2), swaps=2)

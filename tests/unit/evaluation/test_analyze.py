@@ -164,7 +164,7 @@ def test_losses_without_parts_are_kept_and_reported(run_folder: Path, capsys):
     said = capsys.readouterr().out
     page = Page("", figures="f")
     section = swaps(RunRecord.read(run_folder), page)
-    as_it_is, *others = json.loads((run_folder / "eval/swaps/results.json").read_text())["losses"]
+    as_it_is, *others = json.loads((run_folder / "eval/swaps@2/results.json").read_text())["losses"]
     assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
     assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
     for loss in others:

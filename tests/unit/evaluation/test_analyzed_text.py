@@ -29,6 +29,10 @@ def test_documents_are_told_apart(shards: Shards):
     assert found.documents_NT[0].tolist() == numbers[: len(numbers) // 3]
     assert found.documents_NT[-1].tolist() == numbers[-(len(numbers) // 3) :]
     assert len(set(numbers)) > 5
+    most = [max(set(row), key=row.count) for row in found.documents_NT.tolist()]
+    assert [row.count(a) for row, a in zip(found.documents_NT.tolist(), most, strict=True)] == [
+        row.count(b) for row, b in zip(found.documents_NT.tolist(), found.document_of.tolist(), strict=True)
+    ]
 
 
 def test_information_is_of_the_held_out_text(shards: Shards):

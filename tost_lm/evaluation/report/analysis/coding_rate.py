@@ -40,9 +40,9 @@ def coding_rates(run: Evaluated, page: Page) -> str:
                 for number, layer in enumerate(layers, 1)
             ],
         ),
-        f"Nats, mean ± standard error over {results['sequences']} sequences of {results['position_ends'][-1]:,} "
-        "tokens. R_c is the rate of the tokens in the heads' subspaces, R_var what the operator descends, never below "
-        "R_c. A branch that compresses lowers them.",
+        f"Nats, mean over {results['sequences']} sequences of {results['position_ends'][-1]:,} tokens ± standard error "
+        "over documents. R_c is the rate of the tokens in the heads' subspaces, R_var what the operator descends, "
+        "never below R_c. A branch that compresses lowers them.",
         page.show("coding_rate_prefixes", prefix_chart(results), "Coding rates by prefix"),
         "The same over the first tokens of a sequence: with these prefixes the causal operator works.",
         *_over_training(results["steps"], results["left_out_checkpoints"], page),

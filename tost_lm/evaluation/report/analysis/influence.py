@@ -26,7 +26,7 @@ def influence(run: Evaluated, page: Page) -> str:
         of_checkpoint(run, results, "eval.analyze"),
         page.show("influence", influence_chart(results), "How far a layer's output moves when one token is swapped"),
         f"‖y′ − y‖ / ‖y‖ of what a layer gives, with one token before swapped for another, over {results['swaps']} "
-        f"swaps in {results['sequences']} sequences (mean ± standard error over sequences).",
+        f"swaps in {results['sequences']} sequences (mean ± standard error over documents).",
         table(("tokens later, up to", *layers), [(f"{end:,}", *told) for end, *told in by_distance]),
     ])  # fmt: skip
 
