@@ -30,8 +30,8 @@ def swaps(run: Evaluated, page: Page) -> str:
         page.show("swaps", swaps_chart(results["losses"]), "Loss with parts of the operator taken away"),
         table(("TSSA layers", "nats per token", "beside the model as it is"), rows),
         f"Over {results['sequences']} sequences, ± standard error of the difference over documents. Uniform: each head "
-        "has an equal part in every token. By position: memberships are their mean at that position over other sequences. "
-        "Constant moments: the second moments are their mean at other sequences' end.",
+        "has an equal part in every token. By position: memberships are their mean at that position over other "
+        "sequences. Constant moments: the second moments are their mean at other sequences' end.",
     ])  # fmt: skip
 
 
