@@ -47,7 +47,7 @@ def peak_mb(*words: object) -> float:
 
 
 @pytest.mark.timeout(1200)
-def test_memory_does_not_grow_with_the_sequence(pytestconfig: pytest.Config, tmp_path: Path):
+def test_memory_is_that_of_pieces_and_a_few_numbers_a_position(pytestconfig: pytest.Config, tmp_path: Path):
     if not pytestconfig.getoption("--full"):
         pytest.skip("minutes: pytest --full")
     tokenizer = write_text(tmp_path)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tost_lm.errors import TostError
 from tost_lm.parallel import failures, roll_call
 from tost_lm.parallel.failures import LostRankError, naming_lost_ranks
 from tost_lm.testing import run_on_ranks
@@ -157,6 +158,25 @@ def test_a_rank_that_is_told_to_leave_is_named(what: Callable[[], None], left_wi
     line, report = line_of(what, tmp_path, [0, 2])
     assert line == f"rank 1 left: {left_with}"
     assert f"\n{left_with}\n" in report
+
+
+def rank_1_fails_later_with_what_another_rank_prints() -> bool | None:
+    error = TostError("the disk is full")
+    error.printed_here = False
+
+    def fail() -> None:
+        with naming_lost_ranks():
+            if dist.get_rank() == 1:
+                time.sleep(2)  # long enough to find out that rank 0 failed, and that nobody prints a line yet
+            raise error
+
+    with pytest.raises(TostError, match="the disk is full"):
+        fail()
+    return error.printed_here
+
+
+def test_a_rank_that_holds_back_its_error_prints_it_when_no_other_does():
+    assert run_on_ranks(rank_1_fails_later_with_what_another_rank_prints, 2) == [False, True]
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):

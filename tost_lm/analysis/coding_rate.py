@@ -8,8 +8,9 @@ prefactor d/ε² are 1, as in the released operator, which also adds 1e-8 to tha
     R_var = ½ Σ_h (n_h/n) Σ_i log(1 + (M_h)_ii)        its variational form
 
 R_c ≤ R_var for any U (a determinant is at most the product of the diagonal), equal where the moments are diagonal. The
-operator's 1/(1 + D) is the derivative of log(1 + x) at (M_h)_ii. Neither bounds the rate of the unprojected tokens, log
-det(I + (1/n_h) Σ π_h z zᵀ), unless the U_h are orthonormal and together span z.
+operator's 1/(1 + D) is the derivative of log(1 + x) at (M_h)_ii. Neither is a bound of the rate of the unprojected
+tokens, ½ Σ_h (n_h/n) log det(I + (1/n_h) Σ π_h z zᵀ), but that in orthonormal bases R_c is never above it (eigenvalues
+of a projection interlace).
 
 Shapes: T tokens, H heads, D channels per head, C channels, L layers of TSSA, P prefixes.
 """

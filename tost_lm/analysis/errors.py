@@ -1,6 +1,5 @@
 """Standard errors over documents. Shapes: N sequences, K documents."""
 
-import torch
 from torch import Tensor
 
 
@@ -15,5 +14,5 @@ def standard_error(values: Tensor, documents_N: Tensor) -> Tensor | None:
     if documents < 2:
         return None
     aside = values - values.mean(0)
-    sums = torch.zeros_like(aside[:1]).repeat(documents, *[1] * (aside.dim() - 1)).index_add(0, number_N, aside)
+    sums = aside.new_zeros(documents, *aside.shape[1:]).index_add(0, number_N, aside)
     return (sums.square().sum(0) * documents / (documents - 1)).sqrt() / len(values)

@@ -14,8 +14,6 @@ from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers
 from tost_lm.errors import DataError
 from tost_lm.model import TostLM
 
-SEED = 0
-
 
 class Influence(NamedTuple):
     """‖y' − y‖ / ‖y‖ of what a TSSA layer gives, y' with one token swapped; a token is swapped in the text, so that the
@@ -78,7 +76,7 @@ def draw_swaps(sequences_NT: Tensor, n: int, swaps: int) -> tuple[Tensor, Tensor
     Raises:
         DataError: the sequences consist of one word.
     """
-    draw = torch.Generator().manual_seed(SEED + n)
+    draw = torch.Generator().manual_seed(n)
     lot = partial(torch.randint, size=(swaps,), generator=draw)
     places_K = lot(sequences_NT.shape[1] // 2).to(sequences_NT.device)
     words_M = sequences_NT.flatten()

@@ -1,6 +1,6 @@
 """The held-out text that a model is watched on: what stands in it, and what is known of its tokens.
 
-Shapes: N sequences, T tokens, S tokens of context, V words, K groups.
+Shapes: N sequences, T tokens, S tokens of context, V words of the vocabulary, K of the text.
 """
 
 import re

@@ -222,6 +222,14 @@ def test_what_is_missing_names_its_command(run_folder):
     assert "img" not in [tag for tag, _ in page.tags]
 
 
+def test_of_a_mixture_the_commands_ask_for_the_text(run_folder):
+    config = run_folder / "config.toml"
+    named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
+    assert named
+    config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
+    assert f"python -m eval.zero_shot {run_folder} heldout.shards=FOLDER" in text_of(run_folder).text
+
+
 def test_results_of_another_checkpoint_are_marked(evaluated):
     assert "not the run's newest" not in text_of(evaluated).text
     path = Subject.find(evaluated).results_path(NEEDLE)

@@ -23,7 +23,7 @@ def beyond(run: Evaluated, page: Page) -> str:
     rows, trained, sequences = results["by_position"], results["trained_tokens"], results["sequences"]
     parts = [
         f"## Beyond the trained length ({escape(POSITIONS)})",
-        of_checkpoint(run, results, "eval.positions"),
+        of_checkpoint(run, results, f"eval.positions {run.with_text}"),
         page.show("beyond", beyond_chart(rows, trained), "Loss by position up to and beyond the trained length"),
         table(
             ("positions up to", "nats per token", "± standard error", ""),

@@ -25,7 +25,7 @@ def heldout(run: Evaluated) -> str:
         rows.append((row["name"], "–", "–", f"{row['bits_per_byte']:.4f}", lower))
     return "\n\n".join([
         f"## Held-out text ({escape(HELDOUT)})",
-        of_checkpoint(run, results, "eval.zero_shot"),
+        of_checkpoint(run, results, f"eval.zero_shot {run.with_text}"),
         table(("", "nats per token", "perplexity per token", "bits per byte", "model lower by"), rows),
         _compared(baselines, model["documents"]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
@@ -67,7 +67,7 @@ def text(run: Evaluated) -> str:
     figures = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
     return "\n\n".join([
         f"## A text in one stream ({escape(TEXT)})",
-        of_checkpoint(run, results, "eval.text", f" text.file={path}"),
+        of_checkpoint(run, results, f"eval.text {run.folder} text.file={path}"),
         table(("", "nats per token", "perplexity per token", "bits per byte"), [(path, *figures)]),
         f"{model['tokens']:,} tokens, {model['bytes']:,} bytes, each token predicted from all before it; end-of-text "
         f"ids not counted. State after them: {results['state_bytes']:,} bytes; {_growth(results)}.",
@@ -85,7 +85,7 @@ def sample(run: Evaluated) -> str:
     how += f", top_p {settings['top_p']:g}" if settings.get("top_p", 1) < 1 else ""
     parts = [
         "## Generated text",
-        of_checkpoint(run, results, "tost_lm.generate"),
+        of_checkpoint(run, results, f"tost_lm.generate {run.folder}"),
         f"The end of the prompt, {escape(file)}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"The model goes on ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
@@ -125,12 +125,10 @@ def _growth(results: dict[str, Any]) -> str:
     return "it grows with every token (softmax)"
 
 
-def of_checkpoint(run: Evaluated, results: dict[str, Any], program: str, setting: str = "") -> str:
-    """Which checkpoint was evaluated, and whether it is the one that is there now."""
-    reads_text = program not in ("eval.text", "tost_lm.generate")
+def of_checkpoint(run: Evaluated, results: dict[str, Any], command: str) -> str:
+    """Which checkpoint was evaluated, and if it is not the one that is there now the command that evaluates that."""
     identity = results["identity"]
     line = f"Of `{identity['checkpoint']}`, in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
-        command = f"python -m {program} {run.with_text if reads_text else run.folder}{setting}"
-        line += f" **That is not the newest checkpoint**; this evaluates it: `{command}`"
+        line += f" **That is not the newest checkpoint**; this evaluates it: `python -m {command}`"
     return line

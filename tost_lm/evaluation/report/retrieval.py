@@ -30,7 +30,7 @@ def needle(run: Evaluated, page: Page) -> str:
     ]
     parts = [
         f"## Needle in a haystack ({escape(NEEDLE)})",
-        of_checkpoint(run, results, "eval.retrieval"),
+        of_checkpoint(run, results, f"eval.retrieval {run.with_text}"),
         page.show("needle", needle_chart(cells), "Percentage of right words by depth and length, and control"),
         table(("mean over all cells", "right word chosen of ten", "each of its tokens the most likely"), rows),
         f"Chance is {results['chance']:.0%}, with {cells[0]['samples']} examples in a cell and {examples} in all: a "
@@ -109,8 +109,9 @@ def _of_checkpoints(run: Evaluated, found: Mapping[str, dict[str, Any]]) -> list
     lines = []
     for own in names.values():
         seconds = sum(found[name]["seconds"] for name in own)
-        setting = " 'retrieval.tasks=[" + ", ".join(f'"{name}"' for name in own) + "]'"
-        line = of_checkpoint(run, found[own[0]] | {"seconds": seconds}, "eval.retrieval", setting)
+        tasks = ", ".join(f'"{name}"' for name in own)
+        command = f"eval.retrieval {run.with_text} 'retrieval.tasks=[{tasks}]'"
+        line = of_checkpoint(run, found[own[0]] | {"seconds": seconds}, command)
         lines.append(f"{escape(', '.join(own))}: {line}" if len(names) > 1 else line)
     return lines
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.analysis.layers import layers_chart
+from tost_lm.evaluation.report.analysis.layers import layers_chart, number_ticks
 from tost_lm.evaluation.report.charts import Chart, joined
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
 from tost_lm.evaluation.report.markdown import escape, table
@@ -30,7 +30,7 @@ def coding_rates(run: Evaluated, page: Page) -> str:
     }  # fmt: skip
     return "\n\n".join([
         f"## Coding rates ({escape(CODING_RATE)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("coding_rate", change_chart(layers), "Change of the coding rates by each TSSA layer's branch"),
         table(
             ("TSSA layer", "R_c", "R_var", "R_var − R_c", "R_c by the branch", "R_var by the branch",
@@ -63,7 +63,7 @@ def change_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
         )  # fmt: skip
         lines |= {f"change of {label} (nats)": (numbers, means), f"standard error of {label} (nats)": (numbers, errors)}
     axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_xticks(numbers)
+    number_ticks(axes.xaxis, len(numbers), 1)
     axes.set_xlabel("TSSA layer")
     axes.set_ylabel("change by its branch (nats)\nbelow 0: compressed")
     axes.legend()

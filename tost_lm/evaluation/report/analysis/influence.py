@@ -23,7 +23,7 @@ def influence(run: Evaluated, page: Page) -> str:
     by_distance = zip(results["distance_ends"], *_told(results), strict=True)
     return "\n\n".join([
         f"## Influence of one token ({escape(INFLUENCE)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("influence", influence_chart(results), "How far a layer's output moves when one token is swapped"),
         f"‖y′ − y‖ / ‖y‖ of what a layer gives, with one token before swapped for another, over {results['swaps']} "
         f"swaps in {results['sequences']} sequences (mean ± standard error over documents).",

@@ -33,7 +33,7 @@ def memberships_of_run(run: Evaluated, page: Page) -> str:
     ]
     return "\n\n".join([
         f"## Memberships ({escape(MEMBERSHIPS)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("memberships", position_chart(results), "Concentration, spread and what position explains"),
         f"{CONCENTRATION} The spread is the standard deviation over the heads of a token's scores, of which the "
         "memberships are the softmax. On the right, the share of the memberships' variance within a stretch of "

@@ -38,7 +38,7 @@ def stream(run: Evaluated, page: Page) -> str:
     ]
     return "\n\n".join([
         f"## Residual stream ({escape(STREAM)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("stream", follow_chart(results["groups"]), "Rare and frequent tokens through the layers"),
         "Tokens in groups of about one size by what their word tells by itself, −ln of its share of the held-out text; "
         "means over a group.",

@@ -33,7 +33,7 @@ def subspaces(run: Evaluated, page: Page) -> str:
     ]
     return "\n\n".join([
         f"## Subspaces ({escape(SUBSPACES)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("subspaces", overlap_chart(results["layers"]), "Overlap of the heads' subspaces"),
         table(
             ("TSSA layer", "effective rank", "from orthogonal", "overlap (by chance)", "dimensions spanned", "outside"),

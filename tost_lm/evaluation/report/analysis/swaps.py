@@ -26,7 +26,7 @@ def swaps(run: Evaluated, page: Page) -> str:
         rows.append((loss["name"], f"{loss['nats_per_token']:.4f}", change))
     return "\n\n".join([
         f"## Parts of the operator taken away ({escape(SWAPS)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("swaps", swaps_chart(results["losses"]), "Loss with parts of the operator taken away"),
         table(("TSSA layers", "nats per token", "beside the model as it is"), rows),
         f"Over {results['sequences']} sequences, ± standard error of the difference over documents. Uniform: each head "

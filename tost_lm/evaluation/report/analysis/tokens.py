@@ -34,7 +34,7 @@ def tokens(run: Evaluated, page: Page) -> str:
     ]
     return "\n\n".join([
         f"## Tokens of the heads ({escape(TOKENS)})",
-        of_checkpoint(run, results, "eval.analyze"),
+        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
         page.show("explained", explained_chart(results["explained"]), "What explains memberships at a position"),
         "The share of the variance that memberships have at a position which the word explains, its class, and the "
         "document, early and late positions alike; labels drawn by lot explain 0.",
