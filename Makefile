@@ -1,16 +1,16 @@
-# The project's commands. `make demo` and `make test` need nothing but Python 3.11+, a compiler and a package index.
+# Commands of the project. `make demo` and `make test` need Python 3.11 or newer, a compiler and a package index.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-full gpu check env clean-demo
 
-# The whole road once, from plain text to a trained and evaluated model, on two CPU ranks. Each station keeps what is
-# valid from an earlier run. The pre-training stops half-way and goes on from its checkpoint.
+# The full pipeline, from plain text to a trained and evaluated model, on two CPU ranks. Each step reuses valid results of
+# an earlier run. Training stops half-way and resumes from its checkpoint.
 demo: env
 	$(BIN)/python -m data_prep.train_tokenizer configs/data/embedded.toml
 	$(BIN)/python -m data_prep.build_shards configs/data/embedded.toml
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml run.stop_step=80
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml run.stop_at_step=80
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
 	$(BIN)/python -m eval.zero_shot runs/demo
 	$(BIN)/python -m eval.retrieval runs/demo
@@ -20,18 +20,21 @@ demo: env
 clean-demo:
 	rm -rf data/embedded runs/demo
 
-# Tiers in order of their speed; tests/conftest.py holds each to its budget of minutes.
+# Runs every tier, even after one failed, then names those that failed.
 test: env
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest tests/multiprocess
-	$(BIN)/python -m pytest tests/faults
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/programs
+	@trap 'exit 130' INT; failed=; \
+	tier() { echo "== $$*"; $(BIN)/python -m pytest "$$@" || failed="$$failed $$1"; }; \
+	tier tests/unit -n 2; \
+	tier tests/multiprocess; \
+	tier tests/faults; \
+	tier tests/programs -n 2 --dist loadfile; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-# The suite, what takes minutes a test, and each fault as often as docs/faults.md says; it ends with that table.
+# Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
 test-full: test
 	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/programs/test_lost_rank.py tests/unit/data/test_shards.py
 
-# On a machine with a CUDA device: the kernels' tests on it, then the benchmarks.
+# On a machine with a CUDA device: the tests of the kernels, then the benchmarks.
 gpu: env
 	$(BIN)/python -m pytest tests/gpu tests/unit/model/test_gated.py
 	$(BIN)/python -m benchmarks.operator
@@ -52,6 +55,6 @@ env: .venv/complete
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,dev]'
-	@# On all cores, where pip takes one; a package may bring files that are no Python.
+	@# compileall uses all cores, pip only one; it fails on the templates that some packages contain.
 	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch .venv/complete

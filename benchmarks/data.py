@@ -1,15 +1,13 @@
-"""Tokenizing a corpus beside its rivals, and the loader at work.
+"""Throughput of tokenizing a corpus, beside its rivals, and of the loader.
 
     python -m benchmarks.data
     python -m benchmarks.data build.gpt2=gpt2_bpe build.source='books/*.jsonl.gz'
 
-Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; the same number of bare
-processes, which hold the texts in memory, encode them and keep nothing; and datasets.map with a memmap written after
-it. They take turns, once for each tokenizer.
-
-Loader: seconds from the name of a folder of loader.index_tokens tokens to the first batch, and tokens a second of one
-process on a folder of loader.tokens, for both packings. With the defaults it takes about 6 minutes on 2 CPU cores.
-Prints both tables and writes them with all figures to benchmarks/results/.
+Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; as many bare processes,
+which hold the texts in memory, encode them and keep nothing; and datasets.map followed by writing a memmap. They take
+turns, once for each tokenizer. Loader: time from the name of a folder of loader.index_tokens tokens to the first batch,
+and tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes about
+6 minutes on 2 CPU cores. Output: two tables, and all values in benchmarks/results/.
 """
 
 import os
@@ -26,52 +24,51 @@ from tost_lm.config import Section, run_program
 
 OURS, BARE, MAP = "build_shards", "bare processes", "datasets.map, memmap"
 PACKINGS = ("concatenated", "best-fit")
-TRAINING_TOKENS_PER_SECOND = 0.5e6  # what tost-base's training takes on an H100, about
+TRAINING_TOKENS_PER_SECOND = 0.5e6  # an estimate for training tost-base on an H100
 
 
 class BuildConfig(Section):
     """The corpus to tokenize."""
 
     source: str = "embedded"
-    """As corpus.source: its documents are repeated up to `megabytes`."""
+    """A corpus.source; its documents are repeated up to `megabytes`."""
     megabytes: int = Field(default=100, gt=0)
-    """Of text."""
+    """Size of the text [MB]."""
     gpt2: Path | None = None
-    """The folder with GPT-2's encoder.json and vocab.bpe; without it only SentencePiece is measured."""
+    """Folder with GPT-2's encoder.json and vocab.bpe; without it only SentencePiece is measured."""
     vocab_size: int = Field(default=4096, ge=300)
-    """Of the SentencePiece tokenizer, trained on the source."""
+    """Vocabulary size of the SentencePiece tokenizer, which is trained on the source."""
     workers: int | None = Field(default=None, gt=0)
-    """Processes that tokenize; all cores unless set."""
+    """Tokenizing processes; without it all cores."""
     rounds: int = Field(default=3, gt=0)
-    """Of each kind, in turns."""
+    """Rounds in which the kinds take turns."""
 
 
 class LoaderConfig(Section):
     """The shards to load."""
 
     index_tokens: int = Field(default=10**9, gt=0)
-    """Of the folder whose opening is timed."""
+    """Tokens of the folder whose opening is timed."""
     tokens: int = Field(default=2 * 10**8, gt=0)
-    """Of the folder that is read."""
+    """Tokens of the folder that is read."""
     mean_length: int = Field(default=600, gt=1)
-    """Tokens of a document; lengths are log-normal."""
-    sequence_tokens: list[PositiveInt] = Field(default=[1024, 8192], min_length=1)
-    """Of a sample."""
+    """Mean tokens of a document; lengths are log-normal."""
+    seq_len: list[PositiveInt] = Field(default=[1024, 8192], min_length=1)
+    """Tokens of a sample."""
     batch_tokens: int = Field(default=480 * 1024, gt=0)
-    """Of a step."""
+    """Tokens of a step."""
     steps: int = Field(default=60, gt=0)
-    """That are timed."""
+    """Timed steps."""
 
 
 class DataBenchmarkConfig(Section):
-    """What `benchmarks.data` reads."""
+    """Settings of `benchmarks.data`."""
 
     build: BuildConfig = Field(default_factory=BuildConfig)
     loader: LoaderConfig = Field(default_factory=LoaderConfig)
 
 
-def main(path: Path | None, config: DataBenchmarkConfig) -> None:
-    measure.RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work
+def run(config: DataBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder:
         builds = build_cells(config.build, Path(folder))
@@ -79,9 +76,13 @@ def main(path: Path | None, config: DataBenchmarkConfig) -> None:
     text = (
         f"## Tokenizing\n\n{measure.markdown_table([build_row(cell) for cell in builds])}\n\n"
         f"{build_notes(builds[0], load)}\n\n"
-        f"## Loader\n\n{measure.markdown_table([loader_row(cell) for cell in loads])}\n\n{loader_notes(config.loader)}"
+        f"## Loader\n\n{measure.markdown_table([loader_row(cell) for cell in loads])}\n\n"
+        f"{loader_notes(config.loader)}"
     )
-    print(f"\n{text}\n\nwrote {measure.store('data', 'cpu', config, [*builds, *loads], text)}")
+    return [*builds, *loads], text
+
+
+main = measure.benchmark("data", run)
 
 
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
@@ -138,11 +139,10 @@ def build_notes(cell: Mapping[str, Any], load: float) -> str:
     return (
         f"{cell['bytes'] / 1e6:,.0f} MB of text in JSONL files, {os.cpu_count()} cores; medians of "
         f"{len(cell['seconds'][OURS])} rounds in turns, ratios of speeds within a round. build_shards is timed from "
-        "nothing to the finished folder: start of the processes, reading, index, hashes, bringing it to disk. "
-        "Bare processes are timed from the moment all have started and hold their texts, to that when the slowest has "
-        "encoded its own, which are dealt out by length; nothing is read or kept. datasets.map: load_dataset of the "
-        "same files without an earlier cache, map with as many processes, and the ids written to one memmap. The "
-        f"machine's load average before was {load:.1f}."
+        "nothing to the finished folder: start of the processes, reading, index, hashes, flushing to disk. Bare "
+        "processes are timed from when all hold their texts in memory until the slowest has encoded its own; texts "
+        "are assigned by length, and nothing is read or kept. datasets.map: load_dataset of the same files without a "
+        f"cache, map with as many processes, and the ids written to one memmap. Load average before: {load:.1f}."
     )
 
 
@@ -154,11 +154,11 @@ def loader_cells(loader: LoaderConfig, folder: Path) -> list[dict[str, Any]]:
     data_cells.synthetic_shards(large, loader.index_tokens, loader.mean_length, filled=False)
     data_cells.synthetic_shards(filled, loader.tokens, loader.mean_length, filled=True)
     cells = []
-    for tokens in loader.sequence_tokens:
+    for tokens in loader.seq_len:
         for packing in PACKINGS:
             call = {
                 "packing": packing,
-                "sequence_tokens": tokens,
+                "seq_len": tokens,
                 "batch_tokens": max(loader.batch_tokens // tokens, 1) * tokens,
             }
             where = {"device": "cpu", "limit_s": 600.0}
@@ -177,7 +177,7 @@ def loader_row(cell: Mapping[str, Any]) -> dict[str, str]:
     rate = cell["batch_tokens"] * len(seconds) / sum(seconds)
     return {
         "packing": cell["packing"],
-        "tokens a sample": f"{cell['sequence_tokens']:,}",
+        "tokens a sample": f"{cell['seq_len']:,}",
         "tokens/s": f"{rate / 1e6:,.0f} M",
         "of training": f"{rate / TRAINING_TOKENS_PER_SECOND:,.0f} ×",
         "longest step": f"{1e3 * max(seconds):.0f} ms",
@@ -196,4 +196,4 @@ def loader_notes(loader: LoaderConfig) -> str:
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.data", doc=__doc__ or "", takes="[CONFIG]", config=DataBenchmarkConfig)
+    run_program(main, name="benchmarks.data", doc=__doc__ or "", positional="[CONFIG]", config=DataBenchmarkConfig)

@@ -1,4 +1,4 @@
-"""The work of benchmarks.data: tokenizing a corpus in three ways, and a loader at work."""
+"""Cells of `benchmarks.data`: three ways to tokenize a corpus, and the loader."""
 
 import json
 import multiprocessing
@@ -14,7 +14,7 @@ import xxhash
 from tost_lm.config import validate
 from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.loader import Packing, Share, TrainingBatches
+from tost_lm.data.loader import BatchShard, Packing, TrainingBatches
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
@@ -28,14 +28,14 @@ FILES = 4
 
 
 def write_corpus(source: str, megabytes: int, folder: Path) -> int:
-    """JSONL files with the documents of `source`, again and again until they are so many megabytes; their bytes."""
+    """Write JSONL files with the documents of `source`, repeated up to this many megabytes; returns their bytes."""
     texts = _source_texts(source)
     paths = [folder / f"corpus_{number}.jsonl" for number in range(FILES)]
     written = turn = 0
     files = [path.open("w") for path in paths]
     while written < megabytes * 1_000_000:
         for number, text in enumerate(texts):
-            again = f"{turn} {text}"  # no two are the same
+            again = f"{turn} {text}"  # all texts differ
             files[number % FILES].write(json.dumps({"text": again}) + "\n")
             written += len(again.encode())
             if written >= megabytes * 1_000_000:
@@ -47,14 +47,14 @@ def write_corpus(source: str, megabytes: int, folder: Path) -> int:
 
 
 def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
-    """Train a SentencePiece tokenizer on a source; the settings that name it."""
+    """Train a SentencePiece tokenizer on a source; returns the settings that name it."""
     path.write_bytes(train_sentencepiece(_source_texts(source), vocab_size))
     return {"path": str(path)}
 
 
 def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: int) -> DataPrepConfig:
     tree = {
-        "corpus": {"source": source, "valid_share": 0.0},
+        "corpus": {"source": source, "valid_fraction": 0.0},
         "tokenizer": tokenizer,
         "shards": {"folder": str(folder), "workers": workers},
     }
@@ -62,7 +62,7 @@ def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: i
 
 
 def ours(corpus: Path, tokenizer: dict[str, Any], workers: int) -> float:
-    """Seconds of build_shards, from nothing to the folder in its place."""
+    """Seconds of build_shards, from nothing to the finished folder."""
     target = corpus / "shards"
     shutil.rmtree(target, ignore_errors=True)
     config = data_config(f"{corpus}/*.jsonl", tokenizer, target, workers)
@@ -72,7 +72,7 @@ def ours(corpus: Path, tokenizer: dict[str, Any], workers: int) -> float:
 
 
 def bare_processes(corpus: Path, tokenizer_file: Path, workers: int) -> float:
-    """Seconds in which so many processes encode the texts, which they hold in memory, and keep nothing."""
+    """Seconds in which processes encode texts that they hold in memory, and keep nothing."""
     texts = _texts(corpus)
     texts.sort(key=len, reverse=True)
     context = multiprocessing.get_context("spawn")
@@ -90,7 +90,7 @@ def bare_processes(corpus: Path, tokenizer_file: Path, workers: int) -> float:
 
 
 def datasets_map(corpus: Path, tokenizer_file: Path, workers: int) -> float:
-    """Seconds of datasets: load the JSON, map a tokenizing function in so many processes, write a memmap."""
+    """Seconds of datasets: load the JSON, map a tokenizing function in several processes, write a memmap."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -131,7 +131,7 @@ def _texts(corpus: Path) -> list[str]:
 
 
 def _bare_encode(tokenizer_file: Path) -> Callable[[str], list[int]]:
-    """The library's own call, without ours around it."""
+    """The library's own call, without our wrapper."""
     if tokenizer_file.name == Gpt2Tokenizer.file_name:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
@@ -155,8 +155,8 @@ def _encode_all(tokenizer_file: Path, texts: list[str], barrier: Any, seconds: A
 
 
 def synthetic_shards(folder: Path, tokens: int, mean_length: int, filled: bool) -> Shards:
-    """A shard folder of random ids in documents of log-normal lengths; if not `filled`, its tokens are all 0 on a
-    sparse file, and nothing of them is hashed."""
+    """A shard folder of random ids in documents of log-normal lengths; if not `filled`, tokens are 0 in a sparse file
+    and are not hashed."""
     draws = np.random.default_rng(0)
     sigma = 1.0
     count = tokens // mean_length
@@ -187,24 +187,22 @@ def synthetic_shards(folder: Path, tokens: int, mean_length: int, filled: bool) 
     return Shards.open(folder)
 
 
-def start_seconds(
-    device: str, folder: str, packing: Packing, sequence_tokens: int, batch_tokens: int
-) -> dict[str, Any]:
+def start_seconds(device: str, folder: str, packing: Packing, seq_len: int, batch_tokens: int) -> dict[str, Any]:
     """Seconds from the name of a shard folder to the first batch, in a process that has only imported the code."""
     del device
     start = time.perf_counter()
-    batches = _batches(Shards.open(Path(folder)), packing, sequence_tokens, batch_tokens)
+    batches = _batches(Shards.open(Path(folder)), packing, seq_len, batch_tokens)
     opened = time.perf_counter()
     _ = batches[0]
     return {"seconds": time.perf_counter() - start, "first_batch_seconds": time.perf_counter() - opened}
 
 
 def loader_rate(
-    device: str, folder: str, packing: Packing, sequence_tokens: int, batch_tokens: int, steps: int
+    device: str, folder: str, packing: Packing, seq_len: int, batch_tokens: int, steps: int
 ) -> dict[str, Any]:
-    """Tokens a second of one process that makes batches, the median of single steps and the mean of all."""
+    """Seconds of each step of one process that reads batches."""
     del device
-    batches = _batches(Shards.open(Path(folder)), packing, sequence_tokens, batch_tokens)
+    batches = _batches(Shards.open(Path(folder)), packing, seq_len, batch_tokens)
     seconds = []
     for step in range(steps):
         start = time.perf_counter()
@@ -213,10 +211,10 @@ def loader_rate(
     return {"seconds": seconds}
 
 
-def _batches(shards: Shards, packing: Packing, sequence_tokens: int, batch_tokens: int) -> TrainingBatches:
-    sequences = batch_tokens // sequence_tokens
-    row = batch_tokens if packing == "best-fit" else sequence_tokens
+def _batches(shards: Shards, packing: Packing, seq_len: int, batch_tokens: int) -> TrainingBatches:
+    sequences = batch_tokens // seq_len
+    row = batch_tokens if packing == "best-fit" else seq_len
     return TrainingBatches(
-        Corpora([shards], [1.0]), Share(0, 1, ((0, row),)), packing=packing, seed=0, batch_sequences=sequences,
-        micro_batch_sequences=sequences, sequence_tokens=sequence_tokens, ignored_label=-100,
+        Corpora([shards], [1.0]), BatchShard(0, 1, ((0, row),)), packing=packing, seed=0, global_batch_size=sequences,
+        micro_batch_size=sequences, seq_len=seq_len, ignored_label=-100,
     )  # fmt: skip

@@ -1,13 +1,13 @@
-"""Zero-shot scoring beside a model called once for each request with all logits, and beside lm-evaluation-harness.
+"""Time of zero-shot scoring, beside one model call per request with whole logits, and beside lm-evaluation-harness.
 
     python -m benchmarks.evaluation bench.gpt2=gpt2_bpe sets.lambada_openai=lambada_test.jsonl \\
       sets.wikitext2=wiki.test.raw
 
-On the first passages of LAMBADA (lambada_openai@lm-eval) and the first pages of WikiText-2 (wikitext2@lm-eval), from
-text to scores: a model of TSSA layers by our scorer and one request at a time; GPT-2 of the same shape by our scorer
-and by the harness's own class for Hugging Face models (which needs accelerate). Weights are drawn: they change no time.
-`at best` is the ratio that a scorer would reach that does nothing but the matrix products that cannot be left out.
-Prints the table and writes it with all figures to benchmarks/results/.
+The first passages of LAMBADA (lambada_openai@lm-eval) and the first pages of WikiText-2 (wikitext2@lm-eval), from text
+to scores. A TSSA model runs in our scorer and one request at a time. GPT-2 of the same shape runs in our scorer and in
+the harness's own class for Hugging Face models (which needs accelerate). Weights are drawn, which changes no time.
+`at best` is the ratio that a scorer of only the necessary matrix products would reach. Output: one table, and all
+values in benchmarks/results/.
 """
 
 import json
@@ -28,7 +28,7 @@ PRODUCTS = "products alone"
 
 
 class ShapeConfig(Section):
-    """Of both models."""
+    """Shape of both models."""
 
     layers: int = Field(default=12, gt=0)
     """Blocks."""
@@ -37,53 +37,46 @@ class ShapeConfig(Section):
     width: int = Field(default=768, gt=0)
     """Channels."""
     max_positions: int = Field(default=1024, gt=0)
-    """Tokens that are read at once."""
+    """Tokens of a window."""
 
 
-class BenchConfig(Section):
-    """How it is measured."""
+class BenchConfig(measure.DeviceConfig):
+    """Examples, rounds and tokenizer."""
 
     gpt2: Path
     """Folder with GPT-2's encoder.json and vocab.bpe."""
     passages: int = Field(default=60, gt=0)
-    """Of LAMBADA."""
+    """Passages of LAMBADA."""
     pages: int = Field(default=2, gt=0)
-    """Of WikiText-2."""
+    """Pages of WikiText-2."""
     rounds: int = Field(default=5, gt=0)
     """Timed calls of each kind, in turns."""
-    device: str = Field(default="auto", pattern="^(auto|cuda|cpu)$")
-    """What to compute on; auto takes cuda if it is there."""
-    cell_seconds: float = Field(default=3600.0, gt=0)
-    """No single process takes longer."""
 
 
 class EvaluationBenchmarkConfig(Section):
-    """What `benchmarks.evaluation` reads."""
+    """Settings of `benchmarks.evaluation`."""
 
     shape: ShapeConfig = Field(default_factory=ShapeConfig)
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
     bench: BenchConfig
 
 
-def main(path: Path | None, config: EvaluationBenchmarkConfig) -> None:
+def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.protocols.lambada import passages
     from tost_lm.evaluation.protocols.wikitext import pages
-    from tost_lm.evaluation.subject import pick_device
 
     bench = config.bench
-    device = pick_device() if bench.device == "auto" else bench.device
-    measure.RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work
     cells = []
     with TemporaryDirectory() as folder:
         for protocol in ("lambada_openai@lm-eval", "wikitext2@lm-eval"):
             data_set = protocol.split("@")[0]
             whole, file = find_set_file(data_set, config.sets).path, Path(folder, data_set)
             if data_set == "lambada_openai":
-                examples, parts = bench.passages, [json.dumps({"text": text}) for text in passages(whole)]
+                examples, texts = bench.passages, [json.dumps({"text": text}) for text in passages(whole)]
             else:
-                examples, parts = bench.pages, list(pages(whole))
-            file.write_text("\n".join(parts[:examples]))
+                examples, texts = bench.pages, list(pages(whole))
+            file.write_text("\n".join(texts[:examples]))
             for model in ("tost", "gpt2"):
                 cell = measure.run_cell(
                     f"benchmarks.evaluation_cells:{model}", device=device, limit_s=bench.cell_seconds,
@@ -95,15 +88,18 @@ def main(path: Path | None, config: EvaluationBenchmarkConfig) -> None:
     shape = config.shape
     text = (
         f"{measure.markdown_table([table_row(cell) for cell in cells])}\n\n{shape.layers} layers, {shape.heads} heads, "
-        f"width {shape.width}, 50,304 words (GPT-2: 50,257), windows of {shape.max_positions:,} tokens, float32. "
-        f"Medians of {bench.rounds} rounds in turns; the ratios are medians of the rounds' own. At best: nothing but "
-        "the products of the layers, and of the head where a token is scored."
+        f"width {shape.width}, vocabulary 50,304 (GPT-2: 50,257), windows of {shape.max_positions:,} tokens, float32. "
+        f"Medians of {bench.rounds} rounds in turns; ratios are medians over rounds. At best: only the matrix "
+        "products of the layers, and of the head where a token is scored."
     )
-    print(f"\n{text}\n\nwrote {measure.store('evaluation', device, config, cells, text)}")
+    return cells, text
+
+
+main = measure.benchmark("evaluation", run)
 
 
 def table_row(cell: Mapping[str, Any]) -> dict[str, str]:
-    """A line of the table."""
+    """A row of the table."""
     row = {
         "protocol": cell["protocol"],
         "model": {"tost": "TSSA", "gpt2": "GPT-2"}[cell["of"]],
@@ -131,5 +127,5 @@ def _ratio(rival: Sequence[float], ours: Sequence[float]) -> str:
 
 if __name__ == "__main__":
     run_program(
-        main, name="benchmarks.evaluation", doc=__doc__ or "", takes="[CONFIG]", config=EvaluationBenchmarkConfig
+        main, name="benchmarks.evaluation", doc=__doc__ or "", positional="[CONFIG]", config=EvaluationBenchmarkConfig
     )

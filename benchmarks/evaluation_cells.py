@@ -1,4 +1,4 @@
-"""What `benchmarks.evaluation` does in processes of their own: the scorers of a model, in turns."""
+"""Cells of `benchmarks.evaluation`: scorers of a model, in turns."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ VOCAB_SIZE = 50304
 
 
 def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
-    """Our scorer beside a call for each request that computes all logits."""
+    """Our scorer beside one call per request with all logits."""
     torch.manual_seed(0)
     config = ModelConfig.model_validate({**shape, "pattern": "T", "vocab_size": VOCAB_SIZE})
     model, tokenizer = TostLM(config).to(device).eval(), gpt2_tokenizer(Path(call["gpt2"]))
@@ -44,7 +44,7 @@ def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
 
 
 def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
-    """Our scorer beside the harness's, of the same GPT-2 and from the same texts."""
+    """Our scorer beside the harness's, with the same GPT-2 and texts."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
@@ -110,7 +110,7 @@ def _whole_logits(model: LanguageModel, request: Request, device: str) -> float:
 
 @torch.inference_mode()
 def _products(model: TostLM, requests: list[Request], device: str) -> Callable[[], None]:
-    """Nothing but the products of the layers at each token, and of the head at each target."""
+    """Only the matrix products: of the layers at each token, and of the head at each target."""
     weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
     batch, tokens = BATCH_TOKENS[device], _tokens(requests)
     inputs = {width: torch.randn(batch, width, device=device) for width in {weight.shape[1] for weight in weights}}

@@ -1,22 +1,20 @@
-"""Training on one sequence by its length: tile by tile, and in whole rows.
+"""Time and memory of training on one sequence by its length, tile by tile and in whole rows.
 
     python -m benchmarks.long
     python -m benchmarks.long shape.layers=12 shape.heads=12 shape.width=768 shape.vocab_size=50304 \
       bench.tile_tokens=32768 "bench.lengths=[131072, 1048576, 4194304]"
 
-A step is forward, backward, clipping and AdamW through DeepSpeed's ZeRO stage 1, as pretrain.train takes it. Memory is
-the most that a process of its own ever held: on a GPU what torch allocated, on a CPU resident memory, libraries
-included; there freed memory of a megabyte and more goes back to the system at once (MALLOC_MMAP_THRESHOLD_), or the
-peak would tell what glibc keeps as well. The time of a token is taken in one process in which the lengths take turns,
-as many steps of each as make the same number of tokens. With the defaults it takes about 20 minutes on 2 CPU cores.
-Prints the table and writes it with all figures to benchmarks/results/.
+A step is forward, backward, clipping and AdamW through DeepSpeed's ZeRO stage 1, as in pretrain.train. Memory is the
+peak of a process: on a GPU what torch allocated, on a CPU resident memory with libraries. On a CPU, freed memory of a
+megabyte and more is returned at once (MALLOC_MMAP_THRESHOLD_), so that the peak does not include what glibc keeps.
+Times are measured in one process in which the lengths take turns, with equal numbers of tokens per turn. With the
+defaults it takes about 20 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveInt
 
@@ -27,58 +25,44 @@ from tost_lm.model.config import ModelConfig
 TILES, WHOLE = "tile by tile", "whole rows"
 
 
-class ShapeConfig(Section):
-    """A model without anything learned for a position."""
+class ShapeConfig(measure.ModelShape):
+    """A model without parameters per position."""
 
     pattern: str = "T"
     """The mixer of each layer."""
     window: int = 0
-    """Of A layers."""
-    layers: int = Field(default=4, gt=0)
-    """Blocks."""
-    heads: int = Field(default=4, gt=0)
-    """Heads of the mixers."""
-    width: int = Field(default=128, gt=0)
-    """Channels."""
-    vocab_size: int = Field(default=4096, gt=0)
-    """Rows of the embedding."""
+    """Window of A layers."""
 
 
-class BenchConfig(Section):
-    """What is measured, for how long."""
+class BenchConfig(measure.DeviceConfig):
+    """Lengths, tiles, device and time limit."""
 
     lengths: list[PositiveInt] = Field(default=[16384, 262144, 1048576], min_length=1)
     """Tokens of the sequence."""
     tile_tokens: int = Field(default=4096, gt=0)
     """Tokens of a tile."""
     rounds: int = Field(default=3, gt=0)
-    """Turns of the lengths that are timed."""
+    """Rounds in which the lengths take turns."""
     turn_tokens: int = Field(default=262144, gt=0)
-    """Longer sequences are timed by the one step that their memory is measured in."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to compute on; auto takes cuda if it is there, and there computes in bfloat16."""
+    """The time of longer sequences is that of the one step in which memory is measured."""
     cell_seconds: float = Field(default=900.0, gt=0)
-    """No single process takes longer."""
+    """Time limit of each process [s]."""
 
 
 class LongBenchmarkConfig(Section):
-    """What `benchmarks.long` reads."""
+    """Settings of `benchmarks.long`."""
 
-    shape: ShapeConfig = ShapeConfig()
+    shape: ShapeConfig = ShapeConfig(layers=4, heads=4, width=128, vocab_size=4096)
     bench: BenchConfig = BenchConfig()
 
 
-def main(path: Path | None, config: LongBenchmarkConfig) -> None:
-    from tost_lm.evaluation.subject import pick_device
-
+def run(config: LongBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench = config.bench
-    device = pick_device() if bench.device == "auto" else bench.device
     model = {**config.shape.model_dump(), "positions": "sinusoidal", "denom_bias": "head"}
     validate(ModelConfig, model, "benchmarks.long")
-    measure.RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # of the processes that are measured
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # for the measured processes
     call = {"device": device, "limit_s": bench.cell_seconds, "model": model}
-    cells = []
+    cells: list[dict[str, Any]] = []
     for tokens in sorted(set(bench.lengths)):
         for rival, tile_tokens in ((TILES, bench.tile_tokens), (WHOLE, None)):
             given_up = any("failed" in cell and cell["rival"] == rival for cell in cells)
@@ -93,11 +77,13 @@ def main(path: Path | None, config: LongBenchmarkConfig) -> None:
     )
     rows = [row(tokens, cells, turns) for tokens in sorted(set(bench.lengths))]
     text = (
-        f"{measure.markdown_table(rows)}\n\nTiles of {bench.tile_tokens:,} tokens. Ratios are to the first line; times "
-        f"of a token are medians of {bench.rounds} turns, beyond {bench.turn_tokens:,} tokens of one step."
+        f"{measure.markdown_table(rows)}\n\nTiles of {bench.tile_tokens:,} tokens. Ratios are to the first line. Times "
+        f"per token are medians of {bench.rounds} turns, beyond {bench.turn_tokens:,} tokens of one step."
     )
-    record = [*cells, {"rival": TILES, "turns": turns}]
-    print(f"\n{text}\n\nwrote {measure.store('long', device, config, record, text)}")
+    return [*cells, {"rival": TILES, "turns": turns}], text
+
+
+main = measure.benchmark("long", run)
 
 
 def row(tokens: int, cells: Sequence[Mapping[str, Any]], turns: Mapping[str, Any]) -> dict[str, str]:
@@ -121,4 +107,4 @@ def row(tokens: int, cells: Sequence[Mapping[str, Any]], turns: Mapping[str, Any
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.long", doc=__doc__ or "", takes="[CONFIG]", config=LongBenchmarkConfig)
+    run_program(main, name="benchmarks.long", doc=__doc__ or "", positional="[CONFIG]", config=LongBenchmarkConfig)

@@ -1,55 +1,46 @@
-"""The loss of a large vocabulary beside its rivals: time and memory of forward and backward, by the number of tokens.
+"""Time and memory of the loss of a large vocabulary and its rivals, by number of tokens.
 
     python -m benchmarks.loss
     python -m benchmarks.loss shape.width=2048 "bench.lengths=[8192]"
 
-From the head's input and its weight to the gradients of both: ours, torch's linear_cross_entropy in portions as it
-picks them and in portions as large as ours, and logits as a whole. With the defaults it takes about 6 minutes on 2 CPU
-cores. Prints one table and writes it with all figures to benchmarks/results/.
+From the input and the weight of the head to the gradients of both. Rivals: torch's linear_cross_entropy in tiles of its
+own size and of ours, and whole logits. With the defaults it takes about 6 minutes on 2 CPU cores. Output: one table,
+and all values in benchmarks/results/.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
 
-OURS, TORCH, TORCH_BY_BYTES, WHOLE = "tost_lm", "torch, its portions", "torch, our portions", "whole logits"
+OURS, TORCH, TORCH_BY_BYTES, WHOLE = "tost_lm", "torch, its tiles", "torch, our tiles", "whole logits"
 RIVALS = (OURS, TORCH, TORCH_BY_BYTES, WHOLE)
 
 
-class ShapeConfig(Section):
-    """The size of the head."""
-
-    width: int = Field(default=768, gt=0)
-    """Channels of its input."""
-    vocab_size: int = Field(default=50304, gt=0)
-    """Words."""
-
-
 class LossBenchmarkConfig(Section):
-    """What `benchmarks.loss` reads."""
+    """Settings of `benchmarks.loss`."""
 
-    shape: ShapeConfig = Field(default_factory=ShapeConfig)
+    shape: measure.HeadShape = measure.HeadShape()
     bench: measure.BenchConfig = measure.BenchConfig(lengths=[1024, 4096, 16384], cell_seconds=240.0)
 
 
-def main(path: Path | None, config: LossBenchmarkConfig) -> None:
-    bench, shape = config.bench.resolved(), config.shape
+def run(config: LossBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
+    bench, shape = config.bench, config.shape
     rivals = {name: name for name in RIVALS}
     cells = measure.measure_table(
         "benchmarks.loss_cells", bench, ("forward + backward",), rivals, described, **shape.model_dump()
     )
     text = (
-        f"{measure.markdown_table(table_rows(cells))}\n\n{shape.width} channels, {shape.vocab_size:,} words, "
-        f"{bench.dtype}. Time, and peak memory beyond the inputs. Times are medians of rounds in which the rivals take "
-        "turns; ¹: a single call. –: failed at fewer tokens."
+        f"{measure.markdown_table(table_rows(cells))}\n\n{shape.width} channels, vocabulary {shape.vocab_size:,}, "
+        f"{bench.resolved_dtype()}. Time, and peak memory beyond the inputs. Times are medians of rounds in which the "
+        "rivals take turns; ¹: a single call. –: failed at fewer tokens."
     )
-    print(f"\n{text}\n\nwrote {measure.store('loss', bench.device, config, cells, text)}")
+    return cells, text
+
+
+main = measure.benchmark("loss", run)
 
 
 def table_rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -69,4 +60,4 @@ def described(cell: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.loss", doc=__doc__ or "", takes="[CONFIG]", config=LossBenchmarkConfig)
+    run_program(main, name="benchmarks.loss", doc=__doc__ or "", positional="[CONFIG]", config=LossBenchmarkConfig)

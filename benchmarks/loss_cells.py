@@ -1,4 +1,4 @@
-"""What `benchmarks.loss` does in processes of their own: one call of a rival, or calls of several in turns."""
+"""Cells of `benchmarks.loss`: one call of a rival, and calls of several in turns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn import LinearCrossEntropyOptions, functional
 
 from benchmarks.loss import OURS, TORCH, WHOLE
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
-from tost_lm.ops.cross_entropy import linear_cross_entropy, portion_tokens
+from tost_lm.ops.cross_entropy import linear_cross_entropy, logit_tile_tokens
 
 WARM_UP_TOKENS = 64
 
@@ -23,7 +23,7 @@ def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, An
     return {"peak_bytes": peak, "seconds": seconds}
 
 
-def take_turns(
+def time_in_turns(
     device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
@@ -34,7 +34,7 @@ def take_turns(
 def _prepared(
     rival: str, device: str, tokens: int, *, width: int, vocab_size: int, dtype: str, work: str
 ) -> Callable[[], None]:
-    """The call that is measured, on inputs that are there before it."""
+    """The measured call; its inputs exist before it."""
     torch.manual_seed(0)
     x_MC, weight_VC = (
         torch.randn(rows, width, device=device, dtype=getattr(torch, dtype)).mul_(0.1).requires_grad_()
@@ -57,7 +57,7 @@ def _loss(rival: str, words: int, dtype: torch.dtype) -> Callable[[Tensor, Tenso
         return lambda x, weight, labels: functional.cross_entropy(
             functional.linear(x, weight).float(), labels, reduction="sum"
         )
-    portion = None if rival == TORCH else portion_tokens(words, dtype)
+    portion = None if rival == TORCH else logit_tile_tokens(words, dtype)
     how = "auto" if rival == TORCH else None
     options = LinearCrossEntropyOptions(batch_chunk_size=portion, chunking_method=how)
     return lambda x, weight, labels: functional.linear_cross_entropy(

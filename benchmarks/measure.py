@@ -1,7 +1,7 @@
-"""What the benchmarks share: a fresh process for each cell, time, peak memory, and the table at the end.
+"""Shared by all benchmarks: a new process for each cell, time, peak memory, and the table at the end.
 
 A cell is a function `f(device=…, **arguments) -> dict` of plain values, named "package.module:function". Memory is
-measured once, in a process of its own; times are medians of rounds in which the rivals take turns.
+measured once, in its own process. Times are medians of rounds in which the rivals take turns.
 """
 
 import importlib
@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, PositiveInt
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
-from tost_lm.files import write_whole
+from tost_lm.files import write_atomically
 from tost_lm.version import VERSION
 
 CHECKOUT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results")  # in the working folder, as runs/
 NOT_TRIED = {"failed": "–"}
-CPU_MEMORY_SHARE = 0.8  # of what is free: a cell that wants more fails alone, before the machine suffers
+CPU_MEMORY_LIMIT = 0.8  # fraction of the free memory; a cell that needs more fails before the machine swaps
 EXPECTED_FAILURES = {
     "out of memory|can't allocate memory|bad_alloc|MemoryError": "out of memory",
     "No available kernel": "no such kernel",
@@ -36,17 +36,18 @@ EXPECTED_FAILURES = {
 
 
 def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-    """Call "package.module:function" in a fresh process; its dict, or {"failed": why}: out of memory or time.
+    """Call "package.module:function" in a new process; returns its dict, or {"failed": why} (out of memory or time).
 
     Args:
         function: a cell.
-        device: handed to it. On the CPU its memory is limited too.
-        limit_s: seconds after which it is ended, the start of the process included.
-        arguments: handed to it, as JSON.
+        device: passed to the cell. On a CPU its memory is limited too.
+        limit_s: seconds after which the process is killed, its start included.
+        arguments: passed to the cell as JSON.
 
     Raises:
-        RuntimeError: it failed for another reason; the message is what it said.
+        RuntimeError: the cell failed for another reason; the message is its stderr.
     """
+    RESULTS.mkdir(parents=True, exist_ok=True)  # a folder that is not writable is found before the work
     command = [sys.executable, "-m", "benchmarks.measure", function, json.dumps({"device": device, **arguments})]
     try:
         done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=limit_s)
@@ -57,32 +58,76 @@ def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) ->
             if re.search(pattern, done.stderr):
                 return {"failed": words}
         if done.returncode == -signal.SIGKILL:
-            return {"failed": "out of memory"}  # the kernel ended it
+            return {"failed": "out of memory"}  # killed by the kernel
         raise RuntimeError(f"{function} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class BenchConfig(Section):
-    """What is measured, for how long."""
+class HeadShape(Section):
+    """Shape of the head; the defaults are those of tost-base."""
+
+    width: int = Field(default=768, gt=0)
+    """Channels."""
+    vocab_size: int = Field(default=50304, gt=0)
+    """Rows of the embedding."""
+
+
+class ModelShape(HeadShape):
+    """Shape of the measured model; the defaults are those of tost-base."""
+
+    layers: int = Field(default=12, gt=0)
+    """Blocks."""
+    heads: int = Field(default=12, gt=0)
+    """Heads of the mixers."""
+
+
+class DeviceConfig(Section):
+    """Where a benchmark runs, and for how long."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device; `auto` is cuda if it is available, else cpu. A benchmark without bench.dtype uses bfloat16 on cuda."""
+    cell_seconds: float = Field(default=3600.0, gt=0)
+    """Time limit of each process [s]."""
+
+    def resolved_device(self) -> str:
+        """cuda or cpu. Raises ConfigError when there is no CUDA device."""
+        from tost_lm.evaluation.subject import pick_device
+
+        if self.device == "cuda" and pick_device() != "cuda":
+            raise ConfigError("bench.device = cuda: no CUDA device is available; set auto or cpu")
+        return pick_device() if self.device == "auto" else self.device
+
+
+class BenchConfig(DeviceConfig):
+    """Lengths, data type, device and time limit."""
 
     lengths: list[PositiveInt] = Field(default=[1024, 4096, 16384, 131072, 1048576], min_length=1)
     """Tokens of the sequence, or of the context before the decoded token."""
     cell_seconds: float = Field(default=60.0, gt=0)
-    """No single process takes longer; a rival that does at one length is not tried at a longer one."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to compute on; auto takes cuda if it is there."""
+    """Time limit of each process [s]; a rival that exceeds it at one length is not tried at a longer one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of what is computed with; auto: bfloat16 on cuda (flash attention needs it there), else float32."""
+    """Data type; `auto` is bfloat16 on cuda (flash attention needs it), else float32."""
 
-    def resolved(self) -> "BenchConfig":
-        """With device and dtype as they are on this machine."""
-        from tost_lm.evaluation.subject import pick_device
+    def resolved_dtype(self) -> str:
+        by_device = "bfloat16" if self.resolved_device() == "cuda" else "float32"
+        return by_device if self.dtype == "auto" else self.dtype
 
-        device = pick_device() if self.device == "auto" else self.device
-        if device == "cuda" and pick_device() != "cuda":
-            raise ConfigError("bench.device = cuda: there is no CUDA device here; choose auto or cpu")
-        by_device = "bfloat16" if device == "cuda" else "float32"
-        return self.model_copy(update={"device": device, "dtype": by_device if self.dtype == "auto" else self.dtype})
+
+AnyConfig = TypeVar("AnyConfig", bound=Section)
+
+
+def benchmark(
+    name: str, run: Callable[[AnyConfig, str], tuple[Sequence[Mapping[str, Any]], str]]
+) -> Callable[[Path | None, AnyConfig], None]:
+    """The main function of a benchmark program: it prints the text of `run(config, device)`, and stores its cells."""
+
+    def main(path: Path | None, config: AnyConfig) -> None:
+        bench = getattr(config, "bench", None)
+        device = bench.resolved_device() if bench else "cpu"
+        cells, text = run(config, device)
+        print(f"\n{text}\n\nwrote {store(name, device, config, cells, text)}")
+
+    return main
 
 
 def measure_table(
@@ -93,21 +138,21 @@ def measure_table(
     described: Callable[[Mapping[str, Any]], str],
     **call: Any,
 ) -> list[dict[str, Any]]:
-    """A cell for each work, length and rival: work, tokens and rival, with what `module` measures or `failed`.
+    """A cell for each work, length and rival: work, tokens, rival, and the measured values or `failed`.
 
     `module:one_call(device=…, work=…, tokens=…, dtype=…, rival=…, **call)` returns a dict with `seconds` of a single
-    call, in a process of its own for its memory. The rivals that are quick enough then take turns in
-    `module:take_turns(rivals=…, budget_s=…, …)`, which returns the seconds of each by name. A rival that fails at one
-    length is not tried at a longer one.
+    call, in its own process to measure memory. Rivals that are fast enough then take turns in
+    `module:time_in_turns(rivals=…, budget_s=…, …)`, which returns the seconds of each by name. A rival that fails at
+    one length is not tried at a longer one.
     """
-    RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work, not after it
+    device, dtype = bench.resolved_device(), bench.resolved_dtype()
     cells: list[dict[str, Any]] = []
     for work in works:
         given_up: set[str] = set()
         for tokens in sorted(set(bench.lengths)):
             row = _measure_row(
                 module, bench.cell_seconds, {name: x for name, x in rivals.items() if name not in given_up},
-                device=bench.device, dtype=bench.dtype, work=work, tokens=tokens, **call,
+                device=device, dtype=dtype, work=work, tokens=tokens, **call,
             )  # fmt: skip
             row = [{"work": work, "tokens": tokens, "rival": name, **row.get(name, NOT_TRIED)} for name in rivals]
             given_up |= {cell["rival"] for cell in row if "failed" in cell}
@@ -123,11 +168,11 @@ def _measure_row(
         name: run_cell(f"{module}:one_call", device=device, limit_s=limit_s, rival=rival, **call)
         for name, rival in rivals.items()
     }
-    # So quick that warming up and two rounds are surely done in time.
+    # Fast enough that warm-up and two rounds end in time.
     quick = {name: rivals[name] for name, cell in cells.items() if cell.get("seconds", [limit_s])[0] < limit_s / 16}
     if quick:
         raced = run_cell(
-            f"{module}:take_turns", device=device, limit_s=limit_s, rivals=quick, budget_s=limit_s / 6, **call
+            f"{module}:time_in_turns", device=device, limit_s=limit_s, rivals=quick, budget_s=limit_s / 6, **call
         )
         for name in quick.keys() & raced.keys():
             cells[name]["seconds"] = raced[name]
@@ -137,8 +182,8 @@ def _measure_row(
 def interleaved_seconds(
     functions: Mapping[str, Callable[[], object]], device: str, *, budget_s: float, repeats: int = 7
 ) -> dict[str, list[float]]:
-    """Seconds of each call, by name. After a call of each to warm up, the rivals take turns, so that what else the
-    machine does meets all of them. `repeats` rounds, fewer (but one) when they pass `budget_s`."""
+    """Seconds of each call, by name. After one warm-up call of each, the rivals take turns, so other load on the
+    machine affects all of them. `repeats` rounds, or fewer (at least one) when they exceed `budget_s`."""
     for function in functions.values():
         function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
@@ -152,7 +197,7 @@ def interleaved_seconds(
 
 
 def call_seconds(function: Callable[[], object], device: str) -> float:
-    """Seconds of one call, until the device is done with it."""
+    """Seconds of one call, until the device has finished."""
     _synchronize(device)
     start = time.perf_counter()
     function()
@@ -161,10 +206,9 @@ def call_seconds(function: Callable[[], object], device: str) -> float:
 
 
 def peak_extra_bytes(function: Callable[[], object], device: str) -> int:
-    """The most memory that one call holds beyond what is held before it.
+    """Peak memory of one call beyond the memory held before it.
 
-    On the CPU it is resident memory (Linux): call the function on a small input first, so that code and buffers of
-    the libraries are there already.
+    On a CPU it is resident memory (Linux): call the function on a small input first, so that libraries are loaded.
     """
     if device == "cuda":
         import torch
@@ -182,7 +226,7 @@ def peak_extra_bytes(function: Callable[[], object], device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """The most memory that this process ever held: on the CPU resident memory (Linux), libraries included."""
+    """Peak memory of this process: on a CPU resident memory (Linux), libraries included."""
     if device == "cuda":
         import torch
 
@@ -191,7 +235,7 @@ def peak_bytes(device: str) -> int:
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds now: on the CPU resident memory (Linux), libraries included."""
+    """Memory that this process holds now: on a CPU resident memory (Linux), libraries included."""
     if device == "cuda":
         import torch
 
@@ -200,7 +244,7 @@ def held_bytes(device: str) -> int:
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows of one set of columns as a Markdown table, padded so that it reads well as plain text too."""
+    """Rows with the same columns as a Markdown table, padded to read well as plain text."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -209,15 +253,21 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def in_units(size: float) -> str:
+    """Bytes with three digits and a unit."""
+    power = max(p for p in range(4) if size >= 1000**p or p == 0)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
 def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
-    """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`), whose path it
-    returns. They take the place of earlier ones of the same machine."""
+    """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
+    of the latter. Earlier results of the same machine are replaced."""
     machine = _machine(device)
     path = RESULTS / f"{name}_{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.md"
     record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
-    write_whole(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     about = "; ".join(f"{key} {value}" for key, value in machine.items())
-    write_whole(path, f"# {name}\n\n{about}\n\n{text.strip()}\n")
+    write_atomically(path, f"# {name}\n\n{about}\n\n{text.strip()}\n")
     return path
 
 
@@ -252,7 +302,7 @@ def _resident_bytes(key: str) -> int:
 def _limit_memory() -> None:
     free = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     assert free
-    limit = int(CPU_MEMORY_SHARE * 1024 * int(free[1]))
+    limit = int(CPU_MEMORY_LIMIT * 1024 * int(free[1]))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 

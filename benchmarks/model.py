@@ -1,18 +1,16 @@
-"""The whole model, ToST against GPT-2 and, on a GPU, gated linear attention: time and memory by length of the context.
+"""Time and memory of whole models by context length: ToST, GPT-2 and, on a GPU, gated linear attention.
 
     python -m benchmarks.model
     python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
 
-A training step (forward and backward of one sequence) and the decoding of one token after a context, from 1k to 1M
-tokens as far as memory and bench.cell_seconds allow; and what decoding costs after the longest context in units of the
-shortest, the two measured in turns. The models differ in their mixers (and ToST has its LayerScale):
-same layers, heads, width and embeddings, and sinusoidal positions, so that every length can be read. With the
-defaults, a small model, it takes about 10 minutes on 2 CPU cores. Prints one table and writes it with all figures to
-benchmarks/results/.
+Two tasks from 1k to 1M tokens, as far as memory and bench.cell_seconds allow: a training step (forward and backward of
+one sequence), and decoding one token after a context. The cost of decoding after the longest context is also measured
+in turns with that after the shortest. The models have equal layers, heads, width and embeddings, and sinusoidal
+positions; they differ in their mixers, and ToST has LayerScale. With the defaults, a small model, it takes about
+10 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,60 +32,49 @@ TRAINING, DECODING = "training step", "decoding a token"
 COST_OF_LENGTH = "decoding, longest ÷ shortest"
 
 
-class ShapeConfig(Section):
-    """What all rivals have in common."""
-
-    layers: int = Field(default=2, gt=0)
-    """Blocks."""
-    heads: int = Field(default=4, gt=0)
-    """Heads of the mixers."""
-    width: int = Field(default=64, gt=0)
-    """Channels."""
-    vocab_size: int = Field(default=256, gt=0)
-    """Rows of the embedding; small, so that the head, which is the same in all, does not hide the mixers."""
-
-
 class ModelBenchmarkConfig(Section):
-    """What `benchmarks.model` reads."""
+    """Settings of `benchmarks.model`."""
 
-    shape: ShapeConfig = Field(default_factory=ShapeConfig)
+    shape: measure.ModelShape = measure.ModelShape(layers=2, heads=4, width=64, vocab_size=256)
+    """A small vocabulary, so that the head, which is equal in all models, does not hide the mixers."""
     bench: measure.BenchConfig = Field(default_factory=measure.BenchConfig)
 
 
-def main(path: Path | None, config: ModelBenchmarkConfig) -> None:
-    bench = config.bench.resolved()
-    rivals = {**RIVALS, **(ON_GPUS if bench.device == "cuda" else {})}
-    settings = {name: {**COMMON, **model, **config.shape.model_dump()} for name, model in rivals.items()}
+def run(config: ModelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
+    bench, shape = config.bench, config.shape
+    rivals = {**RIVALS, **(ON_GPUS if device == "cuda" else {})}
+    settings = {name: {**COMMON, **model, **shape.model_dump()} for name, model in rivals.items()}
     for model in settings.values():
         validate(ModelConfig, model, "benchmarks.model")
     rivals = {name: {"settings": model, "attention": ATTENTION.get(name)} for name, model in settings.items()}
     cells = measure.measure_table("benchmarks.model_cells", bench, (TRAINING, DECODING), rivals, described)
     cells += [cell for name, rival in rivals.items() if (cell := cost_of_length(bench, cells, name, rival))]
-    shape = config.shape
     text = (
-        f"{measure.markdown_table(table_rows(cells))}\n\n"
-        f"{shape.layers} layers, {shape.heads} heads, width {shape.width}, vocabulary {shape.vocab_size}, "
-        f"{bench.dtype}, one sequence. Training step: forward and backward; memory is its peak beyond the weights. "
-        "Decoding: one token after a context of so many, GPT-2's cache growing by a copy; memory is the state that is "
-        "kept of them. Times are medians of rounds in which the rivals take turns; ¹: a single call, too slow for "
-        "turns. –: failed at a shorter length. ×: the median of what a round at the longest context takes in units of "
-        "the round before it at the shortest, and the same of the states' bytes."
+        f"{measure.markdown_table(table_rows(cells))}\n\n{shape.layers} layers, {shape.heads} heads, width "
+        f"{shape.width}, vocabulary {shape.vocab_size}, {bench.resolved_dtype()}, one sequence. Training step: forward "
+        "and backward; memory is the peak beyond the weights. Decoding: one token after a context of this many; "
+        "memory is the state (GPT-2: the cache, which grows by copying). Times are medians of rounds in which the "
+        "rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at the "
+        "longest context divided by time at the shortest, the median over rounds; and the same ratio of state bytes."
     )
-    print(f"\n{text}\n\nwrote {measure.store('model', bench.device, config, cells, text)}")
+    return cells, text
+
+
+main = measure.benchmark("model", run)
 
 
 def cost_of_length(
     bench: measure.BenchConfig, cells: Sequence[Mapping[str, Any]], name: str, rival: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The cell of a rival's decoding after the longest context beside the shortest, in turns in one process; None: it
-    was measured at fewer than two lengths."""
+    """A rival's decoding after the longest and the shortest context, in turns in one process; None: fewer than two
+    lengths were measured."""
     mine = [cell for cell in cells if (cell["work"], cell["rival"]) == (DECODING, name) and "failed" not in cell]
     if len(mine) < 2:
         return None
     lengths = [mine[0]["tokens"], mine[-1]["tokens"]]
     cell = measure.run_cell(
-        "benchmarks.model_cells:contexts_in_turns", device=bench.device, limit_s=2 * bench.cell_seconds,
-        lengths=lengths, dtype=bench.dtype, rival=rival, budget_s=bench.cell_seconds / 2,
+        "benchmarks.model_cells:contexts_in_turns", device=bench.resolved_device(), limit_s=2 * bench.cell_seconds,
+        lengths=lengths, dtype=bench.resolved_dtype(), rival=rival, budget_s=bench.cell_seconds / 2,
     )  # fmt: skip
     return {"work": COST_OF_LENGTH, "tokens": lengths[1], "shortest_tokens": lengths[0], "rival": name, **cell}
 
@@ -115,13 +102,8 @@ def described(cell: Mapping[str, Any]) -> str:
     memory = cell["peak_bytes"] if cell["work"] == TRAINING else cell["state_bytes"]
     seconds = median(cell["seconds"])
     time = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return f"{time}{once}, {_in_units(memory)}"
-
-
-def _in_units(size: int) -> str:
-    power = max(p for p in range(4) if size >= 1000**p or p == 0)
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+    return f"{time}{once}, {measure.in_units(memory)}"
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.model", doc=__doc__ or "", takes="[CONFIG]", config=ModelBenchmarkConfig)
+    run_program(main, name="benchmarks.model", doc=__doc__ or "", positional="[CONFIG]", config=ModelBenchmarkConfig)

@@ -1,4 +1,4 @@
-"""What `benchmarks.model` does in processes of their own: one call of a model, or calls of several in turns."""
+"""Cells of `benchmarks.model`: one call of a model, and calls of several in turns."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,11 +15,11 @@ from tost_lm.config import validate
 from tost_lm.evaluation.generation import state_bytes
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.softmax import KeyValueState
-from tost_lm.model.streaming import PIECE_TOKENS, read
+from tost_lm.model.streaming import TILE_TOKENS, prefill
 from tost_lm.ops import TssaState
 
 WARM_UP_TOKENS = 64
-TOKENS_IN_ROUND, ROUNDS = 32, 31  # a ratio near 1 is to be told to percents, and one token takes milliseconds
+TOKENS_IN_ROUND, ROUNDS = 32, 31  # to resolve percents of a ratio near 1, since one token takes milliseconds
 
 
 def one_call(device: str, work: str, tokens: int, dtype: str, rival: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def one_call(device: str, work: str, tokens: int, dtype: str, rival: dict[str, A
     return {"peak_bytes": peak, "seconds": seconds, "state_bytes": state_bytes(state) if state else 0}
 
 
-def take_turns(
+def time_in_turns(
     device: str, work: str, tokens: int, dtype: str, rivals: dict[str, dict[str, Any]], budget_s: float
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
@@ -44,8 +44,8 @@ def take_turns(
 def contexts_in_turns(
     device: str, lengths: list[int], dtype: str, rival: dict[str, Any], budget_s: float
 ) -> dict[str, Any]:
-    """Decoding after contexts of such lengths in one process, which take turns: the seconds of rounds of tokens and
-    the bytes of the state, a row for each length. A model that is TSSA alone has really read the contexts."""
+    """Decoding after contexts of several lengths, in turns in one process: seconds of rounds of tokens, and bytes of
+    the state, a row for each length. A pure TSSA model has really read the contexts."""
     model = _model(rival, device, dtype)
     constant = set(model.config.pattern) == {"T"}
     calls, sizes = {}, []
@@ -71,7 +71,7 @@ def _model(rival: dict[str, Any], device: str, dtype: str) -> TostLM:
 def _prepared(
     model: TostLM, work: str, tokens: int, rival: dict[str, Any], really: bool = False
 ) -> tuple[Callable[[], object], LMState | None]:
-    """What is measured, and the state that decoding goes on from (`really`: after reading so many tokens)."""
+    """The measured call, and the state before decoding (`really`: after reading the tokens)."""
     backend = rival["attention"]
     kernel: Callable[[], Any] = (lambda: sdpa_kernel(getattr(SDPBackend, backend))) if backend else nullcontext
     device = model.embedding.weight.device
@@ -97,18 +97,18 @@ def _prepared(
 
 
 def _state_of_reading(model: TostLM, tokens: int) -> LMState:
-    lengths = [min(PIECE_TOKENS, tokens - start) for start in range(0, tokens, PIECE_TOKENS)]
-    state = read(model, (torch.randint(model.config.vocab_size, (1, length)) for length in lengths)).state
+    lengths = [min(TILE_TOKENS, tokens - start) for start in range(0, tokens, TILE_TOKENS)]
+    state = prefill(model, (torch.randint(model.config.vocab_size, (1, length)) for length in lengths)).state
     assert state is not None
     return state
 
 
 @torch.inference_mode()
 def _state_after(model: TostLM, tokens: int) -> LMState:
-    """A state as after so many tokens. Keys and values are drawn: reading them would take the square of their number,
-    and what they are does not change the time."""
+    """A state as after this many tokens. Keys and values are drawn: computing them would take quadratic time, and their
+    values do not affect the time."""
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.embedding.weight.device)
-    state = model(token_11, state=model(token_11).state).state  # statistics in the precision that decoding keeps
+    state = model(token_11, state=model(token_11).state).state  # statistics in the precision of decoding
     layers = []
     for layer in state.layers:
         if isinstance(layer, KeyValueState):

@@ -1,19 +1,18 @@
-"""Causal TSSA against its rivals: time, memory and share of the memory bandwidth by the length of the sequence.
+"""Time, memory and bandwidth of causal TSSA and its rivals, by sequence length.
 
     python -m benchmarks.operator
     python -m benchmarks.operator "bench.lengths=[16384]" shape.heads=16
 
-Measures this project's operator, the formulas as written under autograd ("naive", plain and under torch.compile) and
-causal softmax attention (torch's scaled_dot_product_attention; flash attention where the device has it), forward and
-forward + backward, from 1k to 1M tokens as far as memory and bench.cell_seconds allow. The share of bandwidth compares
-with a copy on the same device, counting only what has to move: w once and y once forward, w, dy and dw once more
-backward (q, k, v and their like for attention). With the defaults it takes about 12 minutes on 2 CPU cores. Prints one
-table and writes it with all figures to benchmarks/results/.
+Rivals: the formulas as written under autograd ("naive", eager and under torch.compile), and causal softmax attention
+(torch's scaled_dot_product_attention; flash attention where the device has it). Each runs forward and
+forward + backward, from 1k to 1M tokens as far as memory and bench.cell_seconds allow. Bandwidth is a fraction of that
+of a copy on the same device; it counts the necessary traffic only: w and y forward, w, dy and dw backward (q, k, v and
+their gradients for attention). On a CPU, the operator is also timed beside a busy process. With the defaults it takes
+about 12 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,12 +24,13 @@ from tost_lm.config import Section, run_program
 OURS, NAIVE, COMPILED, SOFTMAX = "causal TSSA", "naive", "naive, compiled", "softmax attention"
 RIVALS = (OURS, NAIVE, COMPILED, SOFTMAX)
 FORWARD, BOTH = "forward", "forward + backward"
+BUSY = "forward + backward, beside a busy process"
 SIZES_MOVED = {FORWARD: 2, BOTH: 5}  # tensors of w's size that have to move: w, y; and w, dy, dw
 SIZES_MOVED_BY_SOFTMAX = {FORWARD: 4, BOTH: 12}  # q, k, v, y; and q, k, v, y, dy, dq, dk, dv
 
 
 class ShapeConfig(Section):
-    """The size of w, [batch, tokens, heads, channels]."""
+    """Shape of w, [batch, tokens, heads, channels]."""
 
     batch: int = Field(default=1, gt=0)
     """Sequences."""
@@ -38,37 +38,57 @@ class ShapeConfig(Section):
     """Heads."""
     channels: int = Field(default=64, gt=0)
     """Channels of a head."""
+    busy_tokens: int = Field(default=16384, gt=0)
+    """Tokens of the call beside a busy process."""
 
 
 class OperatorBenchmarkConfig(Section):
-    """What `benchmarks.operator` reads."""
+    """Settings of `benchmarks.operator`."""
 
     shape: ShapeConfig = Field(default_factory=ShapeConfig)
     bench: measure.BenchConfig = Field(default_factory=measure.BenchConfig)
 
 
-def main(path: Path | None, config: OperatorBenchmarkConfig) -> None:
-    bench = config.bench.resolved()
-    copy = measure.run_cell("benchmarks.operator_cells:copy_bandwidth", device=bench.device, limit_s=60)
+def run(config: OperatorBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
+    shape = config.shape.model_dump(exclude={"busy_tokens"})
+    copy = measure.run_cell("benchmarks.operator_cells:copy_bandwidth", device=device, limit_s=60)
     in_words = partial(described, copy["bytes_per_second"])
     rivals = {name: name for name in RIVALS}
-    cells = measure.measure_table(
-        "benchmarks.operator_cells", bench, (FORWARD, BOTH), rivals, in_words, **config.shape.model_dump()
-    )
-    shape = config.shape
+    cells = measure.measure_table("benchmarks.operator_cells", config.bench, (FORWARD, BOTH), rivals, in_words, **shape)
+    dtype = config.bench.resolved_dtype()
     text = (
         f"{measure.markdown_table(table_rows(cells, in_words))}\n\n"
-        f"w [{shape.batch}, tokens, {shape.heads}, {shape.channels}] in {bench.dtype}. Time; peak memory beyond the "
-        f"inputs, in units of w; share of what a copy moves here, {copy['bytes_per_second'] / 1e9:.1f} GB/s. Times are "
-        "medians of rounds in which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a "
+        f"w [{shape['batch']}, tokens, {shape['heads']}, {shape['channels']}] in {dtype}. Time; peak memory beyond the "
+        f"inputs, in units of w; fraction of the bandwidth of a copy, {copy['bytes_per_second'] / 1e9:.1f} GB/s. Times "
+        "are medians of rounds in which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a "
         "shorter length."
     )
-    stored = measure.store("operator", bench.device, config, [{"work": "copy", **copy}, *cells], text)
-    print(f"\n{text}\n\nwrote {stored}")
+    if device == "cpu":
+        busy = measure.run_cell(
+            "benchmarks.operator_cells:beside_a_busy_process", device=device, limit_s=config.bench.cell_seconds,
+            tokens=config.shape.busy_tokens, dtype=dtype, **shape,
+        )  # fmt: skip
+        cells.append({"work": BUSY, "tokens": config.shape.busy_tokens, "rival": OURS, **busy})
+        text += f"\n\n{busy_line(cells[-1])}"
+    return [{"work": "copy", **copy}, *cells], text
+
+
+main = measure.benchmark("operator", run)
+
+
+def busy_line(cell: Mapping[str, Any]) -> str:
+    """How much another process slows the operator down."""
+    if "failed" in cell:
+        return f"{BUSY}: {cell['failed']}"
+    quiet, busy = (median(cell[key]) for key in ("quiet_seconds", "seconds"))
+    return (
+        f"{OURS}, {cell['tokens']:,} tokens, {BUSY}: {1e3 * busy:,.3g} ms, {busy / quiet:.2f} × the quiet time, with "
+        f"{cell['threads']} threads and {cell['wait_policy']} waiting."
+    )
 
 
 def table_rows(cells: Sequence[dict[str, Any]], in_words: Callable[[dict[str, Any]], str]) -> list[dict[str, str]]:
-    """A row for each pass and length: a column for each rival, and how we compare with the naive form."""
+    """A row for each pass and length, a column for each rival, and the ratio of naive to ours."""
     rows: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for cell in cells:
         rows.setdefault((cell["work"], cell["tokens"]), {})[cell["rival"]] = cell
@@ -84,24 +104,26 @@ def table_rows(cells: Sequence[dict[str, Any]], in_words: Callable[[dict[str, An
 
 
 def described(copied_bytes_per_second: float, cell: Mapping[str, Any]) -> str:
-    """Time, memory and share of bandwidth of a cell in a few words."""
+    """Time, memory and bandwidth of a cell in a few words."""
     if "failed" in cell:
         return cell["failed"]
     once = "¹" if len(cell["seconds"]) == 1 else ""
     seconds, w_bytes = median(cell["seconds"]), cell["w_bytes"]
     sizes = SIZES_MOVED_BY_SOFTMAX if cell["rival"] == SOFTMAX else SIZES_MOVED
-    share = sizes[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
-    return f"{1e3 * seconds:,.3g} ms{once}, {cell['peak_bytes'] / w_bytes:.3g} w, {share:.0%}"
+    bandwidth = sizes[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
+    return f"{1e3 * seconds:,.3g} ms{once}, {cell['peak_bytes'] / w_bytes:.3g} w, {bandwidth:.0%}"
 
 
 def _ratio(naive: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     if "failed" in naive or "failed" in ours:
         return "–"
     times = f"{median(naive['seconds']) / median(ours['seconds']):.3g} × time"
-    if not ours["peak_bytes"]:  # too little to be seen
+    if not ours["peak_bytes"]:  # too little to measure
         return times
     return f"{times}, {naive['peak_bytes'] / ours['peak_bytes']:.3g} × memory"
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.operator", doc=__doc__ or "", takes="[CONFIG]", config=OperatorBenchmarkConfig)
+    run_program(
+        main, name="benchmarks.operator", doc=__doc__ or "", positional="[CONFIG]", config=OperatorBenchmarkConfig
+    )

@@ -1,5 +1,9 @@
-"""What `benchmarks.operator` does in processes of their own: one call of a rival, or calls of several in turns."""
+"""Cells of `benchmarks.operator`: one call of a rival, calls of several in turns, and calls beside a busy process."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +20,7 @@ COPIED_BYTES = 1 << 29
 
 
 def copy_bandwidth(device: str) -> dict[str, float]:
-    """Bytes read and written a second by a large copy, the best of several."""
+    """Bytes per second that a large copy reads and writes, the best of several."""
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = interleaved_seconds({"copy": lambda: target.copy_(source)}, device, budget_s=10, repeats=15)["copy"]
@@ -25,7 +29,7 @@ def copy_bandwidth(device: str) -> dict[str, float]:
 
 def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, Any]:
     """Memory and time of a single call: {"peak_bytes", "w_bytes", "seconds": [one]}."""
-    warm_up = tokens if rival == COMPILED else min(tokens, WARM_UP_TOKENS)  # compiled for this length, not timed
+    warm_up = tokens if rival == COMPILED else min(tokens, WARM_UP_TOKENS)  # compiled for this length before timing
     run = _operator(rival)
     _prepared(rival, run, device, warm_up, **shape)()
     call = _prepared(rival, run, device, tokens, **shape)
@@ -35,12 +39,29 @@ def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, An
     return {"peak_bytes": peak, "w_bytes": w_bytes, "seconds": seconds}
 
 
-def take_turns(
+def time_in_turns(
     device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
     calls = {name: _prepared(name, _operator(name), device, tokens, **shape) for name in rivals}
     return interleaved_seconds(calls, device, budget_s=budget_s)
+
+
+def beside_a_busy_process(device: str, tokens: int, **shape: Any) -> dict[str, Any]:
+    """Seconds of forward + backward while another process uses one core, and in turns while it is suspended."""
+    call = _prepared(OURS, _operator(OURS), device, tokens, work="", **shape)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+    def with_signal(signum: signal.Signals) -> Callable[[], None]:
+        return lambda: (busy.send_signal(signum), call())[1]
+
+    calls = {"quiet_seconds": with_signal(signal.SIGSTOP), "seconds": with_signal(signal.SIGCONT)}
+    try:
+        seconds = interleaved_seconds(calls, device, budget_s=30)
+    finally:
+        busy.kill()
+    wait_policy = os.environ.get("OMP_WAIT_POLICY", "active")
+    return {**seconds, "threads": torch.get_num_threads(), "wait_policy": wait_policy}
 
 
 def _operator(rival: str) -> Callable[..., Tensor]:
@@ -70,13 +91,13 @@ def _prepared(
     dtype: str,
     work: str,
 ) -> Callable[[], None]:
-    """The call that is measured, on inputs that are there before it."""
+    """The measured call; its inputs exist before it."""
     torch.manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
     if rival == SOFTMAX:
         inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
     else:
-        # temp and bias as a model begins with them.
+        # Initial values of temp and bias in a model.
         w = make(batch, tokens, heads, channels)
         inputs = [w, w.new_ones(heads), w.new_zeros(heads, tokens)]
     if work == FORWARD:

@@ -1,23 +1,19 @@
-"""What a training step takes beside a plain loop, and what the engine around it costs.
+"""Throughput of a training step beside a plain loop, and overhead of the engine around it.
 
     python -m benchmarks.training
     python -m benchmarks.training large.layers=2 large.width=256 large.heads=4 bench.rounds=3
 
-Steps: forward, backward, clipping and AdamW of one sequence. Ours (DeepSpeed's ZeRO stage 1 on one rank, as
-pretrain.train does it) and a plain loop around the same model with the published formulas under autograd in place of
-the operator take turns, and so does the plain loop without any operator: how much faster a step could get at best.
-
-Engine: a run of pretrain.train on one rank, with everything on (lines and rows of every step, heartbeat, checksums,
-guard, asynchronous checkpoints): the share of the time that is not the step's own, and what a save stops it for.
-
-With the defaults it takes about half an hour on 2 CPU cores. Prints the tables and writes them with all figures to
+Steps: forward, backward, clipping and AdamW of one sequence. Three kinds take turns: ours (DeepSpeed's ZeRO stage 1 on
+one rank, as in pretrain.train); a plain loop around the same model with the published formulas under autograd; and the
+plain loop without any operator, which bounds the possible speed-up. Engine: a run of pretrain.train on one rank with
+everything on (log, heartbeat, checksums, spike guard, async saves): the time beside the steps, and how long a save
+stops training. With the defaults it takes about half an hour on 2 CPU cores. Output: two tables, and all values in
 benchmarks/results/.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -28,54 +24,38 @@ from tost_lm.model.config import ModelConfig
 OURS, PLAIN, WITHOUT = "tost_lm", "plain loop", "plain loop, no operator"
 
 
-class ShapeConfig(Section):
-    """A model of TSSA layers, and the sequence that it is trained on."""
+class ShapeConfig(measure.ModelShape):
+    """A model of TSSA layers, and the sequence of a step."""
 
-    layers: int = Field(gt=0)
-    """Blocks."""
-    heads: int = Field(gt=0)
-    """Heads of the mixers."""
-    width: int = Field(gt=0)
-    """Channels."""
-    vocab_size: int = Field(gt=0)
-    """Rows of the embedding."""
-    tokens: int = Field(gt=0)
-    """Of the one sequence of a step."""
+    tokens: int = Field(default=4096, gt=0)
+    """Tokens of the sequence."""
 
 
-class BenchConfig(Section):
-    """How it is measured."""
+class BenchConfig(measure.DeviceConfig):
+    """Measurements, device and time limit."""
 
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to compute on; auto takes cuda if it is there, and there computes in bfloat16."""
     rounds: int = Field(default=7, gt=0)
     """Timed steps of each kind, in turns."""
     engine_steps: int = Field(default=15, gt=4)
-    """Steps of the run whose engine is timed; every third is saved."""
-    cell_seconds: float = Field(default=3600.0, gt=0)
-    """No single process takes longer."""
+    """Steps of the run whose engine is timed; every third step is saved."""
 
 
 class TrainingBenchmarkConfig(Section):
-    """What `benchmarks.training` reads."""
+    """Settings of `benchmarks.training`."""
 
-    large: ShapeConfig = ShapeConfig(layers=12, heads=12, width=768, vocab_size=50304, tokens=4096)
-    """tost-base, where matrix products take most of the time."""
+    large: ShapeConfig = ShapeConfig()
+    """tost-base, whose time is mostly matrix products."""
     bound: ShapeConfig = ShapeConfig(layers=2, heads=4, width=256, vocab_size=256, tokens=131072)
-    """A narrow model of a long sequence, where the operator does."""
+    """A narrow model and a long sequence, whose time is mostly the operator."""
     bench: BenchConfig = Field(default_factory=BenchConfig)
 
 
-def main(path: Path | None, config: TrainingBenchmarkConfig) -> None:
-    from tost_lm.evaluation.subject import pick_device
-
+def run(config: TrainingBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench = config.bench
-    device = pick_device() if bench.device == "auto" else bench.device
     shapes = {"large": config.large, "bound": config.bound}
     models = {name: model_settings(shape) for name, shape in shapes.items()}
     for name, model in models.items():
         validate(ModelConfig, model, name)
-    measure.RESULTS.mkdir(parents=True, exist_ok=True)  # whether it can be written to shows before the work
     call = {"device": device, "limit_s": bench.cell_seconds}
     cells = []
     for name, shape in shapes.items():
@@ -91,20 +71,22 @@ def main(path: Path | None, config: TrainingBenchmarkConfig) -> None:
     )  # fmt: skip
     text = (
         f"{measure.markdown_table([step_row(cell) for cell in cells])}\n\n"
-        f"Medians of {bench.rounds} rounds; the ratios are medians of the rounds' own. At best: a step whose operator "
-        f"takes no time, against the plain loop.\n\n## The engine\n\n{engine_text(engine)}"
+        f"Medians of {bench.rounds} rounds; ratios are medians over rounds. At best: a step whose operator takes no "
+        f"time, against the plain loop.\n\n## The engine\n\n{engine_text(engine)}"
     )
-    record = [*cells, {"work": "engine", **engine}]
-    print(f"\n{text}\n\nwrote {measure.store('training', device, config, record, text)}")
+    return [*cells, {"work": "engine", **engine}], text
+
+
+main = measure.benchmark("training", run)
 
 
 def model_settings(shape: ShapeConfig) -> dict[str, Any]:
-    """Of ModelConfig: positions as published, as many as the sequence has."""
+    """Settings of a model with learned positions for the whole sequence."""
     return {**shape.model_dump(exclude={"tokens"}), "pattern": "T", "max_positions": shape.tokens}
 
 
 def step_row(cell: Mapping[str, Any]) -> dict[str, str]:
-    """A line of the table of steps."""
+    """A row of the table of steps."""
     shape = f"{cell['layers']} layers, {cell['heads']} heads, width {cell['width']}, vocabulary {cell['vocab_size']:,}"
     if "failed" in cell:
         return {"shape": shape, "tokens": f"{cell['tokens']:,}", "tokens/s": cell["failed"]}
@@ -119,19 +101,19 @@ def step_row(cell: Mapping[str, Any]) -> dict[str, str]:
 
 
 def engine_text(engine: Mapping[str, Any]) -> str:
-    """What a run of pretrain.train spends beside its steps."""
+    """The time that a run of pretrain.train spends beside its steps."""
     if "failed" in engine:
         return f"failed: {engine['failed']}"
     step = median(engine["step_seconds"])
     parts = {"checksums": engine["checksum_seconds"], "hooks and reading": engine["other_seconds"]}
-    share = sum(median(seconds) for seconds in parts.values()) / step
+    overhead = sum(median(seconds) for seconds in parts.values()) / step
     saves = engine["save_seconds"]
     return (
-        f"Of a step of {step:.2f} s, the engine takes {share:.1%} more: "
+        f"Of a step of {step:.2f} s, the engine adds {overhead:.1%}: "
         + ", ".join(f"{name} {median(seconds) / step:.2%}" for name, seconds in parts.items())
-        + f". An asynchronous save of {engine['checkpoint_bytes'] / 1e9:.2f} GB stops training for "
+        + f". An async save of {engine['checkpoint_bytes'] / 1e9:.2f} GB stops training for "
         f"{median(saves):.2f} s, {median(saves) / step:.2f} steps, and is on disk {engine['write_seconds'][-1]:.1f} s "
-        f"after it began; the steps meanwhile take {_ratio(engine['steps_while_writing'], [step] * 99) - 1:+.0%}."
+        f"after its start; the steps meanwhile take {_ratio(engine['steps_while_writing'], [step] * 99) - 1:+.0%}."
     )
 
 
@@ -140,4 +122,6 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.training", doc=__doc__ or "", takes="[CONFIG]", config=TrainingBenchmarkConfig)
+    run_program(
+        main, name="benchmarks.training", doc=__doc__ or "", positional="[CONFIG]", config=TrainingBenchmarkConfig
+    )

@@ -1,4 +1,4 @@
-"""What `benchmarks.training` does in processes of their own: steps of rivals in turns, and a run of the engine."""
+"""Cells of `benchmarks.training`: steps of rivals in turns, and a run of the engine."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ import tost_lm.model.tssa as mixer
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.training import OURS, PLAIN, WITHOUT
 from tost_lm.config import validate
+from tost_lm.data.collation import MicroBatch
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.ops import causal_tssa
 from tost_lm.optim.adamw import build_adamw
@@ -32,8 +32,8 @@ from tost_lm.parallel.world import start_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.training import hooks, loop
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.departure import Departure
-from tost_lm.training.run_folder import claim_run_folder
+from tost_lm.training.graceful_stop import GracefulStop
+from tost_lm.training.run_folder import find_start_point
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import TiledLM, tile
 
@@ -55,7 +55,7 @@ def _our_step(settings: ModelConfig, batch: MicroBatch, device: str) -> Callable
     model = _model(settings, device)
     engine = build_engine(
         model, build_adamw(model, optim), mesh, ParallelConfig(),
-        micro_batch_sequences=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
+        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
     )  # fmt: skip
     return lambda: train_step(engine, [batch], tile(mesh, batch.tokens.shape[1]), optim.lr)
 
@@ -86,7 +86,7 @@ def _model(settings: ModelConfig, device: str) -> TiledLM:
 
 @contextmanager
 def _operator(operator: Callable[..., Any]) -> Iterator[None]:
-    """The model's mixers call this in place of the operator."""
+    """Make the mixers call this function instead of the operator."""
     ours, mixer.causal_tssa = mixer.causal_tssa, operator
     try:
         yield
@@ -95,7 +95,7 @@ def _operator(operator: Callable[..., Any]) -> Iterator[None]:
 
 
 def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> dict[str, Any]:
-    """Where the time of a real run goes, without its first three steps."""
+    """How a real run spends its time, without its first three steps."""
     with tempfile.TemporaryDirectory(prefix="tost_lm_bench_") as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
         os.environ["WANDB_MODE"] = "offline"
@@ -104,64 +104,66 @@ def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> d
             "model": model,
             "data": {"folder": "shards"},
             "train": {
-                "steps": steps, "batch_sequences": 1, "micro_batch_sequences": 1, "sequence_tokens": tokens,
-                "dtype": "bfloat16" if device == "cuda" else "float32", "skip_spikes": 6.0,
+                "steps": steps, "global_batch_size": 1, "micro_batch_size": 1, "seq_len": tokens,
+                "dtype": "bfloat16" if device == "cuda" else "float32", "skip_spike_sigma": 6.0,
             },
-            "checkpoint": {"every": SAVE_EVERY, "keep": 1},
+            "checkpoint": {"interval": SAVE_EVERY, "keep_latest_k": 1},
             "run": {"name": "bench", "device": device, "log_every": 1},
         }  # fmt: skip
         config = validate(PretrainConfig, tree, "benchmarks.training")
         clock = _Clock()
         corpora = Corpora.open(config.data.folders)
         with clock.reading():
-            loop.train(config, corpora, claim_run_folder(config, corpora.fingerprint), Departure())
+            loop.train(config, corpora, find_start_point(config, corpora.fingerprint), GracefulStop())
         newest = max(Path("runs/bench/checkpoints").glob("step_*"))
         size = sum(file.stat().st_size for file in newest.iterdir())
     return {**clock.figures(), "checkpoint_bytes": size}
 
 
 class _Clock:
-    """Times the parts of the loop by standing around the functions that it calls."""
+    """Times the phases of the loop by wrapping the functions that it calls."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[float, float]]] = {part: [] for part in ("step", "before", "after", "save")}
+        self._intervals: dict[str, list[tuple[float, float]]] = {
+            phase: [] for phase in ("step", "before", "after", "save")
+        }
         self._written: list[float] = []
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        parts = [
+        phases = [
             (loop, "train_step", "step"),
             (Checksums, "before_update", "before"),
             (Checksums, "after_update", "after"),
             (hooks.Save, "after_step", "save"),
         ]
-        originals = [getattr(owner, name) for owner, name, _ in parts]
-        for (owner, name, part), original in zip(parts, originals, strict=True):
-            setattr(owner, name, self._timed(part, original))
+        originals = [getattr(owner, name) for owner, name, _ in phases]
+        for (owner, name, phase), original in zip(phases, originals, strict=True):
+            setattr(owner, name, self._timed(phase, original))
         try:
             yield
         finally:
-            for (owner, name, _), original in zip(parts, originals, strict=True):
+            for (owner, name, _), original in zip(phases, originals, strict=True):
                 setattr(owner, name, original)
 
-    def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
             outcome = original(*arguments, **options)
-            self._spans[part].append((start, time.perf_counter()))
-            if part == "save":
+            self._intervals[phase].append((start, time.perf_counter()))
+            if phase == "save":
                 self._written.append(arguments[0].writer.save_seconds)
             return outcome
 
         return timed
 
     def figures(self) -> dict[str, Any]:
-        """Seconds of each part of every step but the first three, in which things are made, and the last."""
-        took = {part: [end - start for start, end in spans] for part, spans in self._spans.items()}
-        starts = [start for start, _ in self._spans["step"]]
+        """Seconds of each phase of every step, without the first three and the last."""
+        took = {phase: [end - start for start, end in intervals] for phase, intervals in self._intervals.items()}
+        starts = [start for start, _ in self._intervals["step"]]
         saved = range(2, len(starts), SAVE_EVERY)
-        write_ends = [self._spans["save"][step][0] + self._written[-1] for step in saved]
-        write_starts = [self._spans["save"][step][0] for step in saved]
+        write_ends = [self._intervals["save"][step][0] + self._written[-1] for step in saved]
+        write_starts = [self._intervals["save"][step][0] for step in saved]
         figures: dict[str, list[float]] = {"step_seconds": [], "checksum_seconds": [], "other_seconds": []}
         while_writing = []
         for step in range(3, len(starts) - 1):
@@ -176,9 +178,9 @@ class _Clock:
 
 
 def _make_shards(folder: Path) -> None:
-    """Of this Python's own documentation and sources."""
+    """Shards of the running Python's documentation and sources."""
     settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
-    settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_share=0.05"]
+    settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_fraction=0.05"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
         command = [sys.executable, "-m", program, *settings]

@@ -1,8 +1,8 @@
-"""Look into a shard folder: verify every hash, then show sizes, lengths, tokens and documents as text.
+"""Inspect a shard folder: verify every hash, then print sizes, lengths, frequent tokens and documents as text.
 
     python -m data_prep.inspect_shards data/embedded/shards inspect.split=valid inspect.documents=2
 
-Exits with 2 and names the file if anything is damaged. Writes nothing.
+Exits with 2 and names the damaged file. Writes nothing.
 """
 
 import time
@@ -23,7 +23,7 @@ FREQUENT = 12
 def main(folder: Path, config: InspectShardsConfig) -> None:
     shards = Shards.open(folder)
     manifest = shards.manifest
-    print(f"{folder}: {manifest['source']}, by version {manifest['tool_version']}, {manifest['dtype']} tokens")
+    print(f"{folder}: corpus {manifest['source']}, tool version {manifest['tool_version']}, {manifest['dtype']} tokens")
     if config.inspect.verify:
         started = time.monotonic()
         shards.verify()
@@ -44,7 +44,7 @@ def main(folder: Path, config: InspectShardsConfig) -> None:
     if documents > config.inspect.first:
         show_split(shards, config.inspect)
     else:
-        print(f"\nno {config.inspect.split} document {config.inspect.first:,}: there are {documents:,}")
+        print(f"\n{config.inspect.split}: {documents:,} documents, none from number {config.inspect.first:,}")
 
 
 def show_split(shards: Shards, config: InspectConfig) -> None:
@@ -77,4 +77,6 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="data_prep.inspect_shards", doc=__doc__ or "", takes="FOLDER", config=InspectShardsConfig)
+    run_program(
+        main, name="data_prep.inspect_shards", doc=__doc__ or "", positional="FOLDER", config=InspectShardsConfig
+    )

@@ -1,15 +1,15 @@
-"""How far a long step is, on stderr: a bar on a terminal, now and then a line in a log."""
+"""Progress on stderr: a bar on a terminal, a line every 10 seconds in a log."""
 
 import sys
 import time
 from datetime import timedelta
 from typing import Any, Self
 
-LINE_SECONDS = 10.0  # between lines of a log
+LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Called with what is done and, if known, the total; says speed and the time that is left too."""
+    """Call it with the amount done and the total (None: unknown); it prints rate and remaining time."""
 
     def __init__(self, step: str, unit: str) -> None:
         self._step = step
@@ -41,11 +41,11 @@ class Progress:
     def _line(self, done: int, total: int | None, note: str) -> str:
         assert self._first is not None
         rate = (done - self._first) / (self._written - self._started)
-        parts = [f"{self._step}: {_count(done)}{f' of {_count(total)}' if total else ''} {self._unit}"]
-        parts.append(f"{_count(rate)} {self._unit}/s")
+        fields = [f"{self._step}: {_count(done)}{f' of {_count(total)}' if total else ''} {self._unit}"]
+        fields.append(f"{_count(rate)} {self._unit}/s")
         if total and rate:
-            parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
-        return ", ".join([*parts, note] if note else parts)
+            fields.append(f"{timedelta(seconds=round((total - done) / rate))} left")
+        return ", ".join([*fields, note] if note else fields)
 
 
 def _count(number: float) -> str:

@@ -1,10 +1,10 @@
-"""Train the lossless SentencePiece tokenizer on a corpus' training documents, or reuse the one that is already there.
+"""Train a lossless SentencePiece tokenizer on the training documents of a corpus, or reuse an existing one.
 
     python -m data_prep.train_tokenizer configs/data/embedded.toml
     python -m data_prep.train_tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192 \\
         tokenizer.user_symbols='["<|fim|>"]'
 
-Writes tokenizer.path and beside it a record of what it was trained on.
+Writes the model to tokenizer.path, and a record of its settings and corpus to tokenizer.path with .json.
 """
 
 import time
@@ -13,28 +13,30 @@ from pathlib import Path
 from data_prep.progress import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.sources import fingerprint
-from tost_lm.data.sources.messages import changed
+from tost_lm.data.sources import fingerprint, left_out_files
+from tost_lm.data.sources.messages import corpus_changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.record import model_path, why_stale, write_tokenizer
+from tost_lm.data.tokenizers.record import model_path, retrain_reason, write_tokenizer
 from tost_lm.data.tokenizers.sample import sample_texts
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
 
-CHECKED_BYTES = 8_000_000  # a few seconds, forth and back
+CHECKED_BYTES = 8_000_000  # takes a few seconds
 
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
-    """Train, check that the training text comes back, write."""
+    """Train the tokenizer, check that it is lossless, write it."""
     if config.tokenizer.kind == "gpt2":
-        print("tokenizer.kind gpt2: nothing to train; python -m data_prep.build_shards makes shards with it")
+        print("tokenizer.kind gpt2: nothing to train; run python -m data_prep.build_shards")
         return
     path, vocab_size = model_path(config), config.tokenizer.vocab_size
     if vocab_size is None:
-        raise ConfigError("tokenizer.vocab_size: must be set to train a tokenizer")
+        raise ConfigError("tokenizer.vocab_size: not set; set the size of the vocabulary to train, for example 32768")
     symbols = symbol_pieces(config.tokenizer.user_symbols)
     corpus_fingerprint = fingerprint(config.corpus)
-    reason = why_stale(config, corpus_fingerprint)
+    if left_out := left_out_files(config.corpus.source):
+        print(left_out)
+    reason = retrain_reason(config, corpus_fingerprint)
     if reason is None:
         print(f"reusing {path}: same settings and corpus")
         return
@@ -43,7 +45,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     with Progress("reading", "B") as progress:
         sample = sample_texts(config, progress)
     if fingerprint(config.corpus) != corpus_fingerprint:
-        raise changed(config.corpus)
+        raise corpus_changed(config.corpus)
     with Progress("training", " pieces") as progress:
         texts = (text.decode() for text in sample.texts)
         tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, symbols, progress))
@@ -52,21 +54,21 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     write_tokenizer(config, corpus_fingerprint, tokenizer.model_bytes, len(sample.texts), sample_bytes)
     print(
         f"{path}: {tokenizer.vocab_size} pieces from {len(sample.texts):,} of {sample.documents:,} training documents, "
-        f"{sample_bytes:,} bytes; {bytes_per_token:.3f} bytes per token of them; {time.monotonic() - start:.1f} s"
+        f"{sample_bytes:,} bytes; {bytes_per_token:.3f} bytes per token; {time.monotonic() - start:.1f} s"
     )
     if sample.bad_rows:
-        print(f"{sample.bad_rows:,} unreadable rows left out")
+        print(f"unreadable rows left out: {sample.bad_rows:,}")
 
 
 def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> float:
-    """Bytes per token over the first of `texts`. Raises DataError if one does not come back exactly."""
+    """Bytes per token of the first `texts`. Raises DataError if decoding does not return a text exactly."""
     checked = tokens = 0
     for text in texts:
         ids = tokenizer.encode(text.decode())
         if tokenizer.decode(ids).encode() != text:
             raise DataError(
-                f"the trained tokenizer loses text: a document of {len(text)} bytes does not come back from its "
-                "tokens; nothing was written; try other tokenizer.user_symbols"
+                f"the trained tokenizer is not lossless: it decodes a document of {len(text)} bytes to another text; "
+                "nothing was written; change tokenizer.user_symbols"
             )
         tokens += len(ids)
         checked += len(text)
@@ -76,4 +78,4 @@ def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> flo
 
 
 if __name__ == "__main__":
-    run_program(main, name="data_prep.train_tokenizer", doc=__doc__ or "", takes="[CONFIG]", config=DataPrepConfig)
+    run_program(main, name="data_prep.train_tokenizer", doc=__doc__ or "", positional="[CONFIG]", config=DataPrepConfig)

@@ -1,1 +1,1 @@
-"""Programs that evaluate a trained model: thin, the work is in `tost_lm.evaluation`."""
+"""Programs that evaluate a trained model with `tost_lm.evaluation`."""

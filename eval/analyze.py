@@ -1,13 +1,13 @@
-"""What the operator does in a trained model: how its heads share tokens out, and whether its layers compress them.
+"""Analysis of the TSSA layers of a trained model: memberships, coding rates, subspaces, influence, ablations.
 
     python -m eval.analyze runs/demo
 
-Of the memberships Π: how concentrated they are by position, what position, word, word class and document explain of
-them, which words each head takes, and what becomes of them when other text is read before. Of the layers: the coding
-rate R_c of their tokens and its variational form R_var, before and after the branch, for each checkpoint that the run
-keeps; the heads' subspaces; rare tokens and long ones in the residual stream; how far a swapped token reaches; and the
-loss with parts of the operator taken away. Writes results.json to eval/memberships@3, tokens (with text.html, a text
-coloured by head), coding_rate@2, subspaces, stream, influence and swaps@2; docs/analysis.md says what the figures mean.
+Memberships Π: concentration by position; variance explained by position, word, word class and document; typical words
+of each head; change after more context. Layers: the coding rate R_c of the tokens and its variational form R_var,
+before and after the layer's branch, also for each retained checkpoint; subspaces of the heads; frequent and rare tokens
+and token norms in the residual stream; influence of a replaced token by distance; loss with ablations of the operator.
+Writes results.json to eval/memberships@3, tokens (with text.html, a text coloured by head), coding_rate@2, subspaces,
+stream, influence and swaps@2 (the ablations). docs/analysis.md explains the results.
 """
 
 import time
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import AnalyzeConfig
+from tost_lm.evaluation.report.markdown import with_error
 
 if TYPE_CHECKING:
     from tost_lm.analysis.results import Analysis
@@ -56,144 +57,136 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     analysis = _open(subject, shards, config)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     page = subject.results_path(TOKENS).with_name("text.html")
-    parts: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
-        MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _tell_memberships),
-        TOKENS: (partial(results.tokens, page=page), _tell_tokens),
-        CODING_RATE: (partial(results.coding_rates, kept=kept), _tell_coding_rates),
-        SUBSPACES: (results.subspaces, _tell_subspaces),
-        STREAM: (results.stream, _tell_stream),
-        INFLUENCE: (results.influences, _tell_influence),
-        SWAPS: (results.swaps, _tell_swaps),
+    analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
+        MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
+        TOKENS: (partial(results.tokens, page=page), _print_tokens),
+        CODING_RATE: (partial(results.coding_rates, kept=kept), _print_coding_rates),
+        SUBSPACES: (results.subspaces, _print_subspaces),
+        STREAM: (results.stream, _print_stream),
+        INFLUENCE: (results.influences, _print_influence),
+        SWAPS: (results.ablations, _print_ablations),
     }
     for name in wanted:
-        measure, tell = parts[name]
+        measure, print_found = analyses[name]
         started = time.monotonic()
         found = {"sequences": len(analysis.sequences), **measure(analysis)}
-        tell(found)
+        print_found(found)
         subject.write_results(name, identities[name], started, found)
 
 
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analysis":
-    """The model and the text.
+    """The model and its held-out text.
 
     Raises:
-        ConfigError: no layer shares tokens out.
-        DataError: there is too little text.
+        ConfigError: the model has no TSSA layer with several heads, or only one position.
+        DataError: the held-out text is too short.
     """
     import tost_lm
-    from tost_lm.analysis.results import Analysis, readable
-    from tost_lm.analysis.text import information, read_text
+    from tost_lm.analysis.results import Analysis, fitting_contexts
+    from tost_lm.analysis.text import read_text, unigram_information
     from tost_lm.evaluation.subject import pick_device
 
     device, settings = pick_device(), config.memberships
     model = tost_lm.load(subject.checkpoint, device)
     if "T" not in model.config.pattern or model.config.heads < 2:
         raise ConfigError(
-            f"{subject.home}: has no layer in which heads share tokens out, so there is nothing to analyze"
+            f"{subject.home}: no TSSA layer with several heads: model.pattern={model.config.pattern}, "
+            f"model.heads={model.config.heads}; give a model with such a layer"
         )
     if model.config.max_positions < 2:
-        raise ConfigError(f"{subject.home}: reads one token (model.max_positions), before which there is none")
-    contexts = readable(model.config, settings.context_tokens, settings.probe_tokens)
+        raise ConfigError(f"{subject.home}: sequences are too short: model.max_positions=1; give another model")
+    contexts = fitting_contexts(model.config, settings.context_tokens, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.max_positions, max(contexts, default=0))
-    return Analysis(model, text.to(device), shards.tokenizer(), information(shards))
+    return Analysis(model, text.to(device), shards.tokenizer(), unigram_information(shards))
 
 
-def _tell_memberships(found: dict[str, Any]) -> None:
-    print(f"concentration of memberships by position, over {found['sequences']} sequences:")
+def _print_memberships(found: dict[str, Any]) -> None:
+    print(f"concentration of the memberships by position, {found['sequences']} sequences:")
     _print_rows("positions up to", found["position_ends"], found["concentration_by_position"])
-    print("standard deviation of their scores over the heads:")
+    print("standard deviation of the scores over the heads (nats):")
     _print_rows("positions up to", found["position_ends"], found["score_spread_by_position"])
-    print(f"the first {found['probe_tokens']} tokens of them after other text:")
+    print(f"the first {found['probe_tokens']} tokens after context tokens of other text:")
     for row in found["after_context"]:
         print(
-            f"after {row['context_tokens']:>7,}  loss {row['nats_per_token']:.4f}  moved by {_figures(row['moved'])}  "
-            f"concentration {_figures(row['concentration'])}"
+            f"after {row['context_tokens']:>7,}  loss {row['nats_per_token']:.4f}  change {_join(row['moved'])}  "
+            f"concentration {_join(row['concentration'])}"
         )
     if found["left_out_contexts"]:
         left_out = ", ".join(f"{n:,}" for n in found["left_out_contexts"])
-        print(f"not after {left_out}: the model reads {found['limit']:,} tokens at most")
-    print("share of their variance at those positions that the position alone explains:")
+        print(f"skipped contexts: {left_out}; the model has {found['limit']:,} positions")
+    print("fraction of the variance at these positions that the position explains:")
     _print_rows("positions up to", found["position_ends"], found["explained_within_stretches"])
-    print(f"of all their variance the position alone explains, by layer: {_shares(found['explained_by_position'])}")
+    print(f"over all positions, by layer: {_join(found['explained_by_position'], '.1%')}")
 
 
-def _tell_tokens(found: dict[str, Any]) -> None:
-    for name, shares in found["explained"].items():
-        print(f"of their variance at a position the {name} explains, by layer: {_shares(shares)}")
+def _print_tokens(found: dict[str, Any]) -> None:
+    for name, fractions in found["explained"].items():
+        print(f"fraction of the variance at a position that the {name} explains, by layer: {_join(fractions, '.1%')}")
 
 
-def _tell_coding_rates(found: dict[str, Any]) -> None:
-    print(f"coding rates in nats, and their change by the layer's branch, over {found['sequences']} sequences:")
+def _print_coding_rates(found: dict[str, Any]) -> None:
+    print(f"coding rates in nats (change by the layer's branch), {found['sequences']} sequences:")
     for number, layer in enumerate(found["layers"], start=1):
-        told = "  ".join(
-            f"{name} {layer[key]['mean']:.3f} ({_with_error(**layer[f'{key}_change'])})"
+        rates = "  ".join(
+            f"{name} {layer[key]['mean']:.3f} ({with_error(**layer[f'{key}_change'], form='+.4f')})"
             for name, key in (("R_c", "coding"), ("R_var", "variational"))
         )
-        print(f"TSSA layer {number:<5}{told}  of the tokens unprojected {layer['full']['mean']:.3f}")
+        print(f"TSSA layer {number:<5}{rates}  unprojected tokens {layer['full']['mean']:.3f}")
     for row in found["steps"]:
-        changes = " ".join(f"{layer['variational_change']['mean']:+.4f}" for layer in row["layers"])
-        print(f"after step {row['step']:>7,} the branches change R_var by {changes}")
+        changes = _join([layer["variational_change"]["mean"] for layer in row["layers"]], "+.4f")
+        print(f"step {row['step']:>7,}: change of R_var by layer {changes}")
     for problem in found["left_out_checkpoints"]:
-        print(f"left out: {problem}")
+        print(f"skipped checkpoint: {problem}")
 
 
-def _tell_subspaces(found: dict[str, Any]) -> None:
-    print("the subspaces of the heads, means over them:")
+def _print_subspaces(found: dict[str, Any]) -> None:
+    print("subspaces of the heads, means over heads:")
     for number, layer in enumerate(found["layers"], start=1):
-        of_heads = layer["mean"]
+        mean = layer["mean"]
         print(
-            f"TSSA layer {number:<5}effective rank {of_heads['effective_rank']:.1f} of {layer['channels']}  "
-            f"from orthogonal {of_heads['orthogonality']:.3f}  overlap {of_heads['overlap']:.3f} (by chance "
-            f"{layer['chance_overlap']:.3f})  outside of all {layer['outside']:.1%} of the tokens"
+            f"TSSA layer {number:<5}effective rank {mean['effective_rank']:.1f} of {layer['channels']}  "
+            f"non-orthogonality {mean['orthogonality']:.3f}  overlap {mean['overlap']:.3f} (chance "
+            f"{layer['chance_overlap']:.3f})  outside {layer['outside']:.1%} of the tokens' energy"
         )
 
 
-def _tell_stream(found: dict[str, Any]) -> None:
-    print("tokens by their information, layer by layer: the branch's update beside the residual stream, and how much")
-    print("of the stream before the first TSSA layer is kept (cosine):")
+def _print_stream(found: dict[str, Any]) -> None:
+    print("tokens by unigram information: relative update by the branch, and cosine with the first TSSA layer's input,")
+    print("by layer:")
     for group in found["groups"]:
         nats = f"{group['from_nats']:.1f} to {group['to_nats']:.1f} nats"
-        updates = " ".join(f"{update:.2g}" for update in group["update"])
-        print(f"{nats:<19}update {updates}  kept {_figures(group['kept'])}")
-    print(f"tokens longer than {found['long_medians']:g} medians, and the longest:")
+        print(f"{nats:<19}update {_join(group['update'], '#.2g')}  cosine {_join(group['kept'])}")
+    print(f"fraction of tokens with a norm above {found['long_medians']:g} medians, and the largest norm:")
     for number, layer in enumerate(found["layers"], start=1):
         longest = layer["longest"][0]
         at = f"{longest['text']!r} at position {longest['position']:,}"
         print(f"TSSA layer {number:<5}{layer['long_share']:.2%}, {longest['medians']:.1f} medians: {at}")
 
 
-def _tell_influence(found: dict[str, Any]) -> None:
-    print(f"how far a layer's output moves when one token before is swapped, over {found['swaps']} swaps:")
-    _print_rows("tokens later", found["distance_ends"], found["mean"], form=".2g")
+def _print_influence(found: dict[str, Any]) -> None:
+    print(f"relative change of a layer's output after one earlier token is replaced, {found['swaps']} tokens:")
+    _print_rows("tokens later", found["distance_ends"], found["mean"], form="#.2g")
 
 
-def _tell_swaps(found: dict[str, Any]) -> None:
-    print("loss in nats per token, and its change, with a part of the operator taken away:")
+def _print_ablations(found: dict[str, Any]) -> None:
+    print("loss in nats per token with ablations of the operator (change):")
     as_it_is, *others = found["losses"]
     print(f"{as_it_is['name']:<17}{as_it_is['nats_per_token']:.4f}")
     for loss in others:
-        change = _with_error(loss["change"], loss["standard_error"])
+        change = with_error(loss["change"], loss["standard_error"], "+.4f")
         print(f"{loss['name']:<17}{loss['nats_per_token']:.4f}  ({change})")
-
-
-def _with_error(mean: float, standard_error: float | None) -> str:
-    return f"{mean:+.4f}" + ("" if standard_error is None else f" ± {standard_error:.4f}")
 
 
 def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float | None]], form: str = ".3f") -> None:
     print(f"{name:<16}" + "".join(f"{end:>8,}" for end in ends))
     for layer, values in enumerate(values_LP, start=1):
-        told = ("–" if value is None else f"{value:{form}}" for value in values)
-        print(f"TSSA layer {layer:<5}" + "".join(f"{value:>8}" for value in told))
+        cells = ("–" if value is None else f"{value:{form}}" for value in values)
+        print(f"TSSA layer {layer:<5}" + "".join(f"{cell:>8}" for cell in cells))
 
 
-def _figures(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
-
-
-def _shares(shares: Sequence[float | None]) -> str:
-    return " ".join("–" if share is None else f"{share:.1%}" for share in shares)
+def _join(values: Sequence[float | None], form: str = ".3f") -> str:
+    return " ".join("–" if value is None else f"{value:{form}}" for value in values)
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.analyze", doc=__doc__ or "", takes="RUN", config=AnalyzeConfig)
+    run_program(main, name="eval.analyze", doc=__doc__ or "", positional="RUN", config=AnalyzeConfig)

@@ -1,10 +1,10 @@
-"""Models side by side with published figures, and which of them may be compared.
+"""Zero-shot results of several models in one table with published results, and which of them are comparable.
 
     python -m eval.compare runs/base runs/gpt2 > compared.md
 
-Prints Markdown: a table for each protocol that eval.zero_shot has measured on any of the folders (a run, an export, a
-Hugging Face model's folder, or runs/NAME of one from the hub). A figure may stand beside another when both are of the
-same file, read in windows of the same length, and, where the measure is by token, cut into the same tokens.
+Prints Markdown: a table for each protocol that eval.zero_shot has measured for any of the folders (a run, an export, a
+Hugging Face model's folder, or runs/NAME of a model from the hub). Two results are comparable if they have the same
+test file and window length and, for metrics per token, the same tokenization.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from tost_lm.config import Section, run_program
 
 
 class NoSettings(Section):
-    """There are none."""
+    """This program has no settings."""
 
 
 def main(paths: list[Path], config: NoSettings) -> None:
@@ -23,4 +23,4 @@ def main(paths: list[Path], config: NoSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.compare", doc=__doc__ or "", takes="RUN…", config=NoSettings)
+    run_program(main, name="eval.compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)

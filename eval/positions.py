@@ -1,14 +1,14 @@
-"""The loss by position far beyond the length that a model was trained for (protocol positions).
+"""Loss by position, far beyond the length that a model was trained for (protocol positions).
 
     python -m eval.positions runs/demo
     python -m eval.positions runs/long positions.times=64 positions.sequences=4 heldout.shards=data/books/shards
     torchrun --standalone --nproc-per-node 4 -m eval.positions runs/long parallel.sequence=2
 
-Held-out documents, one after another with an end of text after each, are cut into sequences of positions.times ×
-model.max_positions tokens. Each is read as one stream: a token is predicted from all that stand before it, and a TSSA
-model holds no more of them than its state. A model that has learned something for each position reads no further than
-those. Writes eval/positions/results.json: nats a token in stretches of positions that double in length, with standard
-errors over the sequences, and whether the model was trained on positions so far.
+The held-out documents are concatenated, each with its end of text, and cut into sequences of positions.times ×
+model.max_positions tokens. Each sequence is read as one stream: a token is predicted from all tokens before it, and
+memory holds only the state of a TSSA model. A model with learned positions reads no more tokens than it has positions.
+Writes eval/positions/results.json: nats per token in position buckets that double in length, with standard errors over
+the sequences, and whether the model was trained on these positions.
 """
 
 import time
@@ -18,6 +18,7 @@ from typing import Any
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.positions_config import POSITIONS, PositionsConfig
+from tost_lm.evaluation.stop import terminable
 
 
 def main(path: Path, config: PositionsConfig) -> None:
@@ -27,17 +28,19 @@ def main(path: Path, config: PositionsConfig) -> None:
     from tost_lm.model.checkpoint import read_model_config
 
     started = time.monotonic()
-    with joined_ranks(config.parallel, copies=True) as ranks:
+    with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = Subject.find(path)
         shards = subject.open_shards(config.heldout.shards)
         identity = subject.identity(config, shards)
         if ranks.reusable(subject, POSITIONS, identity):
             return
-        facts, wanted = read_model_config(subject.checkpoint), config.positions
-        lengths = Lengths.of(subject, facts, wanted.times)
+        model_config, wanted = read_model_config(subject.checkpoint), config.positions
+        lengths = Lengths.of(subject, model_config, wanted.times)
         text = HeldoutText(shards, wanted, lengths)
         if text.sequences < wanted.sequences:
-            print(f"the held-out text has {text.sequences} such sequences, not positions.sequences {wanted.sequences}")
+            print(
+                f"the held-out text has {text.sequences} sequences, fewer than positions.sequences {wanted.sequences}"
+            )
         print(f"reading {text.sequences} sequences of {lengths.read:,} tokens", flush=True)
         nats_NP = measure(ranks, ranks.load(subject), text, lengths.ends)
     if ranks.rank > 0:
@@ -46,9 +49,9 @@ def main(path: Path, config: PositionsConfig) -> None:
     rows = by_position(nats_NP, lengths.ends, lengths.trained)
     print_table(rows, lengths.trained)
     if lengths.limit:
-        print(f"the model has learned {lengths.limit:,} positions and reads no further")
+        print(f"the model has {lengths.limit:,} learned positions and cannot read beyond them")
     results = {
-        "pattern": facts.pattern,
+        "pattern": model_config.pattern,
         "sequences": text.sequences,
         "tokens": text.sequences * lengths.read,
         "trained_tokens": lengths.trained,
@@ -59,14 +62,14 @@ def main(path: Path, config: PositionsConfig) -> None:
 
 
 def print_table(rows: Sequence[dict[str, Any]], trained: int) -> None:
-    """With a mark behind the trained length."""
+    """Print the rows, with a line after the trained length."""
     print("positions up to  nats/token  ± standard error")
     for row in rows:
         error = "–" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
         print(f"{row['end']:>15,}  {row['nats_per_token']:>10.4f}  {error:>16}")
         if row["end"] == trained:
-            print(f"{'':->15}  trained so far")
+            print(f"{'':->15}  trained length")
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.positions", doc=__doc__ or "", takes="RUN", config=PositionsConfig)
+    run_program(terminable(main), name="eval.positions", doc=__doc__ or "", positional="RUN", config=PositionsConfig)

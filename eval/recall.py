@@ -1,16 +1,18 @@
-"""Multi-query associative recall: trains small models of several patterns on it and tests them (protocol mqar@zoology).
+"""Multi-query associative recall (protocol mqar@zoology): trains and tests small models of several patterns.
 
     python -m eval.recall configs/eval/mqar.toml
     python -m eval.recall configs/eval/mqar.toml 'recall.patterns=["T"]' model.membership=energy-mean
 
-Prints a table of accuracy at held-out queries by pattern, beside guessing. Each trained model's result goes to
-runs/NAME/eval/mqar@zoology/results.json when it is there; a model whose settings stand there is not trained again.
+Prints a table of accuracy at held-out queries by pattern, and the accuracy of guessing. The result of each model is
+written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained
+again.
 """
 
 from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.recall_config import RecallConfig
+from tost_lm.evaluation.stop import terminable
 
 
 def main(path: Path, config: RecallConfig) -> None:
@@ -21,4 +23,4 @@ def main(path: Path, config: RecallConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.recall", doc=__doc__ or "", takes="CONFIG", config=RecallConfig)
+    run_program(terminable(main), name="eval.recall", doc=__doc__ or "", positional="CONFIG", config=RecallConfig)

@@ -1,15 +1,15 @@
-"""The report of a run: its losses, optimizer, speed, events, and what was measured of it.
+"""Report of a run, or comparison of several runs.
 
     python -m eval.report runs/demo
 
-Writes report.html, one self-contained page, and report.md, with each figure as PNG, PDF and CSV in eval/report/ (as
-LaTeX, too, where it is a table); with report.wandb=true also to wandb. What was not evaluated yet is left open, with
-the command that does it. Of a model folder it shows what was measured.
+Writes report.html (one self-contained page) and report.md with training, validation and all evaluation results. Each
+figure is in eval/report/ as PNG, PDF and CSV, some also as a LaTeX table; report.wandb=true logs them to wandb. For an
+evaluation without results, the report has the command that runs it. A model folder works like a run folder.
 
     python -m eval.report runs/small-seed0 runs/small-seed1 runs/large
 
-Compares several: runs that differ in the seed alone are a group, shown as mean ± standard error; the settings in which
-groups differ name them. It goes into a folder of its own, report.folder.
+Compares several runs. Runs that differ only in the seed form a group, shown as mean ± standard error. The report is
+written to report.folder.
 """
 
 from pathlib import Path
@@ -27,9 +27,9 @@ def main(paths: list[Path], config: ReportConfig) -> None:
     elif config.report.folder is None:
         written = write_report(paths[0], to_wandb=config.report.wandb)
     else:
-        raise ConfigError(f"report.folder: is for several runs; the report of {paths[0]} lies in that folder itself")
+        raise ConfigError(f"report.folder needs several runs: {paths[0]}; leave it out or add runs")
     print(f"wrote {written}")
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.report", doc=__doc__ or "", takes="RUN…", config=ReportConfig)
+    run_program(main, name="eval.report", doc=__doc__ or "", positional="RUN…", config=ReportConfig)

@@ -3,9 +3,9 @@
     python -m eval.text runs/long text.file=book.txt
     torchrun --standalone --nproc-per-node 2 -m eval.text runs/long text.file=book.txt parallel.sequence=2
 
-Each token is predicted from all that stand before it in the file, however long that is; a model that has learned
-something for each position reads no further than those. Writes eval/text@bpb/results.json: nats a token, perplexity a
-token, bits a byte, and the size of the state.
+Each token is predicted from all tokens before it in the file. A model with learned positions reads no more tokens than
+it has positions. Writes eval/text@bpb/results.json: nats per token, perplexity, bits per byte, and the size of the
+state.
 """
 
 import time
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import ScoreTextConfig
+from tost_lm.evaluation.stop import terminable
 
 
 def main(path: Path, config: ScoreTextConfig) -> None:
@@ -20,7 +21,7 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     from tost_lm.evaluation.subject import TEXT, Subject
 
     started = time.monotonic()
-    with joined_ranks(config.parallel) as ranks:
+    with joined_ranks(config.parallel, graceful_stop=True) as ranks:
         subject = Subject.find(path)
 
         from tost_lm.evaluation.generation import state_bytes
@@ -32,19 +33,19 @@ def main(path: Path, config: ScoreTextConfig) -> None:
             return
         print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
         model = ranks.load(subject)
-        scores, state = score_text(model, subject.tokenizer(), text)
+        scores, state = score_text(model, subject.tokenizer(), text, ranks)
     if ranks.rank > 0:
         return
 
-    kept = state_bytes(state, ranks.tensor_ranks)
+    size = state_bytes(state, ranks.tensor_ranks)
     print(
         f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
         f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
     )
-    print(f"state after them: {kept:,} bytes")
-    results = {"model": scores, "pattern": model.config.pattern, "window": model.config.window, "state_bytes": kept}
+    print(f"final state: {size:,} bytes")
+    results = {"model": scores, "pattern": model.config.pattern, "window": model.config.window, "state_bytes": size}
     subject.write_results(TEXT, identity, started, results)
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.text", doc=__doc__ or "", takes="RUN", config=ScoreTextConfig)
+    run_program(terminable(main), name="eval.text", doc=__doc__ or "", positional="RUN", config=ScoreTextConfig)

@@ -1,10 +1,10 @@
-"""Checks the scorer: GPT-2 124M must get the figures that are known of it, on WikiText-2 and LAMBADA.
+"""Checks the scorer: GPT-2 124M must reproduce its known metrics on WikiText-2 and LAMBADA.
 
     python -m eval.verify hub:openai-community/gpt2
     python -m eval.verify models/gpt2 sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
 
-Measures four protocols, as eval.zero_shot does and with its files, prints each figure beside the known one, and ends
-with exit code 2 when one is off by more than 0.2 %.
+Measures four protocols as eval.zero_shot does, and prints each metric with its known value. The exit code is 2 if one
+differs by more than 0.2 %.
 """
 
 from functools import cache
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.evaluation.stop import terminable
 from tost_lm.evaluation.zero_shot_config import VerifyConfig
 
 
@@ -24,13 +25,13 @@ def main(path: Path, config: VerifyConfig) -> None:
     from tost_lm.evaluation.side_by_side import read_results
     from tost_lm.evaluation.zero_shot import score_protocol
 
-    with joined_ranks(config.parallel, copies=True) as ranks:
+    with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = find_subject(path)
         load = cache(lambda: ranks.load(subject))
         parameters = sum(p.numel() for p in load().parameters())
         if parameters != GPT2_PARAMETERS:
             raise ConfigError(
-                f"{path}: has {parameters:,} parameters, and GPT-2 124M {GPT2_PARAMETERS:,}; give that one"
+                f"{path}: {parameters:,} parameters, but GPT-2 124M has {GPT2_PARAMETERS:,}; give GPT-2 124M"
             )
         for name in dict.fromkeys(row.protocol for row in KNOWN_OF_GPT2):
             protocol = find_protocol(name)
@@ -43,12 +44,12 @@ def main(path: Path, config: VerifyConfig) -> None:
     off = []
     for known in KNOWN_OF_GPT2:
         value = measured[known.protocol]["model"][known.measure]
-        print(f"{known.protocol} {known.measure} {value:.4f}, known to be {known.value:g}")
+        print(f"{known.protocol} {known.measure} {value:.4f}, known value {known.value:g}")
         if not is_reached(known, value):
-            off.append(f"{known.protocol}: {known.measure} is {value:.4f} and must be {known.value:g}")
+            off.append(f"{known.protocol}: {known.measure} is {value:.4f}, not the known value {known.value:g}")
     if off:
         raise TostError("\n".join(off))
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.verify", doc=__doc__ or "", takes="RUN", config=VerifyConfig)
+    run_program(terminable(main), name="eval.verify", doc=__doc__ or "", positional="RUN", config=VerifyConfig)

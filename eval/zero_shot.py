@@ -1,21 +1,23 @@
-"""Zero-shot scores of a checkpoint by named protocols, and of held-out text beside byte n-grams (heldout@bpb).
+"""Zero-shot scores of a checkpoint on test sets, and on held-out text with byte n-gram baselines (heldout@bpb).
 
     python -m eval.zero_shot runs/demo
     python -m eval.zero_shot runs/base 'zero_shot.protocols=["wikitext2@hf-stride1024", "lambada_openai@lm-eval"]' \\
       sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
     torchrun --standalone --nproc-per-node 4 -m eval.zero_shot runs/demo parallel.tensor=2 parallel.sequence=2
 
-    wikitext2@hf-strideN, wikitext103@hf-strideN   perplexity a token of all rows, windows N tokens apart
-    wikitext2@lm-eval, wikitext103@lm-eval         perplexity a word of each page, detokenized
-    lambada_openai@lm-eval, lambada_standard@lm-eval, lambada_openai@last-token      accuracy at the last word or token
-    cbt_cn@gpt2, cbt_ne@gpt2                       accuracy at the missing word among ten
-    ptb@megatron                                   perplexity a word, detokenized
-    owt@nanogpt                                    nats a token of nanoGPT's val.bin
-    enwik8@bpb, text8@bpc                          bits a byte of the last 5,000,000
-    wikitext103@tost, lambada_standard@tost, ptb@tost    as the ToST authors, for their table alone
+    wikitext2@hf-strideN, wikitext103@hf-strideN   perplexity per token of all rows, windows N tokens apart
+    wikitext2@lm-eval, wikitext103@lm-eval         perplexity per word of each page, detokenized
+    lambada_openai@lm-eval, lambada_standard@lm-eval, lambada_openai@last-token    accuracy of the last word or token
+    cbt_cn@gpt2, cbt_ne@gpt2                       accuracy of the missing word among ten
+    ptb@megatron                                   perplexity per word, detokenized
+    owt@nanogpt                                    nats per token of nanoGPT's val.bin
+    enwik8@bpb, text8@bpc                          bits per byte of the last 5,000,000
+    owt@tost, wikitext2@tost, wikitext103@tost, lambada_standard@tost, ptb@tost, lambada_openai@tost, cbt_cn@tost,
+    cbt_ne@tost                                    as the ToST authors' released code, comparable only with their table
 
-Writes eval/PROTOCOL/results.json (the totals, with denominators and standard errors) and rows.jsonl (a line an
-example); for heldout@bpb documents.jsonl. What is there already, of this checkpoint and file, is not measured again.
+Writes eval/PROTOCOL/results.json (the totals, with denominators and standard errors) and rows.jsonl (a line per
+example); for heldout@bpb documents.jsonl. Existing results for the same checkpoint and file are reused. A file of
+another format is rejected; the results record whether a file is the published one.
 """
 
 import time
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tost_lm.config import run_program
+from tost_lm.evaluation.stop import terminable
 from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
 
@@ -46,7 +49,7 @@ def main(path: Path, config: ZeroShotConfig) -> None:
     names = list(dict.fromkeys(config.zero_shot.protocols))
     protocols = [find_protocol(name) for name in names if name != HELDOUT]
     finish = None
-    with joined_ranks(config.parallel, copies=True) as ranks:
+    with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         files = [find_set_file(protocol.data_set, config.sets) for protocol in protocols]
         subject = find_subject(path)
         load = cache(lambda: ranks.load(subject))
@@ -56,13 +59,13 @@ def main(path: Path, config: ZeroShotConfig) -> None:
         if HELDOUT in names:
             finish = score_heldout(ranks, subject, config, load)
     if finish and ranks.rank == 0:
-        finish()  # what is left is for one
+        finish()  # on one rank
 
 
 def score_heldout(
     ranks: "Ranks", subject: "Subject", config: ZeroShotConfig, load: "Callable[[], LanguageModel]"
 ) -> Callable[[], None] | None:
-    """Score the held-out documents; what comes out counts the baselines and writes. None: it is all there."""
+    """Score the held-out documents. Returns a function that trains the baselines and writes; None: results exist."""
     from tost_lm.evaluation.subject import HELDOUT
 
     started = time.monotonic()
@@ -82,12 +85,12 @@ def score_heldout(
     )
 
     def finish() -> None:
-        from tost_lm.evaluation.ngram import NAMES, ByteNgrams, limited
+        from tost_lm.evaluation.ngram import NAMES, ByteNgrams, first_bytes
 
         totals = scores.totals()
         print("counting byte n-grams of the training text", flush=True)
         training = (tokenizer.decode(tokens.tolist()).encode() for tokens in shards.documents("train"))
-        ngrams = ByteNgrams(limited(training, config.heldout.baseline_bytes))
+        ngrams = ByteNgrams(first_bytes(training, config.heldout.baseline_bytes))
         baselines = [scores.against(name, bits) for name, bits in zip(NAMES, ngrams.bits(texts), strict=True)]
 
         rows = [
@@ -100,7 +103,9 @@ def score_heldout(
             f"{totals['nats_per_token']:.4f} nats/token over {totals['documents']} documents, {totals['bytes']:,} bytes"
         )
         for row in baselines:
-            print(f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} of {ngrams.bytes:,} bytes of the training text")
+            print(
+                f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} from {ngrams.bytes:,} bytes of the training text"
+            )
         results = {
             "model": totals,
             "headline": "bits_per_byte",
@@ -114,4 +119,4 @@ def score_heldout(
 
 
 if __name__ == "__main__":
-    run_program(main, name="eval.zero_shot", doc=__doc__ or "", takes="RUN", config=ZeroShotConfig)
+    run_program(terminable(main), name="eval.zero_shot", doc=__doc__ or "", positional="RUN", config=ZeroShotConfig)

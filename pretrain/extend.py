@@ -1,13 +1,13 @@
-"""Make a trained model read longer sequences, for a second phase of pre-training.
+"""Context extension: write a trained model with more positions, for a second phase of training.
 
     python -m pretrain.extend runs/short extend.max_positions=8192 extend.positions=keep extend.denom_bias=keep \\
       extend.folder=models/long
     torchrun --standalone --nproc-per-node 8 -m pretrain.train X.toml train.initial_weights=models/long \\
-      model.max_positions=8192 train.sequence_tokens=8192
+      model.max_positions=8192 train.seq_len=8192
 
-Takes a run folder (its newest valid checkpoint), a step folder or an export; writes a model folder, and tells what has
-become of what the model had learned for each position, and what that promises. There is no default where the model has
-such a table. Nothing is trained here.
+Input: a run folder (its newest valid checkpoint), a step folder or an export. Output: a model folder, and a report of
+the changes to the learned tables of positions. extend.positions and extend.denom_bias have no default if the model has
+such a table. This program does not train.
 """
 
 from pathlib import Path
@@ -27,4 +27,4 @@ def main(path: Path, config: ExtendConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, name="pretrain.extend", doc=__doc__ or "", takes="RUN", config=ExtendConfig)
+    run_program(main, name="pretrain.extend", doc=__doc__ or "", positional="RUN", config=ExtendConfig)

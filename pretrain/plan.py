@@ -1,11 +1,11 @@
-"""What a run will take, before a GPU is rented: memory, traffic, time and disk.
+"""Plan the resources of a run before a GPU is rented: memory, traffic, time and disk space.
 
-    python -m pretrain.plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_sequences=5
+    python -m pretrain.plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
 
-Give it what pretrain.train is given, with the machines in cluster.… beside it. Prints a table and writes nothing. What
-does not fit ends with a line that says what does, and exit code 2. Times take nothing to overlap, and hardware to reach
-the shares of its published figures that cluster.achieved_flops and cluster.achieved_bandwidth say: those two are
-assumptions, so compare them with a first run's metrics.jsonl (mfu).
+It takes the arguments of pretrain.train and the cluster in cluster.…, prints a table and writes nothing. If the run
+does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
+reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of its published figures. Compare these two
+with the metrics.jsonl (mfu) of a first run.
 """
 
 from collections.abc import Iterator
@@ -14,35 +14,36 @@ from pathlib import Path
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
+from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import fullest
+from tost_lm.training.plan_memory import peak_moment
 
 Row = tuple[str, str, str]
-"""What, how much, and from what."""
+"""Quantity, value, details."""
 
 
 def main(path: Path, config: PlanConfig) -> None:
-    plan.require_even_shares(config)
+    config.accumulation(config.cluster.ranks)
     config = plan.with_tile_size(config)
     rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
-    print(markdown([("", "", "from"), *rows]))
-    if problem := plan.what_does_not_fit(config):
+    print(markdown([("", "", "details"), *rows]))
+    if problem := plan.memory_problem(config):
         raise ConfigError(problem)
 
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:
-    parts, flops = parameters(config.model), plan.work(config)
+    counts, flops = parameters(config.model), plan.model_flops(config)
     steps, tokens = config.train.steps, config.batch_tokens * config.train.steps
-    yield "parameters", f"{parts.total / 1e6:.2f} M", _listed(parts._asdict(), 1e6)
-    by_kind = {name: part.total for name, part in flops._asdict().items()}
-    yield "FLOP a token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}; backward included"
+    yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
+    by_kind = {name: kind.total for name, kind in flops._asdict().items()}
+    yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
     yield (
-        "FLOP in all",
+        "FLOP of the run",
         f"{flops.total * tokens:.3g}",
         f"{tokens / 1e9:.4g} G tokens: {steps:,} × {config.batch_tokens:,}",
     )
-    cluster, parallel, sequences = config.cluster, config.parallel, config.train.micro_batch_sequences
+    cluster, parallel, sequences = config.cluster, config.parallel, config.train.micro_batch_size
     yield (
         "ranks",
         f"{cluster.ranks}",
@@ -53,54 +54,54 @@ def model_rows(config: PlanConfig) -> Iterator[Row]:
 
 
 def memory_rows(config: PlanConfig) -> Iterator[Row]:
-    cluster, moment = config.cluster, fullest(config, config.cluster.ranks)
-    parts = {name: size for name, size in moment._asdict().items() if name != "name" and size}
+    cluster, moment = config.cluster, peak_moment(config, config.cluster.ranks)
+    sizes = {name: size for name, size in moment._asdict().items() if name != "name" and size}
     needed, host = plan.gpu_bytes(config) / 1e9, plan.host_bytes(config) / 1e9
-    source = f"{moment.name}: {_listed(parts, 1e9)}; reserved {cluster.reserved_gb:g}"
-    yield "memory of a GPU", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
-    source = "a checkpoint on its way to the disk, and what is offloaded"
-    yield "memory of the first host", f"{host:.2f} GB of {cluster.host_memory_gb:g}", source
+    source = f"{moment.name}: {_listed(sizes, 1e9)}; reserved {cluster.reserved_gb:g}"
+    yield "GPU memory", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
+    yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded state"
 
 
 def traffic_rows(config: PlanConfig) -> Iterator[Row]:
-    for sending in plan.sendings(config):
-        calls = f"{_count(sending.calls, sending.kind)} over {sending.ranks} ranks"
-        milliseconds = f"{1e3 * sending.seconds(config.cluster):.3g} ms"
-        yield f"sent a rank and step: {sending.what}", in_units(sending.on_link), f"{calls}, {milliseconds}"
+    for one in plan.collectives(config):
+        calls = f"{_count(one.calls, one.kind)} over {one.ranks} ranks"
+        milliseconds = f"{1e3 * one.seconds(config.cluster):.3g} ms"
+        yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {milliseconds}"
 
 
 def time_rows(config: PlanConfig) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
-    operator, elementwise = plan.operator_bytes_a_token(config), plan.elementwise_bytes_a_token(config)
+    operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
     bandwidth = f"at {cluster.achieved_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
-        "operator": f"{in_units(operator)} a token {bandwidth}",
-        "elementwise": f"{in_units(elementwise)} a token; norms, GELU, LayerScale, residual sums, loss",
-        "launching": f"{plan.OPERATIONS} operations a layer and micro-batch at {cluster.launch_us:g} µs, less these",
-        "optimizer": f"{in_units(plan.optimizer_bytes(config))}, a rank's part",
-        "communication": "the messages above, while nothing is computed",
+        "operator": f"{in_units(operator)} per token {bandwidth}",
+        "elementwise": f"{in_units(elementwise)} per token; norms, GELU, LayerScale, residual sums, loss",
+        "launches": f"{plan.OPERATIONS} launches per layer and micro-batch at {cluster.launch_us:g} µs, less the above",
+        "optimizer": f"{in_units(plan.optimizer_bytes(config))} per rank",
+        "communication": "collectives, without overlap",
     }
     for name, seconds in step._asdict().items():
-        yield f"time a step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
-    yield "time a step", f"{1e3 * step.total:.3g} ms", "the sum"
+        yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
+    yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
     rate, seconds = config.batch_tokens / step.total, step.total * config.train.steps
-    utilization = plan.work(config).total * rate / (plan.peak(config) * cluster.ranks)
-    yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} a GPU; model FLOP utilization {utilization:.0%}"
-    yield "the whole run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours of steps alone"
+    utilization = plan.model_flops(config).total * rate / (plan.peak(config) * cluster.ranks)
+    yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
+    yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"
 
 
 def disk_rows(config: PlanConfig) -> Iterator[Row]:
-    size, rate = plan.CHECKPOINT_BYTES * parameters(config.model).total, config.cluster.disk_gb_s
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    writing = f"12 bytes a parameter; {size / 1e9 / rate:.2g} s at {rate:g} GB/s every {every:,} steps"
-    yield "a checkpoint", in_units(size), writing
-    kept = f"the newest {keep}, that of the lowest validation loss, and one being written"
-    yield "checkpoints on the disk", in_units((keep + 2) * size), kept
+    size, rate = CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model).total, config.cluster.disk_gb_s
+    every, keep = config.checkpoint.interval, config.checkpoint.keep_latest_k
+    each = f"{CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter"
+    writing = f"{each}; {size / 1e9 / rate:.2g} s at {rate:g} GB/s every {every:,} steps"
+    yield "checkpoint", in_units(size), writing
+    kept = f"the newest {keep}, the one with the lowest validation loss, and one being written"
+    yield "checkpoints on disk", in_units((keep + 2) * size), kept
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table that reads well as plain text, too."""
+    """A Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = tuple("-" * width for width in widths)
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in [rows[0], rule, *rows[1:]])
@@ -112,7 +113,7 @@ def in_units(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there is one."""
+    """A duration in the largest unit that it reaches."""
     unit, size = next(
         ((u, n) for u, n in (("days", 86400), ("hours", 3600), ("minutes", 60)) if seconds >= n), ("s", 1)
     )
@@ -121,7 +122,7 @@ def duration(seconds: float) -> str:
 
 def _in_tiles(config: PlanConfig) -> str:
     count = plan.tiles(config)
-    return f", in {count} tiles of {config.held_tokens:,} tokens" if count > 1 else ""
+    return f", in {count} tiles of {config.tile_tokens:,} tokens" if count > 1 else ""
 
 
 def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:
@@ -133,4 +134,4 @@ def _count(number: float, what: str, plural: str = "s") -> str:
 
 
 if __name__ == "__main__":
-    run_program(main, name="pretrain.plan", doc=__doc__ or "", takes="CONFIG", config=PlanConfig)
+    run_program(main, name="pretrain.plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig)

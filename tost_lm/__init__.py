@@ -1,4 +1,4 @@
-"""Language models whose attention costs linear time and whose memory of the past is a few statistics."""
+"""Language models with causal Token Statistics Self-Attention: linear time, and a state of constant size."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ __all__ = ["__version__", "load", "load_tokenizer"]
 
 
 def __getattr__(name: str):
-    # torch takes seconds to import, and programs answer --help without it.
+    # Importing torch takes seconds, and programs print --help without it.
     if name in ("load", "load_tokenizer"):
         from tost_lm.interop import load as loading
 

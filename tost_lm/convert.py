@@ -1,79 +1,103 @@
-"""Models that others wrote as ours, and ours as the authors' code reads them.
+"""Convert models of the released code and GPT-2 to model folders, and models back to checkpoints of the released code.
 
-    python -m tost_lm.convert ckpt.pt convert.folder=models/tost convert.gpt2=gpt2_bpe
+    python -m tost_lm.convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     python -m tost_lm.convert gpt2 convert.folder=models/gpt2
     python -m tost_lm.convert runs/base convert.folder=models/theirs convert.to=authors
 
-Takes a ckpt.pt of the released code (arXiv 2412.17810), token statistics or softmax; a folder that the Hugging Face
-library saved GPT-2 to; or, with convert.to=authors, a run folder (its newest valid checkpoint), a step folder or an
-export. Writes a model folder, which every program reads, or a folder with a ckpt.pt. The logits stay as they are, to
-rounding. A ckpt.pt may come from anywhere: one that would run code when it is read is refused, and nothing of it runs.
+The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
+Face library with GPT-2. The result is a model folder, which every program reads. It also has the optimizer's moments
+and the number of updates of a ckpt.pt. Logits stay the same up to rounding. A ckpt.pt that would run code is refused.
+
+With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
+train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
+sample.py imports another model file and cannot sample from any ToST checkpoint: use tost_lm.generate.
 """
 
 import re
 from pathlib import Path
 
-from tost_lm.config import run_program
-from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.config import read_toml, run_program, validate
+from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.interop.convert_config import ConversionConfig, ConvertConfig
 
 
 def main(path: Path, config: ConvertConfig) -> None:
-    how = config.convert
-    if how.folder.exists():
-        raise ConfigError(f"{how.folder}: exists already; give another convert.folder")
-    write = _write_theirs if how.to == "authors" else _write_ours
-    for line in write(path, how):
+    conversion = config.convert
+    if conversion.folder.exists():
+        raise ConfigError(f"{conversion.folder}: exists already; give another convert.folder")
+    convert = _to_authors if conversion.to == "authors" else _to_ours
+    for line in convert(path, conversion):
         print(line)
 
 
-def _write_ours(source: Path, how: ConversionConfig) -> list[str]:
-    from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
+    from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
+    from tost_lm.interop.authors import AuthorsModel
     from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer
-    from tost_lm.interop.load import read_foreign
-    from tost_lm.model.checkpoint import write_checkpoint
+    from tost_lm.interop.load import read_foreign, read_tokenizer_folder
+    from tost_lm.model.checkpoint import shard_name, write_checkpoint, write_tensors
+    from tost_lm.training.progress import Progress
 
     foreign = read_foreign(source)
     if foreign is None:
-        hint = "; for a model of ours give convert.to=authors" if source.is_dir() else ""
-        raise CheckpointError(f"{source}: neither a ckpt.pt nor a folder with GPT-2's {CONFIG}{hint}")
-    config, weights, trained = foreign
-    own_tokenizer = read_gpt2_tokenizer(source) if source.is_dir() and not how.gpt2 else None
-    try:
-        tokenizer = own_tokenizer or gpt2_tokenizer(how.gpt2)
-    except DataError as error:
-        raise DataError(str(error).replace("tokenizer.path", "convert.gpt2")) from None
+        hint = " or, for a model folder, convert.to=authors" if source.is_dir() else ""
+        raise CheckpointError(f"{source}: not a ckpt.pt and no folder with GPT-2's {CONFIG}; give one of these{hint}")
+    config, weights = foreign[:2]
+    if conversion.tokenizer:
+        tokenizer = read_tokenizer_folder(conversion.tokenizer)
+    else:
+        tokenizer = read_gpt2_tokenizer(source) if source.is_dir() else None
+        if tokenizer is None and config.vocab_size <= RANKS:
+            raise ConfigError(
+                f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
+            )
+        tokenizer = tokenizer or gpt2_tokenizer(None)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{source}: has a vocabulary of {config.vocab_size}, and GPT-2's tokenizer one of {tokenizer.vocab_size}"
+            f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "
+            f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
         )
-    write_checkpoint(how.folder, config, weights, tokenizer)
-    kind = {"T": "token statistics", "A": "softmax attention"}[config.pattern]
+    theirs = foreign if isinstance(foreign, AuthorsModel) else None
+
+    def write_optimizer(folder: Path) -> None:
+        if theirs and theirs.moments:
+            write_tensors(folder / shard_name("optimizer", 0, 1), theirs.moments)
+            Progress(theirs.iterations, theirs.updates, tokenizer_sha256=tokenizer.sha256).write(folder)
+
+    write_checkpoint(conversion.folder, config, weights, tokenizer, write_optimizer)
+    trained = ""
+    if theirs:
+        nats = "" if theirs.best_nats is None else f", {theirs.best_nats:.4f} nats per token of their validation set"
+        optimizer = "with" if theirs.moments else "without"
+        trained = f" after {theirs.iterations:,} iterations{nats}; {optimizer} the optimizer's moments"
+    kind = {"T": "TSSA", "A": "softmax attention"}[config.pattern]
     count = sum(weight.numel() for name, weight in weights.items() if name != "positions.weight")
     return [
         f"{source}: {config.layers} layers of {kind}, width {config.width}, {config.heads} heads, vocabulary "
         f"{config.vocab_size:,}, {config.max_positions:,} positions; {count:,} parameters without positions{trained}",
-        f"written to {how.folder}: python -m tost_lm.generate {how.folder}",
+        f"written to {conversion.folder}: python -m tost_lm.generate {conversion.folder}",
     ]
 
 
-def _write_theirs(source: Path, how: ConversionConfig) -> list[str]:
+def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.data.tokenizers import find_tokenizer
     from tost_lm.interop.authors import to_authors, write_authors
     from tost_lm.model.checkpoint import StoredTensors, find_checkpoint, read_model_config
+    from tost_lm.optim.config import OptimConfig
 
     checkpoint = find_checkpoint(source)
-    step = re.fullmatch(r"step_(\d{8})", checkpoint.name)  # an export does not say
-    theirs = to_authors(
-        read_model_config(checkpoint), StoredTensors(checkpoint, "model"), iterations=int(step[1]) if step else 0
-    )
+    step = re.fullmatch(r"step_(\d{8})", checkpoint.name)  # an export has no step
+    recorded = checkpoint / "config.toml"
+    optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
+    weights = StoredTensors(checkpoint, "model")
+    theirs = to_authors(read_model_config(checkpoint), weights, int(step[1]) if step else 0, optim)
     tokenizer = find_tokenizer(checkpoint)
-    write_authors(how.folder, theirs)
+    write_authors(conversion.folder, theirs)
     return [
-        f"{checkpoint}: written to {how.folder / 'ckpt.pt'}, which the released code samples from; no optimizer",
-        f"its tokens are those of {tokenizer}, which a ckpt.pt has no place for",
+        f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for init_from=resume of the released train.py",
+        f"a ckpt.pt holds no tokenizer; its ids are those of {tokenizer}",
     ]
 
 
 if __name__ == "__main__":
-    run_program(main, name="tost_lm.convert", doc=__doc__ or "", takes="SOURCE", config=ConvertConfig)
+    run_program(main, name="tost_lm.convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig)

@@ -1,11 +1,11 @@
-"""Errors that are the user's to mend: a program prints them as one line each and exits with 2, without a traceback."""
+"""Errors that a user can fix: a program prints one line for each, without a traceback, and exits with 2."""
 
 
 class TostError(Exception):
-    """Base of all errors shown to a user as plain lines. The message names the thing and the fix."""
+    """Base of all errors that are printed as plain lines. The message names the problem and the fix."""
 
     printed_here: bool | None = None
-    """Whether this rank is one that prints it, where all ranks raise it and know so; None: each may be the only one."""
+    """Whether this rank prints an error that all ranks raise; None: this rank may be the only one with the error."""
 
 
 class ConfigError(TostError, ValueError):
@@ -13,16 +13,16 @@ class ConfigError(TostError, ValueError):
 
 
 class DataError(TostError):
-    """A corpus, tokenizer or shard folder is missing, damaged or does not belong to the rest."""
+    """A corpus, tokenizer or shard folder is missing, damaged or inconsistent with the others."""
 
 
 class CheckpointError(TostError):
-    """A checkpoint is missing, incomplete, damaged or belongs to something else."""
+    """A checkpoint is missing, incomplete, damaged or of another model."""
 
 
 class TrainingError(TostError):
-    """A run cannot go on as it is: out of memory, or its steps are all skipped."""
+    """A run cannot continue: for example it is out of memory, or all steps are skipped."""
 
 
 class CorruptionError(TostError):
-    """A rank's memory changed by itself."""
+    """Silent data corruption: the memory of a rank has changed."""

@@ -1,11 +1,11 @@
-"""Files that are either whole or absent: hashing, writing aside and renaming."""
+"""Hashing, and atomic writes of files and folders (write to a temporary path, flush, rename)."""
 
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ def sha256_file(path: Path) -> str:
 
 
 def xxh3_file(path: Path) -> str:
-    """Hex XXH3-128 of a file's bytes, which threads may take at once."""
+    """Hex XXH3-128 of a file's bytes; threads may hash several files in parallel."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 24):
@@ -33,92 +33,96 @@ def xxh3_file(path: Path) -> str:
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The bytes of a manifest.json: JSON, the XXH3-128 of everything before it last."""
+    """The bytes of a manifest.json: JSON whose last key is the XXH3-128 of everything before it."""
     body = json.dumps(manifest, indent=1, ensure_ascii=False).removesuffix("\n}")
     return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old bytes or the new ones, never a part."""
-    with writing_whole(path) as file:
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader sees either the old bytes or all new ones."""
+    with atomic_writer(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def writing_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to piece by piece; it takes the place of `path` at the end, and if that is not reached, nothing
-    does."""
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file that replaces `path` on a normal exit and is removed on an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with temp.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temp.replace(path)
         flush(path.parent)
+    except OSError as error:
+        if error.filename == str(temp):  # the user knows `path`
+            error.filename = str(path)
+        raise
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a JSONL file whole, a row a line."""
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    """Write a JSONL file atomically, one row a line."""
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, up to the line that a killed writer left unfinished; none if there is no file."""
+    """The rows of a JSONL file up to a line that a killed writer left incomplete; empty if there is no file."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break  # also the nothing behind the last newline
+            break  # also after the last newline
     return rows
 
 
-def folder_aside(path: Path) -> Path:
-    """A fresh, empty sibling of folder `path` to build it in; what an interrupted build left there is removed."""
-    aside = discard_aside(path)
-    aside.mkdir(parents=True)
-    return aside
+def make_temp_folder(path: Path) -> Path:
+    """An empty folder next to `path`, to be renamed by `publish_folder`; replaces one of an interrupted writer."""
+    temp = remove_temp_folder(path)
+    temp.mkdir(parents=True)
+    return temp
 
 
-def discard_aside(path: Path) -> Path:
-    """Remove what there is of a folder `path` that is being built, and say where it was."""
-    aside = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    return aside
+def remove_temp_folder(path: Path) -> Path:
+    """Remove the temporary folder of `path` and return where it was."""
+    temp = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temp, ignore_errors=True)
+    return temp
 
 
-def publish_folder(aside: Path, path: Path) -> None:
-    """Flush every file of `aside` to disk and make it the folder `path`, in place of an older one."""
-    for entry in [*aside.rglob("*"), aside]:
+def publish_folder(temp: Path, path: Path) -> None:
+    """Flush every file of `temp` to disk and rename it to `path`, replacing an older folder."""
+    for entry in [*temp.rglob("*"), temp]:
         flush(entry)
-    old = replaced_folder(path)
-    restore_folder(path)
+    old = backup_folder(path)
+    restore_backup(path)
     if path.exists():
         path.rename(old)
-    aside.rename(path)
+    temp.rename(path)
     flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def replaced_folder(path: Path) -> Path:
-    """Where the older folder lies while `publish_folder` puts another in its place."""
+def backup_folder(path: Path) -> Path:
+    """The older folder while `publish_folder` replaces it."""
     return path.with_name(f".{path.name}.old")
 
 
-def restore_folder(path: Path) -> None:
-    """What a killed `publish_folder` left: the older folder comes back if there is no newer one, else it goes."""
-    old = replaced_folder(path)
+def restore_backup(path: Path) -> None:
+    """Complete a killed `publish_folder`: restore the older folder if there is no newer one, else remove it."""
+    old = backup_folder(path)
     if old.exists() and not path.exists():
         old.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def flush(path: Path) -> None:
-    """Bring a file's bytes, or a folder's names, to disk."""
+    """Flush a file or a folder's entries to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

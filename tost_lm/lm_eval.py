@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a checkpoint of ours as its model `tost_lm`; the arguments are all the harness's own.
+"""Run lm-evaluation-harness on a checkpoint, as its model `tost_lm`. All arguments are the harness's.
 
     python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/demo --tasks lambada_openai wikitext
     python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base --tasks arc_easy \\
@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 4 -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base …
 
 pretrained is a run folder, a step folder or an export. --batch_size counts texts of model.max_positions tokens that are
-read at once (auto: 8,192 tokens, on a CPU 2,048); no score depends on it. Each rank of a launch has a copy of the
-model, and they share out the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
+read at once (auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. Under a launcher each rank has a copy of
+the model and scores a subset of the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
 """
 
 import os
@@ -38,5 +38,5 @@ def main(path: None, config: Section) -> None:
 
 
 if __name__ == "__main__":
-    # No argument is ours to read: they are left to the harness.
-    run_program(main, name="tost_lm.lm_eval", doc=__doc__ or "", takes="[CONFIG]", config=Section, arguments=[])
+    # The harness reads all arguments.
+    run_program(main, name="tost_lm.lm_eval", doc=__doc__ or "", positional="[CONFIG]", config=Section, arguments=[])

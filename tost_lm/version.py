@@ -1,4 +1,4 @@
-"""The version of tost_lm, recorded in what it writes."""
+"""The version of tost_lm, recorded in its output files."""
 
 import subprocess
 from pathlib import Path
@@ -7,13 +7,13 @@ VERSION = "0.1.0"
 
 
 def git_commit() -> str | None:
-    """Of the checkout that this package lies in, `-dirty` behind it where files were changed; None outside of one."""
+    """The commit of the checkout that contains this package, with `-dirty` if files have changed; None: no checkout."""
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
-    asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

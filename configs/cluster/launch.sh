@@ -1,59 +1,59 @@
 #!/usr/bin/env bash
-# One job on several nodes: each of them runs this from the checkout's root.
+# Launch one job on several nodes. Run it on each node, from the checkout's root:
 #
 #   NODES=2 NODE_RANK=0 RANKS_PER_NODE=8 MASTER_ADDR=node-0 configs/cluster/launch.sh CONFIG [section.key=value …]
 #
-# NODES            how many nodes the job has
-# NODE_RANK        which of them this one is, from 0; under srun SLURM_NODEID, when it is not set
-# RANKS_PER_NODE   processes on each node: one for each of its GPUs
-# MASTER_ADDR      name or address of node 0, as the other nodes reach it
-# MASTER_PORT      a port of node 0 that is free; 29500 when it is not set
-# INTERFACE        the network interface towards the other nodes, as `ip link` names it; when it is not set, NCCL looks
-#                  for one, and gloo takes the one that the node's own name leads to, which may be the loopback
-# PROGRAM          a program of the pretrain folder; pretrain.train when it is not set
-# OMP_NUM_THREADS  CPU threads of a rank; the node's cores shared out evenly when it is not set
+# NODES            number of nodes
+# NODE_RANK        number of this node, from 0; default under srun: SLURM_NODEID
+# RANKS_PER_NODE   processes on each node, one per GPU
+# MASTER_ADDR      name or address of node 0 for the other nodes
+# MASTER_PORT      free port of node 0; default 29500
+# INTERFACE        network interface to the other nodes, as `ip link` names it; default: NCCL searches for one, and gloo
+#                  uses the interface of the node's own name, which may be the loopback
+# PROGRAM          program of the pretrain folder; default pretrain.train
+# OMP_NUM_THREADS  CPU threads per rank; default: the node's cores divided by its ranks
 #
-# It ends as torchrun does, and with 75 when training left early with everything saved: start it again.
+# The exit code is torchrun's, or 75 after a graceful stop: run the same command to resume.
 set -euo pipefail
 
-refuse() {
+fail() {
   echo "error: $1" >&2
   exit 2
 }
 
-# number NAME LEAST MOST MEANING: refuses unless the variable holds a whole number between them
-number() {
-  local value="${!1}" found="$1=${!1}"
-  [[ -n "$value" ]] || found="$1 is not set"
+# require_integer NAME MIN MAX MEANING: fails unless the variable is an integer from MIN to MAX
+require_integer() {
+  local value="${!1}" problem="$1=${!1}: not an integer from $2 to $3"
+  [[ -n "$value" ]] || problem="$1 is not set"
   [[ "$value" =~ ^(0|[1-9][0-9]{0,5})$ ]] && ((value >= $2 && value <= $3)) ||
-    refuse "$found: give $4, a whole number from $2 to $3"
+    fail "$problem; set it to the $4"
 }
 
 NODES="${NODES:-}"
-NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-}}" # differs between the tasks of one srun, so no batch script can export it
+NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-}}" # differs between the tasks of one srun, so a batch script cannot export it
 RANKS_PER_NODE="${RANKS_PER_NODE:-}"
 MASTER_PORT="${MASTER_PORT:-29500}"
-number NODES 1 99999 "how many nodes the job has"
-number NODE_RANK 0 $((NODES - 1)) "which of the $NODES nodes this one is"
-number RANKS_PER_NODE 1 99999 "how many processes each node runs, one for each of its GPUs"
-number MASTER_PORT 1 65535 "a port of node 0 that is free"
-[[ -n "${MASTER_ADDR:-}" ]] || refuse "MASTER_ADDR is not set: give the name or address of node 0"
-command -v torchrun > /dev/null || refuse "torchrun: not found; activate the environment: . .venv/bin/activate"
+require_integer NODES 1 99999 "number of nodes"
+require_integer NODE_RANK 0 $((NODES - 1)) "number of this node"
+require_integer RANKS_PER_NODE 1 99999 "number of processes per node, one per GPU"
+require_integer MASTER_PORT 1 65535 "number of a free port of node 0"
+[[ -n "${MASTER_ADDR:-}" ]] || fail "MASTER_ADDR is not set; set it to the name or address of node 0"
+command -v torchrun > /dev/null || fail "torchrun: not found; activate the environment: . .venv/bin/activate"
 
 if [[ -n "${INTERFACE:-}" ]]; then
   [[ -e "/sys/class/net/$INTERFACE" ]] ||
-    refuse "INTERFACE=$INTERFACE: this node has no such network interface; it has $(cd /sys/class/net && echo *)"
-  export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" # to NCCL a bare name is a prefix
+    fail "INTERFACE=$INTERFACE: this node has no such network interface; choose one of $(cd /sys/class/net && echo *)"
+  export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" # NCCL treats a bare name as a prefix
 fi
 
 threads=$(($(nproc) / RANKS_PER_NODE))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
-# TERM and USR1 reach the ranks, which save and leave; torchrun would kill them half a minute later.
+# torchrun forwards TERM and USR1 to the ranks for a graceful stop. Its default kills them after 30 s.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-LEFT_FILE="$(mktemp -u)" # the ranks make it when they leave with everything saved; torchrun ends with 1 however they do
-export LEFT_FILE
+STOPPED_FILE="$(mktemp -u)" # the ranks create it after a graceful stop, since torchrun then exits with 1
+export STOPPED_FILE
 
 torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-pretrain.train}" "$@" &
@@ -64,8 +64,8 @@ done
 while true; do
   code=0
   wait "$torchrun" || code=$?
-  ((code > 128)) && kill -0 "$torchrun" 2> /dev/null || break # a signal ended the wait, not torchrun
+  ((code > 128)) && kill -0 "$torchrun" 2> /dev/null || break # a signal ended the wait, not the end of torchrun
 done
-[[ -e "$LEFT_FILE" ]] || exit "$code"
-rm -f "$LEFT_FILE"
+[[ -e "$STOPPED_FILE" ]] || exit "$code"
+rm -f "$STOPPED_FILE"
 exit 75

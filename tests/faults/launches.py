@@ -1,6 +1,6 @@
-"""pretrain.train on ranks forked from one server that has everything loaded, so that faults can be caused by the dozen.
+"""pretrain.train on ranks forked from a server with all imports done, so that many faults can be injected quickly.
 
-What a rank does is what it does under torchrun; only the launcher is missing, and with it the TCP store.
+A rank runs as under torchrun, without the launcher and its TCP store.
 """
 
 import json
@@ -20,12 +20,12 @@ import psutil
 
 from tost_lm.testing.ranks import PRELOADED
 
-PATIENCE_S = 60.0
+HANG_S = 240.0
 PRELOADED.extend(["launches", "pretrain.train", "tost_lm.training.loop", "tost_lm.data.mixture"])
 
 
 class Launch:
-    """Ranks at work in a folder; leaving the context ends them, whatever state they are in."""
+    """Running ranks; leaving the context kills them."""
 
     def __init__(self, ranks: Sequence[Any], folder: Path, name: str) -> None:
         self._ranks, self._folder = ranks, folder
@@ -33,41 +33,41 @@ class Launch:
         self.pids = [rank.pid for rank in ranks]
 
     def send(self, signum: signal.Signals, rank: int | None = None) -> None:
-        """To one rank or, as a launcher does, to all that live."""
+        """Send a signal to one rank or, like a launcher, to all that run."""
         for number, process in enumerate(self._ranks):
             if rank in (None, number) and process.is_alive():
                 os.kill(process.pid, signum)
 
-    def wait(self, seconds: float = PATIENCE_S) -> list[int]:
-        """The exit codes, negative for signals, of the ranks that end within so many seconds."""
+    def wait(self, seconds: float = HANG_S) -> list[int]:
+        """The exit codes, negative for signals, of the ranks that end within `seconds`."""
         deadline = time.monotonic() + seconds
         for rank in self._ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         return [rank.exitcode for rank in self._ranks if rank.exitcode is not None]
 
-    def wait_for(self, rank: int, seconds: float = PATIENCE_S) -> int | None:
-        """The exit code of one rank, if it ends within so many seconds."""
+    def wait_for(self, rank: int, seconds: float = HANG_S) -> int | None:
+        """The exit code of one rank, or None if it does not end within `seconds`."""
         self._ranks[rank].join(seconds)
         return self._ranks[rank].exitcode
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something that the ranks bring about."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait until `condition()` is true."""
+        deadline = time.monotonic() + HANG_S
         while not condition():
-            assert any(rank.is_alive() for rank in self._ranks), f"the ranks ended before:\n{self.said()}"
-            assert time.monotonic() < deadline, f"it did not come about:\n{self.said()}"
+            assert any(rank.is_alive() for rank in self._ranks), f"the ranks ended too early:\n{self.output()}"
+            assert time.monotonic() < deadline, f"the condition was not reached:\n{self.output()}"
             time.sleep(0.005)
 
-    def said(self) -> str:
-        """All ranks' output so far, one rank after another."""
-        return "".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("rank_*.said")))
+    def output(self) -> str:
+        """The output of all ranks so far, one rank after another."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("rank_*.output")))
 
     def errors(self) -> list[str]:
-        """The lines `error: …` of all ranks, without that word."""
-        return [line.removeprefix("error: ") for line in self.said().splitlines() if line.startswith("error: ")]
+        """The lines `error: …` of all ranks, without the prefix."""
+        return [line.removeprefix("error: ") for line in self.output().splitlines() if line.startswith("error: ")]
 
     def heartbeat(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank's heartbeat file says; empty before its first beat."""
+        """The heartbeat of a rank; empty before the first one."""
         try:
             beat = json.loads((self.run_folder / "heartbeats" / f"rank_{rank:05d}.json").read_text())
         except (OSError, ValueError):
@@ -79,7 +79,7 @@ class Launch:
 
 
 def no_fault(rank: int) -> None:
-    """What is injected into sound runs."""
+    """The default of `inject`."""
 
 
 @contextmanager
@@ -93,13 +93,13 @@ def launch(
     """`pretrain.train run.toml WORDS` in `folder`.
 
     Args:
-        memory_bytes: what a rank may add to its address space; 0: all there is.
-        inject: called with its rank in each, before anything else; picklable.
+        memory_bytes: limit of what a rank adds to its address space; 0: no limit.
+        inject: a picklable function; every rank calls it with its rank before anything else.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    for said in folder.glob("rank_*.said"):
-        said.unlink()
+    for path in folder.glob("rank_*.output"):
+        path.unlink()
     (folder / "store").unlink(missing_ok=True)
     everything = ["run.toml", *map(str, words)]
     name = next((word.split("=")[1] for word in reversed(everything) if word.startswith("run.name=")), "tiny")
@@ -121,11 +121,11 @@ def launch(
 
 
 def train(folder: Path, ranks: int, *words: object) -> str:
-    """A launch that must do all there is to do; what it said."""
+    """Launch a run that must end well; its output."""
     with launch(folder, ranks, *words) as running:
         codes = running.wait()
-        assert codes == [0] * ranks, running.said()
-        return running.said()
+        assert codes == [0] * ranks, running.output()
+        return running.output()
 
 
 def _rank_main(
@@ -137,7 +137,7 @@ def _rank_main(
     inject: Callable[[int], None],
 ) -> None:
     os.chdir(folder)
-    out = os.open(f"rank_{rank:05d}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    out = os.open(f"rank_{rank:05d}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -158,7 +158,7 @@ def _rank_main(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     try:
-        run_program(main, name="pretrain.train", doc="", takes="CONFIG", config=PretrainConfig, arguments=words)
+        run_program(main, name="pretrain.train", doc="", positional="CONFIG", config=PretrainConfig, arguments=words)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Disks that are full, or fail under a save: one line, no partial checkpoint, and the same command goes on."""
+"""Disks that are full or fail in a save: one error line, no partial checkpoint, and the same command resumes."""
 
 import os
 import subprocess
@@ -12,18 +12,18 @@ from test_stopped_runs import assert_same_run, saved_steps
 from tost_lm.model.checkpoint import find_checkpoint
 
 Times = Callable[[int], int]
-Survived = Callable[[str, int, str], None]
+RecordFault = Callable[[str, int, str], None]
 DISK_BYTES = 4 << 20
 
 
 @pytest.fixture
 def small_disk(workplace: Path) -> Iterator[Path]:
-    """The folder of runs on a disk of its own."""
+    """The folder of runs, on a small disk."""
     runs = workplace / "runs"
     runs.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(runs)]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
+        pytest.skip("no permission to mount a tmpfs")
     yield runs
     subprocess.run(["umount", "-l", str(runs)], check=True)
 
@@ -36,18 +36,25 @@ def fill(disk: Path, leave_bytes: int) -> Path:
 
 
 def assert_ends_in_one_line(running: Launch, *words: str) -> None:
-    assert set(running.wait(30)) == {2}, running.said()
+    assert set(running.wait()) == {2}, running.output()
     line, *more = running.errors()
-    assert not more, running.said()
+    assert not more, running.output()
     assert all(word in line for word in words), line
 
 
+def test_a_read_only_run_folder_is_named(workplace: Path, small_disk: Path):
+    train(workplace, 1, "run.stop_at_step=2")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with launch(workplace, 1) as running:
+        assert_ends_in_one_line(running, "runs/tiny: cannot be written: Read-only file system; make it writable")
+
+
 def test_a_full_disk_loses_nothing(
-    workplace: Path, small_disk: Path, never_stopped: Path, times: Times, survived: Survived
+    workplace: Path, small_disk: Path, uninterrupted: Path, times: Times, record_fault: RecordFault
 ):
     filler = fill(small_disk, leave_bytes=60_000)
-    with launch(workplace, 2) as running:  # there is not even room for a start
-        assert_ends_in_one_line(running, "checkpoint", "bytes", "checkpoint.keep")
+    with launch(workplace, 2) as running:  # too little space for a start
+        assert_ends_in_one_line(running, "checkpoint", "bytes", "checkpoint.keep_latest_k")
     assert not saved_steps(small_disk / "tiny")
     for _ in range(times(5)):
         filler.unlink()
@@ -60,18 +67,20 @@ def test_a_full_disk_loses_nothing(
         assert int(find_checkpoint(small_disk / "tiny").name[5:]) == max(saved_steps(small_disk / "tiny"))
     filler.unlink()
     newest = max(saved_steps(small_disk / "tiny"))
-    with launch(workplace, 2) as running:  # not even room for a row of metrics
+    with launch(workplace, 2) as running:  # too little space for a row of metrics
         running.until(lambda: running.step() > newest + 12)
         filler = fill(small_disk, leave_bytes=0)
         assert_ends_in_one_line(running, "runs/tiny/")
     filler.unlink()
     train(workplace, 2)
-    assert_same_run(small_disk / "tiny", never_stopped)
-    survived("disk full (tmpfs)", times(5) + 2, "refused at the start, or one line; nothing partial; bit-exact")
+    assert_same_run(small_disk / "tiny", uninterrupted)
+    record_fault(
+        "disk full (tmpfs)", times(5) + 2, "refused at the start, or one line; no partial checkpoint; bit-exact"
+    )
 
 
-def test_a_save_that_fails_behind_training_ends_the_run(
-    workplace: Path, never_stopped: Path, times: Times, survived: Survived
+def test_an_async_save_that_fails_ends_the_run(
+    workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault
 ):
     checkpoints = workplace / "runs/tiny/checkpoints"
     for _ in range(times(5)):
@@ -79,10 +88,10 @@ def test_a_save_that_fails_behind_training_ends_the_run(
             newest = max(saved_steps(workplace / "runs/tiny"), default=0)
             running.until(lambda: max(saved_steps(workplace / "runs/tiny"), default=0) > newest)
             checkpoints.rename(workplace / "aside")
-            checkpoints.write_text("something else has taken the place of the folder")
+            checkpoints.write_text("a file instead of the folder")
             assert_ends_in_one_line(running, "checkpoints")
         checkpoints.unlink()
         (workplace / "aside").rename(checkpoints)
     train(workplace, 2)
-    assert_same_run(workplace / "runs/tiny", never_stopped)
-    survived("an asynchronous save fails", times(5), "raised by a later step, exit code 2; bit-exact afterwards")
+    assert_same_run(workplace / "runs/tiny", uninterrupted)
+    record_fault("an asynchronous save fails", times(5), "a later step raises it, exit code 2; then bit-exact")

@@ -1,4 +1,4 @@
-"""Numbers that are not finite are skipped by all ranks alike; bits that flip in memory end the run."""
+"""All ranks skip a step that is not finite; a bit that flips in memory ends the run."""
 
 import math
 import os
@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launches import launch
+from launches import launch, no_fault
 from test_stopped_runs import curve, saved_steps
 
 from tost_lm.files import read_rows
 from tost_lm.parallel import zero
 from tost_lm.training import loop
+from tost_lm.training.validation import Validation
 
 Times = Callable[[int], int]
-Survived = Callable[[str, int, str], None]
+RecordFault = Callable[[str, int, str], None]
 
 
 def before_step(number: int, fault: Callable[[Any], None]) -> None:
-    """Let `fault(engine)` happen in this rank right before training step `number`, counted from 1 in this launch."""
+    """Call `fault(engine)` in this rank right before training step `number`, counted from 1 in this launch."""
     train_step, steps = loop.train_step, 0
 
     def step(engine: Any, *arguments: Any) -> Any:
@@ -55,28 +56,30 @@ def flipped_bit(kind: str, bit: int, engine: Any) -> None:
     x.view(torch.int32).view(-1)[7] ^= 1 << bit if bit < 31 else -(1 << 31)
 
 
-def strike(at_rank: int, number: int, fault: Callable[[Any], None], rank: int) -> None:
+def inject_at(at_rank: int, number: int, fault: Callable[[Any], None], rank: int) -> None:
     if rank == at_rank:
         before_step(number, fault)
 
 
-def test_one_rank_s_infinities_are_skipped_by_all(workplace: Path, times: Times, survived: Survived):
+def test_all_ranks_skip_an_infinity_of_one_rank(workplace: Path, times: Times, record_fault: RecordFault):
     for count in range(times(5)):
-        for fault, says in ((infinite_loss, "loss is "), (infinite_gradient, "gradient norm is ")):
-            name, struck = f"{fault.__name__}{count}", 2 + count % 7
+        for fault, reason in ((infinite_loss, "loss is "), (infinite_gradient, "gradient norm is ")):
+            name, step = f"{fault.__name__}{count}", 2 + count % 7
             words = (f"run.name={name}", "train.steps=10", f"parallel.zero_stage={count % 4}")
-            with launch(workplace, 2, *words, inject=partial(strike, count % 2, struck, fault)) as running:
-                assert running.wait() == [0, 0], running.said()
+            with launch(workplace, 2, *words, inject=partial(inject_at, count % 2, step, fault)) as running:
+                assert running.wait() == [0, 0], running.output()
             (skipped,) = [
                 row for row in read_rows(workplace / f"runs/{name}/events.jsonl") if row["event"] == "skipped"
             ]
-            assert skipped["step"] == struck
-            assert skipped["samples"] == [4 * (struck - 1), 4 * struck - 1]
-            assert skipped["why"].startswith(says)
+            assert skipped["step"] == step
+            assert skipped["samples"] == [4 * (step - 1), 4 * step - 1]
+            assert skipped["why"].startswith(reason)
             rows = curve(workplace / f"runs/{name}")
             assert len(rows) == 10
-            assert all(row[1] is not None and math.isfinite(row[1]) for row in rows if row[0] != struck)
-    survived("Inf in one rank's loss, in one rank's gradient", 2 * times(5), "all ranks skip; sample ids logged")
+            assert all(row[1] is not None and math.isfinite(row[1]) for row in rows if row[0] != step)
+    record_fault(
+        "Inf in one rank's loss, in one rank's gradient", 2 * times(5), "all ranks skip it; sample numbers logged"
+    )
 
 
 def always_infinite(rank: int) -> None:
@@ -87,28 +90,50 @@ def always_infinite(rank: int) -> None:
 
 def test_a_run_that_skips_everything_ends(workplace: Path):
     with launch(workplace, 2, "run.abort_after_skips=3", inject=always_infinite) as running:
-        assert 2 in running.wait(), running.said()
+        assert 2 in running.wait(), running.output()
         assert "step 6: loss is " in running.errors()[0]
         assert "3 steps in a row were skipped (run.abort_after_skips)" in running.errors()[0]
 
 
-def test_a_flipped_bit_ends_the_run_and_the_restart_is_sound(
-    workplace: Path, never_stopped: Path, times: Times, survived: Survived
+def test_a_flipped_bit_ends_the_run_and_a_restart_works(
+    workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault
 ):
     kinds = ("master weights", "exp_avg of", "exp_avg_sq of")
     for count in range(times(5)):
         stage, lost, bit = (1, 0, 3, 2, 1)[count % 5], count % 2, (7 * count + 3) % 32
         fault = partial(flipped_bit, "" if stage == 0 else kinds[count % 3], bit)
-        words = (f"run.name=bits{count}", f"parallel.zero_stage={stage}", "run.check_every=2", "train.steps=30")
-        with launch(workplace, 2, *words, inject=partial(strike, lost, 15, fault)) as running:
+        words = (f"run.name=bits{count}", f"parallel.zero_stage={stage}", "run.sdc_check_interval=2", "train.steps=30")
+        with launch(workplace, 2, *words, inject=partial(inject_at, lost, 15, fault)) as running:
             codes = running.wait()
-            assert codes == [2, 2], running.said()
-            line = next(line for line in running.errors() if "memory changed by itself" in line)
+            assert codes == [2, 2], running.output()
+            line = next(line for line in running.errors() if "silent data corruption" in line)
             who = "one of ranks 0-1" if stage == 0 else f"rank {lost}"
-            assert re.search(rf"memory changed by itself on {who} \({os.uname().nodename}\)", line), line
+            assert re.search(rf"silent data corruption on {who} \({os.uname().nodename}\)", line), line
         assert saved_steps(workplace / f"runs/bits{count}") == [10]
         rows = read_rows(workplace / f"runs/bits{count}/metrics.jsonl")
         assert rows[-1]["step"] <= 15 + (1 if stage == 0 else -1)
         with launch(workplace, 2, *words) as running:
-            assert running.wait() == [0, 0], running.said()
-    survived("a bit flipped in weights or optimizer", times(5), "found before the next update (stage 0: in N steps)")
+            assert running.wait() == [0, 0], running.output()
+    record_fault(
+        "a bit flipped in weights or optimizer", times(5), "detected before the next update (stage 0: in N steps)"
+    )
+
+
+def nan_weights_from_validation_on(rank: int) -> None:
+    """The weights become NaN right before the validation after the last step."""
+    measure = Validation.measure
+
+    def measure_nan(self: Validation, engine: Any, *arguments: Any) -> dict[str, Any]:
+        next(engine.module.parameters()).data.fill_(math.nan)
+        return measure(self, engine, *arguments)
+
+    Validation.measure = measure_nan  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_run_whose_last_validation_loss_is_nan_is_an_error(workplace: Path, record_fault: RecordFault):
+    words = ("train.steps=3", "validation.every=3", "validation.sequences=4")
+    for inject in (nan_weights_from_validation_on, no_fault):  # the second launch has no step left to train
+        with launch(workplace, 2, *words, inject=inject) as running:
+            assert running.wait() == [2, 2], running.output()
+            assert "runs/tiny: the validation loss after the last step is nan" in running.errors()[0]
+    record_fault("the last validation loss is NaN", 2, "an error; exit code 2")

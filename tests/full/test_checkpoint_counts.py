@@ -21,11 +21,10 @@ from checkpointed_training import (
 
 from tost_lm.data.mixture import Corpora
 from tost_lm.errors import CheckpointError
-from tost_lm.model.checkpoint import find_checkpoint, verify_checkpoint
+from tost_lm.model.checkpoint import find_checkpoint, step_folder, verify_checkpoint
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.run_folder import step_folder
 
-Survived = Callable[[str, int, str], None]
+RecordFault = Callable[[str, int, str], None]
 KILLS = 50
 BITS = 200
 
@@ -36,13 +35,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
 
 
 @pytest.mark.timeout(1800)
-def test_kills_in_saves_lose_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, survived: Survived):
+def test_kills_in_saves_lose_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, record_fault: RecordFault):
     torn = assert_kills_lose_nothing(tmp_path / "run", corpora, KILLS)
     assert torn > KILLS / 5
-    survived("SIGKILL at random points of saves", KILLS, f"the newest complete one loads ({torn} saves were torn)")
+    record_fault("SIGKILL in a save", KILLS, f"the newest complete checkpoint loads ({torn} saves were interrupted)")
 
 
-def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: Corpora, survived: Survived):
+def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: Corpora, record_fault: RecordFault):
     run_on_ranks(in_turn, 2, Trainee(tmp_path, corpora), 1, 1)
     folder, generator = step_folder(tmp_path / RUN, 1), random.Random(0)
     for name, data in checkpoint_files(tmp_path, 1).items():
@@ -55,11 +54,13 @@ def test_flipped_bits_in_any_file_are_refused_by_name(tmp_path: Path, corpora: C
             assert str(refused.value).startswith(str(folder / name))
         (folder / name).write_bytes(data)
     verify_checkpoint(folder)
-    survived("a bit flipped in a checkpoint", BITS * len(checkpoint_files(tmp_path, 1)), "refused, naming the file")
+    record_fault(
+        "a bit flipped in a checkpoint", BITS * len(checkpoint_files(tmp_path, 1)), "refused; the file is named"
+    )
 
 
 def save_while_another_fills_the_disk(trainee: Trainee) -> str:
-    training = trainee.begin(keep=1)
+    training = trainee.begin(keep_latest_k=1)
     training.train(1, (1,))
     training.step()
 
@@ -80,7 +81,7 @@ def test_a_disk_that_fills_up_in_the_midst_of_a_save_loses_nothing(tmp_path: Pat
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         (line,) = run_on_ranks(save_while_another_fills_the_disk, 1, Trainee(disk, corpora))
         assert ".step_00000002.tmp/" in line
-        assert "cannot be written: No space left on device; free space or lower checkpoint.keep" in line
+        assert "cannot be written: No space left on device; free space or lower checkpoint.keep_latest_k" in line
         assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000001"]
         assert find_checkpoint(disk / RUN).name == "step_00000001"
         assert len(run_on_ranks(in_turn, 1, Trainee(disk, corpora), 2, 2)[0]) == 1

@@ -1,4 +1,4 @@
-"""The blocks of the README and of docs/ that take minutes, behind those before them on their page."""
+"""The blocks of the README and of docs/ that take minutes, after the earlier blocks of their page."""
 
 from collections.abc import Iterator
 
@@ -17,6 +17,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 @pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
 def test_a_block_runs(block: Block, pages: Pages):
-    if block.lacks:
-        pytest.skip(block.lacks)
+    if block.missing:
+        pytest.skip(block.missing)
     pages.run(block)

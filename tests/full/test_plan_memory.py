@@ -8,12 +8,12 @@ from memory_of_training import settings_of, train_measured
 from tost_lm.config import validate
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan_memory import fullest
+from tost_lm.training.plan_memory import peak_moment
 
 SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower
 LONG = {"layers": 8, "vocab_size": 512, "micro_batch": 2, "tokens": 2048}
 TILES = {"tile_tokens": 512}
-BLOCKS, PORTIONS = {"recompute": "blocks"}, {"mlp_tokens": 256}
+BLOCKS, PORTIONS = {"activation_checkpointing": "full"}, {"mlp_tile_tokens": 256}
 DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
 
 
@@ -54,7 +54,7 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
 def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str, Any]):
     settings = settings_of(**shape)
     config = validate(PretrainConfig, settings, "test")
-    moment = fullest(config, ranks)
+    moment = peak_moment(config, ranks)
     for measured in run_on_ranks(train_measured, ranks, settings, timeout_s=600):
         print(
             f"{ranks} ranks, {shape or 'defaults'}: planned {moment.total / 1e6:.0f} MB {moment.name}, "
@@ -63,6 +63,6 @@ def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str
         # Not planned: buffers of a reduce-scatter of gathered keys and values, and what the tied gradient is made of
         # where nearly all numbers are in it.
         loose = (
-            config.parallel.sequence > 1 and config.memory.recompute == "blocks"
+            config.parallel.sequence > 1 and config.memory.activation_checkpointing == "full"
         ) or config.model.vocab_size > 100_000
         assert moment.total == pytest.approx(measured.peak_bytes, rel=0.3 if loose else 0.1)

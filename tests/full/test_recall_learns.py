@@ -11,9 +11,9 @@ def test_attention_learns_which_value_belongs_to_a_key():
             "pattern": "A", "layers": 2, "heads": 2, "width": 64, "vocab_size": 16, "max_positions": 8,
             "layer_scale": 0.0,
         },
-        "mqar": {"pairs": 2, "sequence_tokens": 8, "vocab_size": 16, "examples": 300},
+        "mqar": {"pairs": 2, "seq_len": 8, "vocab_size": 16, "examples": 300},
         "optim": {"lr": 0.0015, "min_lr": 0.00015, "warmup_steps": 20, "weight_decay": 0.0},
-        "train": {"steps": 200, "batch_examples": 32},
+        "train": {"steps": 200, "batch_size": 32},
     }  # fmt: skip
     config = validate(RecallConfig, tree, "test")
     model = draw_model(config.model, seed=0)

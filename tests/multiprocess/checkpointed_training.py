@@ -1,4 +1,4 @@
-"""A tiny run that saves and resumes, on any mix of ranks, in a folder of a test's own."""
+"""A tiny run that saves and resumes, on any parallel layout, in a folder of a test's own."""
 
 import json
 import os
@@ -16,20 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from hand_made import hand_made
-from training_on_mixes import BATCH, VOCAB, T, build_engine, build_model, take_steps
+from training_on_layouts import BATCH, VOCAB, T, build_engine, build_model, train_steps
 
 import tost_lm
 from tost_lm.config import validate
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
-from tost_lm.model.checkpoint import find_checkpoint, step_folders
+from tost_lm.model.checkpoint import find_checkpoint, step_folder, step_folders
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.checkpoint import CheckpointWriter, read_weights, restore
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import step_folder
 
 RUN = Path("runs/r")
 Curve = list[tuple[float, float, float]]
@@ -50,7 +49,7 @@ class Trainee(NamedTuple):
         tree = {
             "model": build_model().config.model_dump(mode="json"),
             "data": {"folder": "shards"},
-            "train": {"steps": 99, "batch_sequences": BATCH, "micro_batch_sequences": 1, "sequence_tokens": T},
+            "train": {"steps": 99, "global_batch_size": BATCH, "micro_batch_size": 1, "seq_len": T},
             "parallel": self.parallel.model_dump(),
             "checkpoint": checkpoint,
             "run": {"name": RUN.name, "timeout_seconds": self.timeout_s},
@@ -77,7 +76,7 @@ class Training:
 
     def step(self) -> None:
         at = self.progress.step
-        ((loss, norm),) = take_steps(self.engine, "adamw", range(at, at + 1))
+        ((loss, norm),) = train_steps(self.engine, "adamw", range(at, at + 1))
         self.curve.append((loss, norm, float(torch.rand(1))))
         self.progress = replace(self.progress, step=at + 1, updates=at + 1, recent=((loss, norm),))
 
@@ -103,7 +102,7 @@ def checkpoint_files(folder: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in step_folder(folder / RUN, step).iterdir()}
 
 
-def build_mix(**settings: int) -> ParallelConfig:
+def build_layout(**settings: int) -> ParallelConfig:
     return validate(ParallelConfig, settings, "test")
 
 
@@ -112,7 +111,7 @@ def save_until_killed(trainee: Trainee, seed: int) -> None:
 
     Rank 0 notes in losses.jsonl what it finds: [step, loss, the newest step that is surely saved].
     """
-    generator, training, saved = random.Random(seed), trainee.begin(keep=1), -1
+    generator, training, saved = random.Random(seed), trainee.begin(keep_latest_k=1), -1
     victim, saves_before = generator.randrange(2), generator.randrange(1, 4)
     for number in range(99):
         training.step()
@@ -180,4 +179,4 @@ def error_of(action: Callable[[], object]) -> CheckpointError:
 
 def in_turn(trainee: Trainee, until: int, *save_after: int) -> Curve:
     """For `run_on_ranks`: train and save."""
-    return trainee.begin(keep=9).train(until, save_after)
+    return trainee.begin(keep_latest_k=9).train(until, save_after)

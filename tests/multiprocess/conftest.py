@@ -1,4 +1,4 @@
-"""Ranks are forked from one server: what it is to have loaded, and how Triton is to run, must be settled before."""
+"""What the server of the ranks imports, and Triton's interpreter, must be set before the first rank is forked."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 from tost_lm.testing.ranks import PRELOADED
 
-# What most modules of these tests import: a third of a second for every rank.
+# Most modules of these tests import them: a third of a second for every rank.
 PRELOADED += ["pytest", "tost_lm.parallel.apply", "tost_lm.parallel.zero", "tost_lm.training.loop"]
 
 if not torch.cuda.is_available():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tost_lm.config import validate
-from tost_lm.data.prefetch import MicroBatch
+from tost_lm.data.collation import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import Traffic
@@ -52,8 +52,8 @@ def settings_of(
         },
         "data": {"folder": "none"},
         "train": {
-            "steps": 9, "sequence_tokens": tokens, "micro_batch_sequences": micro_batch,
-            "batch_sequences": micro_batch * micro_batches * data_ranks, "dtype": dtype,
+            "steps": 9, "seq_len": tokens, "micro_batch_size": micro_batch,
+            "global_batch_size": micro_batch * micro_batches * data_ranks, "dtype": dtype,
         },
         "parallel": parallel or {}, "memory": memory or {},
         "run": {"name": "r", "device": "cpu"},
@@ -70,15 +70,15 @@ def train_measured(settings: Settings) -> Measured:
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
     config = validate(PretrainConfig, settings, "test")
     mesh = build_mesh(start_world("cpu"), config.parallel)
-    take_steps(2, _small(settings), mesh)
+    train_steps(2, _small(settings), mesh)
     gc.collect()
     before = _resident("VmRSS")
-    return take_steps(2, config, mesh, before)
+    return train_steps(2, config, mesh, before)
 
 
-def take_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
+def train_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
     engine, tiling = build_training_engine(config, mesh, None), tiling_of(config, mesh)
-    shape = (config.train.micro_batch_sequences, config.train.sequence_tokens)
+    shape = (config.train.micro_batch_size, config.train.seq_len)
     columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
     micro_batches = range(config.accumulation(dist.get_world_size()))
     batches = [torch.randint(config.model.vocab_size, shape)[:, columns] for _ in micro_batches]
@@ -102,7 +102,7 @@ def _small(settings: Settings) -> PretrainConfig:
     model = settings["model"]
     shape = {"layers": len(model.get("pattern", "T")), "width": 16 * model["heads"], "vocab_size": 64}
     model = {**model, **shape, "max_positions": 64}
-    train = {**settings["train"], "sequence_tokens": 64}
+    train = {**settings["train"], "seq_len": 64}
     return validate(PretrainConfig, {**settings, "model": model, "train": train}, "test")
 
 

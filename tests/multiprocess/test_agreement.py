@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.optim.config import OptimConfig
-from tost_lm.parallel.agreement import gather, name_ranks, require_agreement, settings_as_facts
+from tost_lm.parallel.agreement import all_gather_object, name_ranks, require_agreement, settings_as_facts
 from tost_lm.testing import run_on_ranks
 
 HOST = socket.gethostname()
@@ -29,7 +29,7 @@ def refusal_of_settings(settings_of_ranks: list[OptimConfig]) -> list[str]:
 
 
 def gather_own(values: list[Any]) -> list[Any]:
-    return gather(values[dist.get_rank()])
+    return all_gather_object(values[dist.get_rank()])
 
 
 @pytest.mark.parametrize(
@@ -39,24 +39,25 @@ def gather_own(values: list[Any]) -> list[Any]:
         (
             [{"shards": "9f8e", "torch": "2.13"}] * 2 + [{"shards": "1a2b", "torch": "2.13"}, {"shards": "9f8e"}],
             [
-                f"rank 2 ({HOST}): shards is 1a2b where the other 3 ranks have 9f8e: start all alike",
-                f"rank 3 ({HOST}): torch is missing where the other 3 ranks have 2.13: start all alike",
+                f"shards differs between ranks: 1a2b on rank 2 ({HOST}), 9f8e on the other 3 ranks; start all alike",
+                f"torch differs between ranks: missing on rank 3 ({HOST}), 2.13 on the other 3 ranks; start all alike",
             ],
         ),
         (
             [{"a": "x"}, {"a": "y"}, {"a": "y"}, {"a": "z", "b": "ü"}],
             [
-                f"rank 0 ({HOST}): a is x; rank 3 ({HOST}): a is z where the other 2 ranks have y: start all alike",
-                f"rank 3 ({HOST}): b is ü where the other 3 ranks have none: start all alike",
+                f"a differs between ranks: x on rank 0 ({HOST}), z on rank 3 ({HOST}), y on the other 2 ranks; "
+                "start all alike",
+                f"b differs between ranks: ü on rank 3 ({HOST}), missing on the other 3 ranks; start all alike",
             ],
         ),
         (
             [{"a": "x"}, {"a": "y"}, {"a": "y"}, {"a": "x"}],
-            [f"ranks 1-2 ({HOST}): a is y where the other 2 ranks have x: start all alike"],
+            [f"a differs between ranks: y on ranks 1-2 ({HOST}), x on the other 2 ranks; start all alike"],
         ),
         (
             [{"a": ""}, {"a": LONG}],
-            [f"rank 1 ({HOST}): a is {LONG} where rank 0 has : start all alike"],
+            [f"a differs between ranks: {LONG} on rank 1 ({HOST}),  on rank 0; start all alike"],
         ),
     ],
 )
@@ -66,7 +67,7 @@ def test_every_rank_names_the_odd_ones(facts_of_ranks: list[dict[str, str]], lin
 
 def test_of_settings_the_key_is_named():
     one, other = (validate(OptimConfig, {"lr": lr}, "test") for lr in (0.02, 0.01))
-    line = f"rank 1 ({HOST}): lr is 0.01 where the other 2 ranks have 0.02: start all alike"
+    line = f"lr differs between ranks: 0.01 on rank 1 ({HOST}), 0.02 on the other 2 ranks; start all alike"
     assert run_on_ranks(refusal_of_settings, 3, [one, other, one]) == [[line]] * 3
 
 

@@ -1,24 +1,26 @@
-"""Ranks that each read their own part of packed documents and of mixtures train as one process that reads all."""
+"""Ranks that read their own sequences of packed documents and mixtures train as one process does."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hand_made import hand_made
 from torch import Tensor
-from training_on_mixes import BATCH, LR, VOCAB, T, build_engine, micro_batch_sequences
+from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_size
 
 from tost_lm.config import validate
+from tost_lm.data.collation import micro_batches
 from tost_lm.data.loader import Batch, Packing
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.prefetch import micro_batches, prefetched
+from tost_lm.data.prefetch import prefetched
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
-from tost_lm.testing import assert_close, run_on_ranks
+from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.step import train_step
@@ -31,19 +33,19 @@ POSITION_ENDS = [8, 16, T]
 
 class Trained(NamedTuple):
     validation: dict[str, Any]
-    """Of the first batch, before the first step."""
+    """Validation of the first batch, before the first step."""
     records: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     weights: dict[str, Tensor]
     by_hand: list[float]
-    """Loss by position of this rank's part of the first batch, by a loop over its tokens."""
+    """Loss by position of the first batch, by a loop over its tokens; one rank only."""
 
 
 def settings(folder: Path, packing: Packing, parallel: ParallelConfig, micro_batch: int) -> PretrainConfig:
     tree = {
         "model": {"layers": 1, "heads": 4, "width": 8, "vocab_size": VOCAB, "max_positions": T},
         "data": {"mixture": {str(folder / "a"): 2, str(folder / "b"): 1}, "packing": packing},
-        "train": {"steps": STEPS, "batch_sequences": BATCH, "micro_batch_sequences": micro_batch, "sequence_tokens": T},
+        "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "seq_len": T},
         "parallel": parallel.model_dump(),
         "run": {"name": "r"},
     }
@@ -63,14 +65,14 @@ def train_packed_both_ways(folder: Path, parallel: ParallelConfig) -> list[Train
 def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelConfig) -> Trained:
     engine = build_engine(parallel, "adamw")
     mesh, records = engine.mesh, []
-    config = settings(folder, packing, parallel, micro_batch_sequences(mesh))
+    config = settings(folder, packing, parallel, micro_batch_size(mesh))
     tiling = tiling_of(config, mesh)
     batches = build_batches(config, corpora, mesh, tiling)
-    validation = Validation(batches, mesh, tiling, T).measure(engine)
+    validation = Validation(batches, mesh, tiling, T, BATCH).measure(engine)
     by_hand = loss_by_position_by_hand(engine.module, batches[0]) if dist.get_world_size() == 1 else []
     with prefetched(batches, range(STEPS), config.data.workers, mesh.device) as steps:
-        for _, portions in steps:
-            outcome = train_step(engine, portions, tiling, LR["adamw"])
+        for _, batch in steps:
+            outcome = train_step(engine, batch, tiling, LR["adamw"])
             records.append((outcome.loss, outcome.grad_norm))
     return Trained(validation, records, dict(zero.full_weights(engine)), by_hand)
 
@@ -92,14 +94,14 @@ def test_ranks_train_as_one_process(tmp_path: Path):
     assert len({loss for one in expected for loss, _ in one.records}) == 2 * STEPS
     for one in expected:
         assert one.validation["position_ends"] == POSITION_ENDS
-        assert one.validation["loss"] == pytest.approx(one.records[0][0], rel=1e-6)
-        assert one.validation["loss_by_position"] == pytest.approx(one.by_hand, rel=1e-5)
-    for ranks, mix in ((2, {}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
-        parallel = validate(ParallelConfig, mix, "test")
+        assert one.validation["loss"] == pytest.approx(one.records[0][0], rel=FLOAT32_REORDERED)
+        assert one.validation["loss_by_position"] == pytest.approx(one.by_hand, rel=FLOAT32_REORDERED)
+    for ranks, layout in ((2, {}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
+        parallel = validate(ParallelConfig, layout, "test")
         for found in run_on_ranks(train_packed_both_ways, ranks, tmp_path, parallel):
             for here, true in zip(found, expected, strict=True):
-                torch.testing.assert_close(torch.tensor(here.records), torch.tensor(true.records), rtol=1e-5, atol=0)
+                assert np.array(here.records) == pytest.approx(np.array(true.records), rel=FLOAT32_REORDERED)
                 for name, weight in true.weights.items():
-                    assert_close(here.weights[name], weight, 1e-5, name)
+                    assert_close(here.weights[name], weight, FLOAT32_REORDERED, name)
                 for key, value in true.validation.items():
-                    assert here.validation[key] == pytest.approx(value, rel=1e-5), key
+                    assert here.validation[key] == pytest.approx(value, rel=FLOAT32_REORDERED), key

@@ -33,10 +33,10 @@ def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
     traffic = [cell for cell in cells if cell["work"] == "traffic"]
     assert [(cell["tokens"], cell["counted"]) for cell in traffic] == [(64, True), (128, False)]
     # Counted or not, the same: 8·(2C + H) bytes.
-    assert [cell["bytes"]["TSSA, here"] for cell in traffic] == [{"sent": 144, "received": 144}] * 2
+    assert [cell["bytes"]["TSSA, tost_lm"] for cell in traffic] == [{"sent": 144, "received": 144}] * 2
     # Of 128 tokens on 2 ranks a rank has 64 of 8 channels in 2 bytes: 1024 for its keys.
     assert traffic[1]["bytes"] == {
-        "TSSA, here": {"sent": 144, "received": 144},
+        "TSSA, tost_lm": {"sent": 144, "received": 144},
         "Ring Attention": {"sent": 6 * 1024, "received": 6 * 1024},
         "DeepSpeed Ulysses": {"sent": 8 * 1024, "received": 4 * 1024},
         "LASP-2": {"sent": 2 * 4 * 2 * 4 * 4, "received": 2 * 4 * 2 * 4 * 4},
@@ -45,7 +45,7 @@ def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
     assert list(scaling) == ["data", "sequence", "tensor"]
     for axis, cell in scaling.items():
         assert [len(cell["seconds"][kind]) for kind in ("together", "alone")] == [2, 2]
-        assert len(cell["exchange_shares"]) == (2 if axis == "sequence" else 0)
+        assert len(cell["exchange_fractions"]) == (2 if axis == "sequence" else 0)
         assert cell["exchange_bytes"] == (2 * 144 if axis == "sequence" else 0)
     # Gradients and weights are exchanged along both alike; beside them are the layers' statistics.
     assert scaling["sequence"]["sent_bytes"] - scaling["data"]["sent_bytes"] == 2 * 144
@@ -56,8 +56,8 @@ def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
 
 
 def test_what_ranks_cannot_share_is_refused_before_anything_is_measured(folder: Path):
-    with pytest.raises(ConfigError, match=r"model\.heads 2 cannot be shared by parallel\.tensor 3 ranks"):
+    with pytest.raises(ConfigError, match=r"model\.heads 2 is not divisible by parallel\.tensor 3"):
         run(scaling={"ranks": [3]})
-    with pytest.raises(ConfigError, match="every rank needs a token"):
+    with pytest.raises(ConfigError, match="give each rank at least one token"):
         run(traffic={"tokens": [1]})
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: resuming on the same mix to the bit, on others to rounding, and saves that go wrong."""
+"""Checkpoints of several ranks: bitwise resume on the same layout, resume on other layouts, and failed saves."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from checkpointed_training import (
     Trainee,
     Training,
     assert_kills_lose_nothing,
-    build_mix,
+    build_layout,
     checkpoint_files,
     error_of,
     in_turn,
@@ -26,11 +26,10 @@ from checkpointed_training import (
 )
 
 from tost_lm.data.mixture import Corpora
-from tost_lm.model.checkpoint import find_checkpoint
-from tost_lm.testing import run_on_ranks
-from tost_lm.training.run_folder import step_folder
+from tost_lm.model.checkpoint import find_checkpoint, step_folder
+from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
-Survived = Callable[[str, int, str], None]
+RecordFault = Callable[[str, int, str], None]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,11 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
     return make_corpora(tmp_path_factory.mktemp("corpora"))
 
 
-def stop_and_go_on(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> list[list[tuple[Curve, Curve]]]:
-    """Each run without a stop in `never`, and in folders `0` and `2` from its checkpoint after so many steps."""
+def stop_and_resume(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> list[list[tuple[Curve, Curve]]]:
+    """Curves of each run without a stop, in folder `never`, and of it resumed after 0 or 2 steps, in `0` and `2`."""
     outcomes = []
     for trainee, chosen in zip(trainees, stops, strict=True):
-        training = trainee._replace(folder=trainee.folder / "never").begin(keep=9)
+        training = trainee._replace(folder=trainee.folder / "never").begin(keep_latest_k=9)
         training.writer.save(training.progress)
         curve, outcome = training.train(4, (2, 4)), []
         for stop in chosen:
@@ -57,15 +56,17 @@ def stop_and_go_on(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> lis
     return outcomes
 
 
-def test_stopping_is_not_having_stopped_to_the_bit(tmp_path: Path, corpora: Corpora):
-    # Tensor ranks come last: DeepSpeed never forgets that it was told of some.
-    mixes = {
+def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora: Corpora):
+    # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
+    layouts = {
         "stage 0": {"zero_stage": 0}, "stage 1": {}, "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2},
     }  # fmt: skip
     stops = [(2,), (2,), (0, 2), (2,), (2,)]
-    trainees = [Trainee(tmp_path / name, corpora, build_mix(**mix), name == "bf16") for name, mix in mixes.items()]
-    for outcomes in run_on_ranks(stop_and_go_on, 2, trainees, stops):
-        for name, outcome in zip(mixes, outcomes, strict=True):
+    trainees = [
+        Trainee(tmp_path / name, corpora, build_layout(**layout), name == "bf16") for name, layout in layouts.items()
+    ]
+    for outcomes in run_on_ranks(stop_and_resume, 2, trainees, stops):
+        for name, outcome in zip(layouts, outcomes, strict=True):
             for expected, found in outcome:
                 assert found == expected, name
     for trainee, chosen in zip(trainees, stops, strict=True):
@@ -78,7 +79,7 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
     return [in_turn(trainee, until, until) for trainee in trainees]
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, corpora: Corpora):
+def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpora):
     float32, bfloat16, tensor = (
         Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16") for name in ("float32", "bfloat16", "tensor")
     )
@@ -91,15 +92,16 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, corpora: Corp
     never_stopped = [run._replace(folder=tmp_path / f"never {run.folder.name}") for run in (float32, bfloat16)]
     true_wide, true_narrow = run_on_ranks(several, 1, never_stopped, 8)[0]
     curves: list[Curve] = [[], [], []]
-    for number, (ranks, mixes) in enumerate(legs, start=1):
-        runs = zip((float32, bfloat16, tensor), mixes, strict=True)
-        trainees = [run._replace(parallel=build_mix(**mix)) for run, mix in runs]
+    for number, (ranks, layouts) in enumerate(legs, start=1):
+        runs = zip((float32, bfloat16, tensor), layouts, strict=True)
+        trainees = [run._replace(parallel=build_layout(**layout)) for run, layout in runs]
         for curve, more in zip(curves, run_on_ranks(several, ranks, trainees, 2 * number)[0], strict=True):
             curve += more
-    # Ranks that have fewer sequences each round bfloat16 differently, stopped or not.
-    for curve, expected, relative in zip(curves, (true_wide, true_narrow, true_wide), (1e-6, 1e-4, 1e-6), strict=True):
-        losses, true_losses = (torch.tensor([row[0] for row in rows]) for rows in (curve, expected))
-        torch.testing.assert_close(losses, true_losses, rtol=relative, atol=0)
+    # bfloat16 rounds differently with other numbers of sequences; the mean over a batch is off by a few per cent of ε.
+    narrow = torch.finfo(torch.bfloat16).eps / 16
+    tolerances = (FLOAT32_REORDERED, narrow, FLOAT32_REORDERED)
+    for curve, expected, relative in zip(curves, (true_wide, true_narrow, true_wide), tolerances, strict=True):
+        assert [row[0] for row in curve] == pytest.approx([row[0] for row in expected], rel=relative)
 
 
 def train_waiting_for_saves(trainee: Trainee) -> list[str]:
@@ -111,8 +113,8 @@ def train_waiting_for_saves(trainee: Trainee) -> list[str]:
     return newest
 
 
-def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(
-    tmp_path: Path, corpora: Corpora, survived: Survived
+def test_one_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_used(
+    tmp_path: Path, corpora: Corpora, record_fault: RecordFault
 ):
     for newest in run_on_ranks(train_waiting_for_saves, 2, Trainee(tmp_path, corpora)):
         assert newest == ["step_00000001", "step_00000002"]
@@ -128,23 +130,22 @@ def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_tak
         path = step_folder(tmp_path / RUN, 2) / name
         for place in (0, len(data) // 2, len(data) - 1):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-            said: list[str] = []
-            assert find_checkpoint(tmp_path / RUN, said.append).name == "step_00000001"
-            assert [str(path) in line for line in said] == [True]
+            messages: list[str] = []
+            assert find_checkpoint(tmp_path / RUN, messages.append).name == "step_00000001"
+            assert [str(path) in line for line in messages] == [True]
         path.write_bytes(data)
-    survived(
-        "a bit flipped in a checkpoint, each kind of file", 3 * len(files), "refused by name; the one before taken"
+    record_fault(
+        "a bit flipped in a checkpoint, each kind of file", 3 * len(files), "refused by name; the previous one is used"
     )
 
 
-def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, survived: Survived):
+def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, record_fault: RecordFault):
     assert_kills_lose_nothing(tmp_path / "run", corpora, kills=5)
-    survived("SIGKILL at random points of saves", 5, "the newest complete checkpoint loads")
+    record_fault("SIGKILL in a save", 5, "the newest complete checkpoint loads")
 
 
-def told_by_poll(training: Training) -> tuple[str, bool | None]:
-    """What an asynchronous save ends with, in the main thread of this rank, and whether that is to be printed here;
-    nothing is left of it."""
+def error_of_poll(training: Training) -> tuple[str, bool | None]:
+    """The error of an async save in the main thread of this rank, and whether this rank prints it."""
 
     def poll() -> None:
         deadline = time.monotonic() + 30
@@ -159,77 +160,79 @@ def told_by_poll(training: Training) -> tuple[str, bool | None]:
 
 
 def save_in_vain(trainee: Trainee) -> list[tuple[str, bool | None]]:
-    training, told = trainee.begin(), []
+    training, errors = trainee.begin(), []
     training.train(1, (1,))
     home, rank = Path.cwd(), dist.get_rank()
     if rank == 1:  # a node that does not share the folder
         os.chdir("/")
-    told.append(told_by_poll(training))
+    errors.append(error_of_poll(training))
     os.chdir(home)
     dist.barrier()
     if rank == 0:
         (RUN / "checkpoints").rename(RUN / "elsewhere")
         (RUN / "checkpoints").touch()
-    told.append(told_by_poll(training))
+    errors.append(error_of_poll(training))
     dist.barrier()
     if rank == 0:
         (RUN / "checkpoints").unlink()
         (RUN / "elsewhere").rename(RUN / "checkpoints")
         training.writer.save(training.progress)
-        told.append((problem_of(training.writer.finish), None))  # the other rank does not take part
+        errors.append((problem_of(training.writer.finish), None))  # the other rank does not save
     dist.barrier()
-    return told
+    return errors
 
 
 def test_a_save_that_fails_in_the_background_is_raised_at_the_next_poll(tmp_path: Path, corpora: Corpora):
-    trainee = Trainee(tmp_path, corpora, build_mix(zero_stage=0), timeout_s=2)
+    trainee = Trainee(tmp_path, corpora, build_layout(zero_stage=0), timeout_s=2)
     mine, other = run_on_ranks(save_in_vain, 2, trainee)
-    part = "runs/r/checkpoints/.step_00000002.tmp/model-00002-of-00002.safetensors: cannot be written: No such file or"
-    assert other[0][0].startswith(part)
-    assert mine[0][0].startswith(f"rank 1: {part}")
+    line = "runs/r/checkpoints/.step_00000002.tmp/model-00002-of-00002.safetensors: cannot be written: No such file or"
+    assert other[0][0].startswith(line)
+    assert mine[0][0].startswith(f"rank 1: {line}")
     assert mine[1][0].startswith("runs/r/checkpoints/.step_00000003.tmp: cannot be written: ")
     assert other[1][0] == mine[1][0]
     assert [printed for _, printed in mine] == [None, None, None]  # as any error of rank 0
     assert [printed for _, printed in other] == [False, False]
-    assert mine[2][0].startswith("rank 1 did not write its part of a checkpoint: no word within 2 s; start again")
+    assert mine[2][0].startswith(
+        "rank 1 did not write its shard of a checkpoint: no message within 2 s; run the same command"
+    )
     assert [path.name for path in (tmp_path / RUN / "checkpoints").iterdir()] == ["step_00000001"]
     assert find_checkpoint(tmp_path / RUN).name == "step_00000001"
 
 
 def fill_the_disk(trainee: Trainee) -> list[str]:
-    training = trainee.begin(keep=1)
+    training = trainee.begin(keep_latest_k=1)
     training.train(1, (1,))
     with Path("filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(".").free - 2**16)
-    told = [problem_of(lambda: training.train(2, (2,))), problem_of(lambda: trainee.begin(keep=1))]
+    lines = [problem_of(lambda: training.train(2, (2,))), problem_of(lambda: trainee.begin(keep_latest_k=1))]
     Path("filler").unlink()
-    return told
+    return lines
 
 
 def run_out_of_files(trainee: Trainee) -> tuple[Curve, str]:
-    training = trainee.begin(keep=1)
+    training = trainee.begin(keep_latest_k=1)
     return training.curve, problem_of(lambda: training.train(4, (2, 4)))
 
 
-def test_a_full_disk_is_told_before_a_save_and_in_its_midst(tmp_path: Path, corpora: Corpora):
+def test_a_full_disk_is_reported_before_and_during_a_save(tmp_path: Path, corpora: Corpora):
     with small_disk(tmp_path / "bytes", "size=4m") as disk:
-        (told,) = run_on_ranks(fill_the_disk, 1, Trainee(disk, corpora))
-        assert "runs/r/checkpoints/step_00000002: this checkpoint needs " in told[0]
-        assert "runs/r/checkpoints: a checkpoint needs " in told[1]
-        for line in told:
-            assert "65,536 are free on its disk: free more or lower checkpoint.keep, now 1" in line
+        (lines,) = run_on_ranks(fill_the_disk, 1, Trainee(disk, corpora))
+        assert "runs/r/checkpoints/step_00000002: this checkpoint needs " in lines[0]
+        assert "runs/r/checkpoints: a checkpoint needs " in lines[1]
+        for line in lines:
+            assert "its disk has 65,536 free bytes; free space or lower checkpoint.keep_latest_k 1" in line
         assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000001"]
-    # Of 22 inodes 4 are for folders, 12 for the first checkpoint and 6 for a part of the second.
+    # Of 22 inodes the folders use 4, the first checkpoint 12, and 6 are left for the second.
     with small_disk(tmp_path / "files", "size=9m,nr_inodes=22") as disk:
         trainee = Trainee(disk, corpora)
         for _, line in run_on_ranks(run_out_of_files, 2, trainee):
             assert "runs/r/checkpoints/.step_00000004.tmp/" in line
             assert (
-                "cannot be written: No space left on device; free space or lower checkpoint.keep and start again"
+                "cannot be written: No space left on device; free space or lower checkpoint.keep_latest_k and run"
                 in line
             )
         assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000002"]
         subprocess.run(["mount", "-o", "remount,nr_inodes=99", disk], check=True)
-        (went_on, _) = run_on_ranks(in_turn, 2, trainee, 4, 4)
+        (resumed, _) = run_on_ranks(in_turn, 2, trainee, 4, 4)
         (never_stopped, _) = run_on_ranks(in_turn, 2, trainee._replace(folder=tmp_path / "never"), 4)
-        assert went_on == never_stopped[2:]
+        assert resumed == never_stopped[2:]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training_on_mixes import build_engine, take_steps
+from training_on_layouts import build_engine, train_steps
 
 from tost_lm.config import validate
 from tost_lm.errors import CorruptionError
@@ -51,9 +51,9 @@ class Heard(NamedTuple):
 def drill(tensor: int, case: Case) -> Heard:
     """Five steps, the second of them skipped and the last two after a restore; flips between steps, and in one."""
     stage, bfloat16 = case
-    mix = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test")
-    engine, random = build_engine(mix, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
-    checksums = Checksums(engine, every=2)
+    layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test")
+    engine, random = build_engine(layout, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
+    checksums = Checksums(engine, interval=2)
     sound = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
 
     flips = [draw(engine, kind, random) for kind in KINDS for _ in range(FLIPS)]
@@ -63,9 +63,9 @@ def drill(tensor: int, case: Case) -> Heard:
         heard.append((flip, take_step(engine, checksums, 2, flip)))
 
     weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
-    engine = build_engine(mix, "adamw", bfloat16=bfloat16, weights=weights)
+    engine = build_engine(layout, "adamw", bfloat16=bfloat16, weights=weights)
     zero.restore(engine, weights, iter(moments), step=2)
-    checksums = Checksums(engine, every=2)
+    checksums = Checksums(engine, interval=2)
     sound += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
     if is_replicated(engine):
         [(name, _), *_] = zero.own_state(engine)
@@ -114,20 +114,20 @@ def complaint_between_steps(engine: Any, checksums: Checksums, flip: Flip) -> st
 def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = None, skip: bool = False) -> str:
     """What is complained of in a step. A flip comes before it and is undone before the update, so that all ranks can
     go on; a step is skipped because a gradient is not finite."""
-    complaints, take, before = [], engine.updates.take, copies(engine)
+    complaints, apply_update, before = [], engine.skippable_step, copies(engine)
 
-    def watched_take(*arguments: Any) -> float:
+    def watched_step(*arguments: Any) -> float:
         complaints.append(complaint(checksums.before_update))
         if flip:
             flip.apply(engine)
-        return take(*arguments)
+        return apply_update(*arguments)
 
     if flip:
         flip.apply(engine)
     hook = next(engine.module.parameters()).register_hook(lambda gradient: gradient * (torch.inf if skip else 1))
-    engine.updates.take = watched_take
-    take_steps(engine, "adamw", range(step, step + 1))
-    engine.updates.take = take
+    engine.skippable_step = watched_step
+    train_steps(engine, "adamw", range(step, step + 1))
+    engine.skippable_step = apply_update
     hook.remove()
     after = copies(engine)
     assert flip or skip == all(torch.equal(x, after[what]) for what, x in before.items())
@@ -166,8 +166,10 @@ def assert_flips_are_found(ranks: int, tensor: int, cases: list[Case]) -> None:
             [flip], messages = {flip for flip, _ in heard}, [message for _, message in heard]
             who, replicas = f"rank {flip.rank} ({HOST})", range(flip.rank % tensor, ranks, tensor)
             if len(replicas) == 2 and stage == 0:
-                who = f"one of {name_ranks(replicas, [HOST] * ranks)}, it cannot be told which"
-            expected = f"memory changed by itself on {who}, in {flip.what}: the run goes on from its newest checkpoint"
+                who = f"one of {name_ranks(replicas, [HOST] * ranks)}, which have no majority"
+            expected = (
+                f"silent data corruption on {who}: {flip.what}; test that machine's memory, and run the same command"
+            )
             assert messages[flip.rank].startswith(expected), (flip, messages)
             if len(replicas) > 1 and stage == 0:
                 assert len(set(messages)) == 1
@@ -182,7 +184,7 @@ def test_off_means_off():
 
 def unwatched_flip() -> str:
     engine = build_engine(ParallelConfig(zero_stage=1), "adamw")
-    checksums = Checksums(engine, every=0)
+    checksums = Checksums(engine, interval=0)
     Flip(0, "master weights 0", 3, 30).apply(engine)
     return complaint(checksums.before_update) + complaint(checksums.check)
 

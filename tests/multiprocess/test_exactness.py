@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_on_mixes import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
+from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
 
 from tost_lm.config import validate
+from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.model.lm import TostLM
-from tost_lm.model.recompute import hold_less
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.ops.split import SequenceSplit
+from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.collectives import all_reduce, keep_received
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.part import part_of
+from tost_lm.parallel.tensor_slice import slice_of
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -36,13 +36,13 @@ def drawn_model(name: str) -> TostLM:
 
 
 def mesh_of(tensor: int, sequence: int) -> Mesh:
-    mix = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence}, "test")
-    return build_mesh(start_world("cpu"), mix)
+    layout = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence}, "test")
+    return build_mesh(start_world("cpu"), layout)
 
 
 def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Tensor]:
-    parts = {name: part_of(p) for name, p in model.named_parameters()}
-    return {name: part.whole(x, mesh.tensor) if (part := parts[name]) else x for name, x in values.items()}
+    slices = {name: slice_of(p) for name, p in model.named_parameters()}
+    return {name: found.gather(x, mesh.tensor) if (found := slices[name]) else x for name, x in values.items()}
 
 
 def loss_and_gradients(model: TostLM, *batch: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -124,7 +124,9 @@ def train_packed_on_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]) 
 def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool) -> list[Any]:
     model = parallelize(drawn_model("hybrid as published"), mesh)
     if recomputed:
-        hold_less(model, recompute="blocks", mlp_tokens=3, context_fn=keep_received)
+        apply_activation_checkpointing(
+            model, activation_checkpointing="full", mlp_tile_tokens=3, context_fn=keep_received
+        )
     tokens, labels = packed_batch()
     count = (labels != IGNORED_LABEL).sum()
     split = SequenceSplit(lengths, mesh.sequence.rank) if lengths else even_split(mesh, T)
@@ -162,7 +164,7 @@ def give_wrong_length() -> None:
 
 
 def test_a_shard_of_another_length_than_agreed_is_named():
-    with pytest.raises(RuntimeError, match="number 1 of the sequence, was given 12 tokens where its shard is 13"):
+    with pytest.raises(RuntimeError, match="sequence rank 1 got 12 tokens, but its shard has 13"):
         run_on_ranks(give_wrong_length, 2)
 
 
@@ -189,7 +191,7 @@ def test_megatron_gathers_contiguous_tensors_as_nccl_wants_them():
 def refuse_heads_and_words() -> list[str]:
     mesh, refusals = mesh_of(4, 1), []
     for settings in ({"heads": 2}, {"vocab_size": VOCAB + 1}):
-        with pytest.raises(Exception, match=r"cannot be shared by parallel\.tensor 4 ranks") as refused:
+        with pytest.raises(Exception, match=r"is not divisible by parallel\.tensor 4") as refused:
             parallelize(build_model(**settings), mesh)
         refusals.append(str(refused.value))
     return refusals

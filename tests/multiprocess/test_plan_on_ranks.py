@@ -7,7 +7,7 @@ from tost_lm.config import validate
 from tost_lm.testing import run_on_ranks
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import fullest
+from tost_lm.training.plan_memory import peak_moment
 
 RANKS = 2
 SMALL = {"width": 128, "vocab_size": 4096, "tokens": 256, "pattern": "TA", "micro_batch": 8, "micro_batches": 2}
@@ -25,12 +25,14 @@ TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
 def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str):
     settings = settings_of(**SMALL, parallel={axis: RANKS})
     for measured in run_on_ranks(train_measured, RANKS, settings):
-        assert fullest(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
+        assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
 
 
 def test_messages_of_what_is_computed_again():
-    settings = settings_of(**TINY, parallel={"tensor": RANKS}, memory={"recompute": "blocks", "mlp_tokens": 32})
+    settings = settings_of(
+        **TINY, parallel={"tensor": RANKS}, memory={"activation_checkpointing": "full", "mlp_tile_tokens": 32}
+    )
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert_sent_as_planned(measured, settings)
 
@@ -46,9 +48,9 @@ def test_messages_of_tiles():
 def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
     config = planned(settings)
     for kind, names in COUNTED.items():
-        expected = sum(sending.handed for sending in plan.sendings(config) if sending.kind == kind)
+        expected = sum(one.input_bytes for one in plan.collectives(config) if one.kind == kind)
         if kind == "all-reduce" and config.parallel.tensor > 1:
-            expected += 4 * plan.numbers_here(config)  # DeepSpeed reduces over its one replica, too
+            expected += 4 * plan.parameters_per_rank(config)  # DeepSpeed reduces over its one replica, too
         sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
         assert expected <= sent <= expected + FEW_NUMBERS
 

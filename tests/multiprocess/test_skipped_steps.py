@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_on_mixes import LR, T, build_engine, micro_batches
+from training_on_layouts import LR, T, build_engine, micro_batches
 
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.guard import Guard
 from tost_lm.training.progress import Progress
+from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome, train_step
 from tost_lm.training.tiled import tile
 
@@ -33,7 +33,7 @@ def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
     """One step; `fault` strikes on rank `at` alone."""
     mesh = engine.mesh
     tiling = tile(mesh, T)
-    guard = Guard(6.0 if fault == "spike" else None, 10, Progress(0, 0, recent=((4.0, 1e-9),) * 64))
+    guard = SpikeGuard(6.0 if fault == "spike" else None, 10, Progress(0, 0, recent=((4.0, 1e-9),) * 64))
     handles = []
     if fault in ("loss", "gradient") and torch.distributed.get_rank() == at:
         if fault == "loss":
@@ -42,14 +42,14 @@ def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
         else:
             grow = engine.module.norm.register_full_backward_hook
             handles = [grow(lambda module, dx, dy: (dx[0] * math.inf,))]
-    outcome = train_step(engine, micro_batches(mesh, tiling, number), tiling, LR["adamw"], guard.objection)
+    outcome = train_step(engine, micro_batches(mesh, tiling, number), tiling, LR["adamw"], guard.reason_to_skip)
     for handle in handles:
         handle.remove()
     return outcome
 
 
 def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str, bool, bool]]:
-    """Each fault on two ranks between good steps: (objection, nothing changed, a good step goes through)."""
+    """Each fault on two ranks between good steps: (reason_to_skip, nothing changed, a good step goes through)."""
     engine = build_engine(validate(ParallelConfig, settings, "test"), "adamw", bfloat16=bfloat16)
     step(engine, 0)
     found = []
@@ -59,7 +59,7 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str
             outcome = step(engine, number, fault, at=number)
             after = everything(engine)
             unchanged = all(torch.equal(after[name], tensor) for name, tensor in before.items())
-            found.append((outcome.objection, unchanged, not step(engine, number).objection))
+            found.append((outcome.reason_to_skip, unchanged, not step(engine, number).reason_to_skip))
     return found
 
 
@@ -79,9 +79,9 @@ def test_every_rank_skips_alike_and_nothing_changes(ranks: int, settings: dict[s
 def assert_all_skip_alike(ranks: int, settings: dict[str, Any], bfloat16: bool) -> None:
     results = run_on_ranks(skipped_on_a_mix, ranks, settings, bfloat16)
     assert all(result == results[0] for result in results)
-    for number, (objection, unchanged, goes_on) in enumerate(results[0]):
+    for number, (reason_to_skip, unchanged, goes_on) in enumerate(results[0]):
         fault = FAULTS[number % len(FAULTS)]
         says = {"loss": r"loss is (inf|nan)", "gradient": "gradient norm is", "spike": "standard deviations"}[fault]
-        assert re.search(says, objection), (fault, objection)
+        assert re.search(says, reason_to_skip), (fault, reason_to_skip)
         assert unchanged, (fault, number)
         assert goes_on

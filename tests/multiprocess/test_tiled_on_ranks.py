@@ -1,4 +1,4 @@
-"""Rows read tile by tile, a stripe of each tile on every sequence rank, train as whole rows in one process do."""
+"""Training in tiles, each of them sharded over sequence ranks, equals whole rows in one process."""
 
 from collections import Counter
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
-from test_mixes import GRAD_CLIP
-from training_on_mixes import Record, T, build_engine, build_model, plain_training, take_steps, training_on_mix
+from test_parallel_layouts import GRAD_CLIP
+from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
 
 from tost_lm.config import validate
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -26,7 +26,7 @@ MODELS: list[dict[str, Any]] = [
 
 
 CASES = [  # model, tokens of a tile, packed documents
-    # 26 are 9 + 9 + 8, and 13 + 13
+    # T = 26 is 9 + 9 + 8 or 13 + 13.
     (0, 9, None), (0, 13, OFFSETS[0]), (0, 9, OFFSETS[2]), (1, 9, OFFSETS[1]), (1, 13, None), (2, 9, OFFSETS[2]),
     (2, 13, OFFSETS[0]),
 ]  # fmt: skip
@@ -70,31 +70,30 @@ def test_float64(tensor: int, sequence: int):
 def train_in_stages(
     settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
 ) -> list[Record]:
-    mixes = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
-    return [training_on_mix(mix, optimizer, grad_clip, tile_tokens=9, window=WINDOW) for mix in mixes]
+    layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
+    return [train_on_layout(layout, optimizer, grad_clip, tile_tokens=9, window=WINDOW) for layout in layouts]
 
 
-# Micro-batches are accumulated in all of them.
+# All of them accumulate micro-batches.
 @pytest.mark.parametrize(
-    ("mix", "stages", "optimizer", "grad_clip"),
+    ("layout", "stages", "optimizer", "grad_clip"),
     [({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP), ({"sequence": 2, "tensor": 2}, (2,), "adamw", 0.0)],
 )
 def test_four_ranks_train_as_one_process(
-    mix: dict[str, int], stages: tuple[int, ...], optimizer: str, grad_clip: float
+    layout: dict[str, int], stages: tuple[int, ...], optimizer: str, grad_clip: float
 ):
-    expected = plain_training(optimizer, grad_clip, window=WINDOW)
-    for records in run_on_ranks(train_in_stages, 4, mix, stages, optimizer, grad_clip):
+    for records in run_on_ranks(train_in_stages, 4, layout, stages, optimizer, grad_clip):
         for record in records:
-            record.assert_equals(expected, relative=1e-5)
+            record.assert_as_one_process(optimizer, grad_clip, window=WINDOW)
 
 
 def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
-    """What a step sends between the ranks that reduce gradients, in whole rows and in tiles; kind and bytes."""
+    """Kind and bytes of the messages of one step, in whole rows and in tiles."""
     counted = []
     for tile_tokens in (None, 5):
         engine = build_engine(validate(ParallelConfig, {"zero_stage": stage}, "test"), "sgd", window=WINDOW)
         with Traffic() as traffic:
-            take_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
+            train_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
         counted.append(Counter((sent.kind, sent.bytes) for sent in traffic.sent))
     return tuple(counted)
 
@@ -108,7 +107,7 @@ def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
 
 def train_in_bfloat16(tile_tokens: int | None) -> list[tuple[float, float]]:
     engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, window=WINDOW)
-    return take_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
+    return train_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
 
 
 def test_bfloat16():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.recompute import hold_less
+from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.collectives import keep_received
 from tost_lm.parallel.config import ParallelConfig
@@ -23,8 +23,8 @@ STATISTICS_BYTES = 8 * (2 * C + H)  # float32, of one sequence, forward and back
 PACKED = (0, 1, 500, 511, 513, 1024)  # boundaries at the ends, inside a shard and beside those between two and four
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "never": {},
-    "all of it": {"recompute": "blocks"},
-    "but what was received": {"recompute": "blocks", "context_fn": keep_received},
+    "all of it": {"activation_checkpointing": "full"},
+    "but what was received": {"activation_checkpointing": "full", "context_fn": keep_received},
 }
 
 
@@ -53,7 +53,9 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     mesh = build_mesh(start_world("cpu"), parallel)
     shape = {"layers": case.layers, "heads": H, "width": C, "vocab_size": 8, "pattern": case.pattern}
     settings = {"positions": "sinusoidal", "denom_bias": "head", **shape}
-    model = hold_less(parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh), **RECOMPUTED[case.recomputed])
+    model = apply_activation_checkpointing(
+        parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh), **RECOMPUTED[case.recomputed]
+    )
     split = even_split(mesh, case.tokens)
     tokens = split.shard(torch.randint(8, (case.sequences, case.tokens), generator=torch.Generator().manual_seed(0)))
     options: dict[str, Any] = {"shard": shard_of(mesh, split), "output_state": False, "label_count": 1.0}

@@ -1,8 +1,8 @@
-"""Resuming under ZeRO, without the files: to the bit on the same mix of ranks; and bfloat16."""
+"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; and bfloat16."""
 
 import pytest
 import torch
-from training_on_mixes import build_engine, take_steps
+from training_on_layouts import build_engine, train_steps
 
 from tost_lm.config import validate
 from tost_lm.parallel import zero
@@ -12,44 +12,44 @@ from tost_lm.testing import run_on_ranks
 Curve = list[tuple[float, float]]
 
 
-def stop_and_resume(mix: ParallelConfig, bfloat16: bool) -> tuple[Curve, Curve, bool]:
-    engine = build_engine(mix, "adamw", bfloat16=bfloat16)
-    take_steps(engine, "adamw", range(3))
+def stop_and_resume(layout: ParallelConfig, bfloat16: bool) -> tuple[Curve, Curve, bool]:
+    engine = build_engine(layout, "adamw", bfloat16=bfloat16)
+    train_steps(engine, "adamw", range(3))
     weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
-    went_on = take_steps(engine, "adamw", range(3, 6))
-    fresh = build_engine(mix, "adamw", bfloat16=bfloat16, weights=weights)
+    went_on = train_steps(engine, "adamw", range(3, 6))
+    fresh = build_engine(layout, "adamw", bfloat16=bfloat16, weights=weights)
     zero.restore(fresh, weights, iter(moments), step=3)
-    resumed = take_steps(fresh, "adamw", range(3, 6))
+    resumed = train_steps(fresh, "adamw", range(3, 6))
     pairs = list(zip(zero.full_weights(engine), zero.full_weights(fresh), strict=True))
     return went_on, resumed, all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
-def stop_and_resume_each(mixes: list[ParallelConfig], bfloat16: bool) -> list[tuple[Curve, Curve, bool]]:
-    return [stop_and_resume(mix, bfloat16) for mix in mixes]
+def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[tuple[Curve, Curve, bool]]:
+    return [stop_and_resume(layout, bfloat16) for layout in layouts]
 
 
 # What the tests of checkpoints do not resume; tests/full has all stages.
-@pytest.mark.parametrize(("mix", "bfloat16"), [({"zero_stage": 2}, False), ({"tensor": 2, "zero_stage": 3}, True)])
-def test_resuming_is_not_having_stopped_to_the_bit(mix: dict[str, int], bfloat16: bool):
-    assert_resumed_to_the_bit([mix], bfloat16)
+@pytest.mark.parametrize(("layout", "bfloat16"), [({"zero_stage": 2}, False), ({"tensor": 2, "zero_stage": 3}, True)])
+def test_resuming_is_not_having_stopped_to_the_bit(layout: dict[str, int], bfloat16: bool):
+    assert_resumed_to_the_bit([layout], bfloat16)
 
 
-def assert_resumed_to_the_bit(mixes: list[dict[str, int]], bfloat16: bool) -> None:
-    validated = [validate(ParallelConfig, mix, "test") for mix in mixes]
+def assert_resumed_to_the_bit(layouts: list[dict[str, int]], bfloat16: bool) -> None:
+    validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
     for outcomes in run_on_ranks(stop_and_resume_each, 2, validated, bfloat16):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
             assert same_weights
 
 
-def curves_of_mixes(bfloat16: bool) -> list[Curve]:
-    mixes = [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(sequence=2, zero_stage=3)]
-    engines = (build_engine(mix, "adamw", bfloat16=bfloat16) for mix in mixes)
-    return [take_steps(engine, "adamw", range(5)) for engine in engines]
+def curves_of_layouts(bfloat16: bool) -> list[Curve]:
+    layouts = [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(sequence=2, zero_stage=3)]
+    engines = (build_engine(layout, "adamw", bfloat16=bfloat16) for layout in layouts)
+    return [train_steps(engine, "adamw", range(5)) for engine in engines]
 
 
 def test_bfloat16_training_stays_near_float32():
-    wide, narrow = (torch.tensor(run_on_ranks(curves_of_mixes, 2, choice)[0]) for choice in (False, True))
+    wide, narrow = (torch.tensor(run_on_ranks(curves_of_layouts, 2, choice)[0]) for choice in (False, True))
     assert not torch.equal(wide, narrow)
     torch.testing.assert_close(narrow[..., 0], wide[..., 0], rtol=0, atol=0.05)
     torch.testing.assert_close(narrow[..., 1], wide[..., 1], rtol=0.05, atol=0)

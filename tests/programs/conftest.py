@@ -1,4 +1,4 @@
-"""A tiny corpus, tokenizer and shards, made once by the real programs."""
+"""A tiny corpus, tokenizer and shards, made once by the programs."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ lr = 1e-2
 warmup_steps = 2
 [train]
 steps = 12
-batch_sequences = 4
-micro_batch_sequences = 1
-sequence_tokens = 32
+global_batch_size = 4
+micro_batch_size = 1
+seq_len = 32
 [checkpoint]
-every = 4
+interval = 4
 [run]
 name = "tiny"
 log_every = 1
@@ -38,7 +38,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_corpus(folder / "corpus.jsonl", documents=80, words=300)
     (folder / "data.toml").write_text(
-        '[corpus]\nsource = "corpus.jsonl"\nvalid_share = 0.1\n'
+        '[corpus]\nsource = "corpus.jsonl"\nvalid_fraction = 0.1\n'
         '[tokenizer]\npath = "out/tokenizer.model"\nvocab_size = 384\n[shards]\nfolder = "out/shards"\n'
     )
     (folder / "run.toml").write_text(TINY_RUN)

@@ -1,10 +1,11 @@
-"""The code blocks of the README and of docs/: found, run as a reader would run them, or only looked at.
+"""The code blocks of the README and of docs/: found, and run as a reader would run them or only checked.
 
-What runs stands in a folder that looks like a checkout. Its `python` and `torchrun` hand programs to the fork server: a
-command of a page costs no start of an interpreter. A comment before a block, which no reader sees, may say what makes
-it quick (its words are put behind the block's commands), or that it takes minutes all the same:
+They run in a folder that looks like a checkout. Its `python` and `torchrun` pass programs to the fork server, so that
+a command needs no new interpreter. A comment before a block, which no reader sees, may give words to append to the
+commands of the block to make it quick, or mark it as one that takes minutes:
 
     <!-- tested with: train.steps=4 -->
+    <!-- tested with: pretrain.train: train.steps=4 eval.retrieval: retrieval.samples=1 -->
     <!-- tested in full with: train.steps=4 -->
 """
 
@@ -25,6 +26,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
@@ -58,7 +60,7 @@ class Block(NamedTuple):
     tags: tuple[str, ...]
     text: str
     words: tuple[str, ...]
-    """What is put behind its commands, to be quick."""
+    """Words that the tests append to its commands."""
     takes_minutes: bool
 
     @property
@@ -66,10 +68,10 @@ class Block(NamedTuple):
         return f"{self.page}:{self.line}"
 
     @property
-    def lacks(self) -> str | None:
-        """What it needs and is not here."""
+    def missing(self) -> str | None:
+        """Why the block cannot run here."""
         absent = "gpt2_bpe" in self.text and not GPT2_FILES.is_dir()
-        return "GPT-2's encoder.json and vocab.bpe are not here" if absent else None
+        return "GPT-2's encoder.json and vocab.bpe are not available" if absent else None
 
 
 @cache
@@ -93,14 +95,14 @@ def blocks_of(page: str) -> list[Block]:
 def _as_tested(comment: str) -> tuple[tuple[str, ...], bool]:
     if "tested" not in comment:
         return (), False
-    said = re.fullmatch(r"<!-- tested( in full)?(?: with: (.+))? -->\s*", comment)
-    assert said, f"a comment that says nothing: {comment}"
-    return tuple(shlex.split(said[2] or "")), said[1] is not None
+    parsed = re.fullmatch(r"<!-- tested( in full)?(?: with: (.+))? -->\s*", comment)
+    assert parsed, f"invalid comment: {comment}"
+    return tuple(shlex.split(parsed[2] or "")), parsed[1] is not None
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHOWN = [block for block in BLOCKS if block.language == "text"]
-LOOKED_AT = [block for block in BLOCKS if block.tags]
+CHECKED = [block for block in BLOCKS if block.tags]
 WHOLE = [block for block in BLOCKS if block.takes_minutes]
 QUICK = [block for block in BLOCKS if block.language != "text" and not block.tags and not block.takes_minutes]
 
@@ -120,7 +122,7 @@ def inline_code(page: str) -> list[str]:
 
 @cache
 def anchors(page: str) -> set[str]:
-    """Of its headings, as GitHub names them."""
+    """The anchors of the headings of a page, as GitHub names them."""
     titles = [
         inline.content
         for opens, inline in zip(tokens(page), tokens(page)[1:], strict=False)
@@ -129,24 +131,24 @@ def anchors(page: str) -> set[str]:
     names: list[str] = []
     for title in titles:
         name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        again = sum(re.fullmatch(rf"{name}(-\d+)?", earlier) is not None for earlier in names)
-        names.append(f"{name}-{again}" if again else name)
+        repeated = sum(re.fullmatch(rf"{name}(-\d+)?", earlier) is not None for earlier in names)
+        names.append(f"{name}-{repeated}" if repeated else name)
     return set(names)
 
 
-def look_at(block: Block) -> None:
-    """Its syntax, and of each command whether there is such a program that takes such settings."""
+def check(block: Block) -> None:
+    """Check the syntax of a block, and that the programs and settings of its commands exist."""
     if block.language == "python":
         compile(block.text, block.name, "exec")
         return
-    said = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
+    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     for _, words in commands(block.text):
-        look_at_command(words)
+        check_command(words)
 
 
 def commands(script: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command, and its words, of a script that has no more to it than commands."""
+    """Each command and its words, of a script without control flow."""
     pending = ""
     for line in script.replace("\\\n", " ").splitlines():
         pending += line + "\n"
@@ -159,11 +161,21 @@ def commands(script: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def with_words(script: str, words: tuple[str, ...]) -> str:
-    """The script with words behind each of its commands."""
-    return "\n".join(f"{command} {shlex.join(words)}" for command, _ in commands(script)) if words else script
+    """The script with words appended to its commands; the words after `PROGRAM:` go only to that program."""
+    program, appended = None, []
+    for word in words:
+        if word.endswith(":"):
+            program = word[:-1]
+        else:
+            appended.append((program, word))
+    lines = [
+        f"{command} {shlex.join(word for program, word in appended if program is None or program in its_words)}"
+        for command, its_words in commands(script)
+    ]
+    return "\n".join(lines) if words else script
 
 
-def look_at_command(words: list[str]) -> None:
+def check_command(words: list[str]) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE), f"no target: {words[1]}"
         return
@@ -173,6 +185,8 @@ def look_at_command(words: list[str]) -> None:
     modules = [index for index, word in enumerate(words) if word in ("-m", "--module")]
     if modules:
         program, rest = words[modules[0] + 1], words[modules[0] + 2 :]
+        if program == "PROGRAM":
+            return
     elif launchers:
         assert (CHECKOUT / words[launchers[0]]).exists()
         program, rest = "pretrain.train", words[launchers[0] + 1 :]
@@ -181,14 +195,14 @@ def look_at_command(words: list[str]) -> None:
     assert importlib.util.find_spec(program), f"no such program: {program}"
     if program.split(".")[0] not in ("tost_lm", "data_prep", "pretrain", "eval", "benchmarks"):
         return
-    if not rest or program == "tost_lm.lm_eval" or re.search(r"…|\b(CONFIG|X|N)\b", " ".join(rest)):
-        return  # settings of its own, or places left open
+    if not rest or program == "tost_lm.lm_eval" or re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest)):
+        return  # a program with other options, or a command with placeholders
     code, _, errors = Forked(program, *rest, "--dry-run", cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"
 
 
 class Pages:
-    """The pages' blocks, each run behind those before it on its page, in a folder of the page."""
+    """Runs the blocks of each page in order, in a folder of the page."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -198,7 +212,7 @@ class Pages:
     def run(self, block: Block) -> None:
         checkout = self._checkout(block.page)
         for earlier in blocks_of(block.page):
-            if earlier.line <= block.line and earlier in QUICK + WHOLE and not earlier.lacks:
+            if earlier.line <= block.line and earlier in QUICK + WHOLE and not earlier.missing:
                 self._run_once(checkout, earlier)
 
     def close(self) -> None:
@@ -206,7 +220,7 @@ class Pages:
             checkout.close()
 
     def _checkout(self, page: str) -> "Checkout":
-        """Where the first page begins with nothing, and the others with what that one makes and what they name."""
+        """The folder of a page: empty for the first page, with its results and the named files for the others."""
         if page not in self._folders:
             folder = self._home / Path(page).stem
             if page != FIRST:
@@ -221,12 +235,12 @@ class Pages:
 
     def _run_once(self, checkout: "Checkout", block: Block) -> None:
         if block.name not in self._done:
-            self._done.add(block.name)  # one that fails is not tried again for those behind it
+            self._done.add(block.name)  # a block that fails is not run again for later ones
             checkout.run(block)
 
 
 class Checkout:
-    """A folder that looks like a checkout to those who run commands in it."""
+    """A folder that looks like a checkout to the commands that run in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -252,11 +266,11 @@ class Checkout:
         {"bash": self._bash, "python": self._python, "toml": load_recipe}[block.language](block)
 
     def train_base(self) -> None:
-        """runs/base and runs/long: a model that reads texts of any length, hardly trained."""
+        """Train runs/base and runs/long for one step: a model without a length limit."""
         words = [
             "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.denom_bias=head",
-            "model.max_positions=1024", "model.layers=1", "train.steps=1", "train.batch_sequences=1",
-            "train.micro_batch_sequences=1", "train.sequence_tokens=64", "validation.sequences=1",
+            "model.max_positions=1024", "model.layers=1", "train.steps=1", "train.global_batch_size=1",
+            "train.micro_batch_size=1", "train.seq_len=64", "validation.sequences=1",
         ]  # fmt: skip
         code, _, errors = Forked("pretrain.train", *words, cwd=self.folder).finish()
         assert code == 0, errors
@@ -293,18 +307,18 @@ class Checkout:
         assert problem is None, problem
 
     def _serve(self) -> None:
-        """Run what the folder's python and torchrun are asked for."""
+        """Run the programs that the folder's python and torchrun request."""
         while True:
-            with self._listener.accept() as asker:
-                asked = asker.recv()
-                if asked is None:
+            with self._listener.accept() as client:
+                request = client.recv()
+                if request is None:
                     return
-                with suppress(BrokenPipeError):  # who asked has run out of time
-                    asker.send(answer(*asked))
+                with suppress(BrokenPipeError):  # the client was killed after its timeout
+                    client.send(run_request(*request))
 
 
-def answer(name: str, words: list[str], cwd: str, environment: dict[str, str]) -> tuple[int, str, str] | None:
-    """Exit code, stdout and stderr of a program on as many ranks as torchrun is to start; None: it is no program."""
+def run_request(name: str, words: list[str], cwd: str, environment: dict[str, str]) -> tuple[int, str, str] | None:
+    """Exit code, stdout and stderr of a program, on as many ranks as torchrun starts; None if it is not a program."""
     ranks = 1
     while name == "torchrun" and words and (words[0] == "--standalone" or words[0] == "--nproc-per-node"):
         ranks = ranks if words[0] == "--standalone" else int(words[1])
@@ -315,15 +329,15 @@ def answer(name: str, words: list[str], cwd: str, environment: dict[str, str]) -
         program = "doc_session"
     else:
         return None
-    places: list[dict[str, str]] = [{}]
+    environments = [environment]
     if ranks > 4:
-        return 2, "", f"{ranks} ranks are more than a test starts: put a tag on the block, or take fewer"
+        return 2, "", f"more than 4 ranks: {ranks}; put a tag on the block or use fewer ranks"
     if name == "torchrun":
         port = free_port()
-        places = [as_rank(rank, ranks, port, ranks_per_node=ranks) for rank in range(ranks)]
-    started = [Forked(program, *words, cwd=Path(cwd), **{**environment, **place}) for place in places]
-    codes, said, errors = zip(*[process.finish() for process in started], strict=True)
-    return max(codes, key=abs), "".join(said), "".join(errors)
+        environments = [environment | as_rank(rank, ranks, port, ranks_per_node=ranks) for rank in range(ranks)]
+    started = [Forked(program, *words, cwd=Path(cwd), **variables) for variables in environments]
+    codes, outputs, errors = zip(*[process.finish() for process in started], strict=True)
+    return max(codes, key=abs), "".join(outputs), "".join(errors)
 
 
 SHIM = """#!{python} -IS
@@ -333,18 +347,18 @@ from multiprocessing.connection import Client
 with Client(os.environ["PROGRAMS"], "AF_UNIX") as programs:
     name = os.path.basename(sys.argv[0])
     programs.send((name, sys.argv[1:], os.getcwd(), dict(os.environ)))
-    answer = programs.recv()
-if answer is None:
+    result = programs.recv()
+if result is None:
     os.execv(os.path.join(os.environ["PROGRAMS_OTHERWISE"], name), [name, *sys.argv[1:]])
-code, said, errors = answer
-sys.stdout.write(said)
+code, output, errors = result
+sys.stdout.write(output)
 sys.stderr.write(errors)
 sys.exit(code)
 """
 
 
 def load_recipe(block: Block) -> None:
-    """A fragment of a recipe, laid over a whole one."""
+    """Validate a fragment of a recipe, merged into a complete recipe."""
     fragment = tomllib.loads(block.text)
     kinds = [kind for kind in RECIPES if fragment.keys() <= kind.model_fields.keys()]
     assert kinds, f"{block.name}: no recipe has all of {', '.join(fragment)}"
@@ -367,7 +381,7 @@ SENTENCES = (
 
 
 def write_files(folder: Path) -> None:
-    """The files that the pages name: test sets and books of a few sentences."""
+    """Write the files that the pages name: test sets and books of a few sentences."""
     text = " ".join(SENTENCES)
     page = " \n = The quay = \n \n" + "".join(f" {sentence} \n" for sentence in SENTENCES)
     (folder / "wiki.test.raw").write_text(page * 3)
@@ -375,6 +389,9 @@ def write_files(folder: Path) -> None:
         "".join(json.dumps({"text": f"{sentence.rstrip('.')} again"}) + "\n" for sentence in SENTENCES)
     )
     (folder / "book.txt").write_text(text * 20)
+    (folder / "texts").mkdir()
+    for name, topic in topics.items():
+        (folder / f"texts/{name}.txt").write_text(topic)
     (folder / "books").mkdir()
     for number in range(2):
         with gzip.open(folder / f"books/shelf_{number}.jsonl.gz", "wt") as shelf:

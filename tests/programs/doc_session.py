@@ -1,4 +1,4 @@
-"""Python of a page in a process of its own: `doc_session SCRIPT.py` runs a file, `doc_session ADDRESS` many blocks."""
+"""Runs Python of a page in its own process: a file (`doc_session SCRIPT.py`) or many blocks (`doc_session ADDRESS`)."""
 
 import runpy
 import sys
@@ -7,17 +7,17 @@ from multiprocessing.connection import Client
 
 
 def serve(address: str) -> None:
-    """Run the blocks that come, in one namespace, and answer each with its traceback or None."""
+    """Run the blocks that arrive, in one namespace, and send back a traceback or None for each."""
     namespace = {"__name__": "__main__"}
-    with Client(address, "AF_UNIX") as asker:
-        while (block := asker.recv()) is not None:
+    with Client(address, "AF_UNIX") as client:
+        while (block := client.recv()) is not None:
             text, name = block
             problem = None
             try:
                 exec(compile(text, name, "exec"), namespace)
             except BaseException:
                 problem = traceback.format_exc()
-            asker.send(problem)
+            client.send(problem)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A program in a process forked from one server that has torch, DeepSpeed and megatron-core loaded.
+"""Run a program in a process forked from a server that has imported torch, DeepSpeed and megatron-core.
 
-It is what `python -m PROGRAM` is, with a folder, an environment, signals and an exit code of its own, without the
-seconds that an interpreter and its imports take.
+It is like `python -m PROGRAM`, with its own folder, environment, signals and exit code, but starts without the seconds
+that an interpreter and its imports take.
 """
 
 import multiprocessing
@@ -20,35 +20,42 @@ CHECKOUT = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(CHECKOUT),
-    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
 }
-LIMIT_S = 200
+LIMIT_S = 280  # just below the timeout of a test
 
 
 class Forked:
-    """A program that has been started; `finish` waits for it."""
+    """A started program; `finish` waits for its end."""
 
     def __init__(self, program: str, *words: object, cwd: Path, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tost_lm_program_")
-        self._said = [str(Path(self._folder.name, name)) for name in ("stdout", "stderr")]
-        arguments = (program, [str(word) for word in words], cwd, environment, self._said)
+        self._outputs = [str(Path(self._folder.name, name)) for name in ("stdout", "stderr")]
+        arguments = (program, [str(word) for word in words], cwd, environment, self._outputs)
         self._process = _server().Process(target=_main, args=arguments)
         self._process.start()
 
+    def output(self) -> str:
+        """What it has written to stdout so far."""
+        path = Path(self._outputs[0])
+        return path.read_text() if path.exists() else ""
+
+    def send_signal(self, signum: int) -> None:
+        os.kill(self._process.pid, signum)
+
     def finish(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr; a program that takes longer is killed."""
+        """Exit code, stdout and stderr. A program that runs longer than `limit_s` is killed."""
         self._process.join(limit_s)
         self._process.kill()
         self._process.join()
-        out, err = (Path(path).read_text() for path in self._said)
+        out, err = (Path(path).read_text() for path in self._outputs)
         self._folder.cleanup()
         return self._process.exitcode or 0, out, err
 
 
 def as_rank(rank: int, size: int, port: int, *, ranks_per_node: int) -> dict[str, str]:
-    """The environment in which torchrun starts a rank, without the launcher's store."""
+    """The environment that torchrun gives to a rank, without the launcher's store."""
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -69,17 +76,17 @@ def free_port() -> int:
 
 @cache
 def _server() -> Any:
-    os.environ.update(ENVIRONMENT, DS_ACCELERATOR="cpu")  # what the server, and with it the programs, start with
+    os.environ.update(ENVIRONMENT, DS_ACCELERATOR="cpu")  # the server passes it on to the programs
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "pytest", "tost_lm.training.loop", "tost_lm.evaluation.scoring"])
     return context
 
 
-def _main(program: str, words: list[str], cwd: Path, environment: dict[str, str], said: list[str]) -> None:
+def _main(program: str, words: list[str], cwd: Path, environment: dict[str, str], outputs: list[str]) -> None:
     os.setsid()
     os.chdir(cwd)
     os.environ.update(environment)
-    for stream, path in enumerate(said, start=1):
+    for stream, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.argv = [program, *words]
     sys.path.insert(0, str(CHECKOUT))

@@ -1,4 +1,4 @@
-"""Running the programs as a user does: real processes, real files, from a folder of the test's own."""
+"""Run the programs as a user does: in processes, with files, in a folder of the test."""
 
 import json
 import os
@@ -14,19 +14,19 @@ from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 
 
 def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: str) -> str:
-    """What a program that must succeed prints; on several ranks when `ranks` is given."""
-    places = [{}]
+    """The output of a program that must succeed; on several ranks if `ranks` is given."""
+    environments = [environment]
     if ranks:
         port = free_port()
-        places = [as_rank(rank, ranks, port, ranks_per_node=ranks) for rank in range(ranks)]
-    started = [Forked(program, *words, cwd=cwd, **environment, **place) for place in places]
+        environments = [environment | as_rank(rank, ranks, port, ranks_per_node=ranks) for rank in range(ranks)]
+    started = [Forked(program, *words, cwd=cwd, **variables) for variables in environments]
     codes, out, err = zip(*[process.finish() for process in started], strict=True)
     assert not any(codes), "".join(err)
     return "".join(out)
 
 
 def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
-    """What a program that must exit with 2 says: lines of `error: …` on stderr (cut off here), no traceback."""
+    """The error lines, without `error: `, of a program that must exit with 2 and print nothing else on stderr."""
     code, _, err = Forked(program, *words, cwd=cwd, **environment).finish()
     assert code == 2, err
     lines = err.splitlines()
@@ -36,9 +36,9 @@ def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
 
 
 def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool], ranks: int = 0) -> tuple[int, str]:
-    """Ctrl-C, given to the whole process group as a terminal does, as soon as `when()`; exit code and stderr.
+    """Send Ctrl-C to the whole process group, as a terminal does, once `when()` is true; exit code and stderr.
 
-    The interpreter is a fresh one, under torchrun when `ranks` is given.
+    The program runs in a fresh interpreter, under torchrun if `ranks` is given.
     """
     launcher = [sys.executable, "-m"]
     if ranks:
@@ -50,23 +50,23 @@ def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that Ctrl-C reaches this group alone
-        # A shell that runs the tests in the background has them, and what they start, ignore Ctrl-C.
+        start_new_session=True,  # Ctrl-C reaches only this group
+        # Processes that a shell starts in the background ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LIMIT_S
     while not when() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    ended_before = process.poll() is not None
-    if not ended_before:
+    ended_early = process.poll() is not None
+    if not ended_early:
         os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert not ended_before, err
+    assert not ended_early, err
     return process.returncode, err
 
 
 def write_corpus(path: Path, documents: int, words: int) -> None:
-    """A JSONL corpus of random words, the same each time."""
+    """Write a JSONL corpus of random words, the same in every call."""
     generator = random.Random(0)
     lexicon = ["".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(500)]
     with path.open("w") as file:
@@ -75,5 +75,5 @@ def write_corpus(path: Path, documents: int, words: int) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """The contents of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

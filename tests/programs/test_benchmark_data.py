@@ -9,7 +9,7 @@ from programs import run
 GPT2 = CHECKOUT.parent / "shared/data/gpt2_bpe"
 SMALL = (
     "build.megabytes=1", "build.rounds=1", "build.workers=2", "build.vocab_size=300", "loader.index_tokens=1_000_000",
-    "loader.tokens=500_000", "loader.sequence_tokens=[64]", "loader.batch_tokens=8192", "loader.steps=3",
+    "loader.tokens=500_000", "loader.seq_len=[64]", "loader.batch_tokens=8192", "loader.steps=3",
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_every_contender_tokenizes_and_both_packings_are_loaded(tmp_path: Path):
         assert [len(seconds) for seconds in cell["seconds"].values()] == [1, 1, 1]
         assert cell["bytes"] >= 1e6
     loads = [cell for cell in cells if cell["work"] == "loader"]
-    assert [(cell["sequence_tokens"], cell["packing"]) for cell in loads] == [(64, "concatenated"), (64, "best-fit")]
+    assert [(cell["seq_len"], cell["packing"]) for cell in loads] == [(64, "concatenated"), (64, "best-fit")]
     assert all(len(cell["step_seconds"]) == 3 for cell in loads)
     table = [line for line in said.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(builds) + 2 + 2

@@ -1,4 +1,4 @@
-"""configs/cluster: the launcher on two hosts, what it refuses, the hostfile, and what the Slurm script holds."""
+"""configs/cluster: the launcher on two hosts, its error messages, the hostfile, and the Slurm script."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def curve(workplace: Path) -> list[tuple]:
 
 
 def exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Of all of them when they are done; None for those that still run when another has failed, or after a while."""
+    """Exit codes once all have ended, one has failed, or two minutes have passed; None for running processes."""
     deadline = time.monotonic() + 120
     while True:
         codes = [process.poll() for process in processes]
@@ -50,7 +50,7 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks on one host, started as docs/cluster.md says to with DeepSpeed's launcher."""
+    """The folder of a run of two ranks, started with DeepSpeed's launcher as in docs/cluster.md."""
     folder = tmp_path_factory.mktemp("one_host")
     (folder / "out").symlink_to(prepared / "out")
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
@@ -63,12 +63,12 @@ def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_deepspeeds_launcher_starts_the_hostfiles_ranks(one_host: Path):
+def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(one_host: Path):
     assert json.loads((one_host / "runs/tiny/env.json").read_text())["world_size"] == 2
     assert [step for step, *_ in curve(one_host)] == list(range(1, 13))
 
 
-def test_two_hosts_train_as_one_and_talk_over_the_network_between_them(workplace: Path, one_host: Path):
+def test_two_hosts_train_as_one_and_communicate_over_their_network(workplace: Path, one_host: Path):
     logs = [workplace / "host0.txt", workplace / "host1.txt"]
     with two_hosts() as hosts:
         job = {"NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": hosts[0].address, "INTERFACE": INTERFACE}
@@ -82,22 +82,22 @@ def test_two_hosts_train_as_one_and_talk_over_the_network_between_them(workplace
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     assert json.loads((workplace / "runs/tiny/env.json").read_text())["world_size"] == 2
     assert curve(workplace) == curve(one_host)
-    # In each step a host gets half of the gradients from the other, and the half of the weights that the other updated.
+    # In each of 12 steps a host receives half of the gradients and half of the updated weights.
     assert min(received) > 12 * 4 * tost_lm.load(workplace / "runs/tiny").parameter_count()
 
 
-def test_sigterm_to_the_launcher_saves_every_step_and_leaves_no_rank_behind(workplace: Path):
+def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: Path):
     node = {**ACTIVATED, **NODE, "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [LAUNCH, "run.toml", "train.steps=100000"]
-    with (workplace / "said").open("w") as said:
-        launched = subprocess.Popen(command, cwd=workplace, env=node, stdout=said, stderr=said)
+    with (workplace / "output").open("w") as output:
+        launched = subprocess.Popen(command, cwd=workplace, env=node, stdout=output, stderr=output)
     deadline = time.monotonic() + 90
-    while "step 3/" not in (workplace / "said").read_text() and time.monotonic() < deadline:
+    while "step 3/" not in (workplace / "output").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     processes = psutil.Process(launched.pid).children(recursive=True)
     assert sum("pretrain.train" in process.cmdline() for process in processes if process.is_running()) >= 2
     launched.terminate()
-    assert launched.wait(timeout=60) == 75, (workplace / "said").read_text()
+    assert launched.wait(timeout=60) == 75, (workplace / "output").read_text()
     assert not psutil.wait_procs(processes, timeout=10)[1]
     newest = max((workplace / "runs/tiny/checkpoints").glob("step_*"))
     rows = (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()
@@ -105,27 +105,33 @@ def test_sigterm_to_the_launcher_saves_every_step_and_leaves_no_rank_behind(work
 
 
 @pytest.mark.parametrize(
-    ("changed", "refusal"),
+    ("changed", "error"),
     [
-        ({"NODES": ""}, "NODES is not set: give how many nodes the job has, a whole number from 1 to 99999"),
-        ({"NODE_RANK": ""}, "NODE_RANK is not set: give which of the 2 nodes this one is, a whole number from 0 to 1"),
-        ({"RANKS_PER_NODE": ""}, "RANKS_PER_NODE is not set: give how many processes each node runs"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: give the name or address of node 0"),
-        ({"NODES": "two"}, "NODES=two: give how many nodes the job has"),
-        ({"NODE_RANK": "2"}, "NODE_RANK=2: give which of the 2 nodes this one is, a whole number from 0 to 1"),
-        ({"RANKS_PER_NODE": "08"}, "RANKS_PER_NODE=08: give how many processes each node runs"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: give a port of node 0 that is free, a whole number from 1"),
-        ({"INTERFACE": "none0"}, "INTERFACE=none0: this node has no such network interface; it has "),
+        ({"NODES": ""}, "NODES is not set; set it to the number of nodes"),
+        ({"NODE_RANK": ""}, "NODE_RANK is not set; set it to the number of this node"),
+        ({"RANKS_PER_NODE": ""}, "RANKS_PER_NODE is not set; set it to the number of processes per node, one per GPU"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set; set it to the name or address of node 0"),
+        ({"NODES": "two"}, "NODES=two: not an integer from 1 to 99999; set it to the number of nodes"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2: not an integer from 0 to 1; set it to the number of this node"),
+        (
+            {"RANKS_PER_NODE": "08"},
+            "RANKS_PER_NODE=08: not an integer from 1 to 99999; set it to the number ",
+        ),
+        (
+            {"MASTER_PORT": "65536"},
+            "MASTER_PORT=65536: not an integer from 1 to 65535; set it to the number ",
+        ),
+        ({"INTERFACE": "none0"}, "INTERFACE=none0: this node has no such network interface; choose one of "),
     ],
 )
-def test_a_node_that_is_not_described_is_refused_in_one_line(changed: dict[str, str], refusal: str):
+def test_missing_or_wrong_variables_get_one_error_line(changed: dict[str, str], error: str):
     launched = subprocess.run([LAUNCH, "x.toml"], env={**ACTIVATED, **NODE, **changed}, capture_output=True, text=True)
     assert launched.returncode == 2
-    assert launched.stderr.startswith(f"error: {refusal}")
+    assert launched.stderr.startswith(f"error: {error}")
     assert launched.stderr.count("\n") == 1
 
 
-def test_without_the_environment_the_launcher_says_to_activate_it(tmp_path: Path):
+def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path):
     (tmp_path / "bash").symlink_to("/bin/bash")
     environment = {**ACTIVATED, **NODE, "PATH": str(tmp_path)}
     launched = subprocess.run([LAUNCH, "x.toml"], env=environment, capture_output=True, text=True)
@@ -133,14 +139,14 @@ def test_without_the_environment_the_launcher_says_to_activate_it(tmp_path: Path
     assert launched.stderr == "error: torchrun: not found; activate the environment: . .venv/bin/activate\n"
 
 
-def test_the_slurm_script_describes_the_job_and_leaves_the_work_to_the_launcher():
+def test_the_slurm_script_exports_the_job_and_runs_the_launcher():
     script = CLUSTER / "train.sbatch"
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     first, *lines = script.read_text().splitlines()
     assert first == "#!/usr/bin/env bash"
     commands = [shlex.split(line, comments=True) for line in lines]
     begin = next(number for number, command in enumerate(commands) if command)
-    assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm reads none behind the first command
+    assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm ignores later options
     change_folder, *exports, start = filter(None, commands)
     assert change_folder == ["cd", "$SLURM_SUBMIT_DIR"]
     assert all(len(words) == 2 and words[0] == "export" and re.match("[A-Z_]+=", words[1]) for words in exports)

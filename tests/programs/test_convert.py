@@ -1,6 +1,8 @@
-"""tost_lm.convert as a user runs it: the authors' checkpoints and GPT-2 in, our own out, and what is refused."""
+"""tost_lm.convert as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
 
+import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,11 +19,13 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.model.checkpoint import StoredTensors, write_checkpoint
+from tost_lm.testing import FLOAT32_REORDERED, assert_close
+from tost_lm.training.progress import Progress
 
 PROGRAM = "tost_lm.convert"
 FILES = CHECKOUT / "../shared/data/gpt2_bpe"
-needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are missing")
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
 
 
@@ -40,7 +44,18 @@ def make_model(**settings: Any) -> TostLM:
 
 
 def write_theirs(path: Path, model: TostLM) -> None:
-    torch.save(to_authors(model.config, model.state_dict(), iterations=600000), path)
+    theirs = to_authors(model.config, model.state_dict(), iterations=600000)
+    adamw = theirs["optimizer"]
+    counts = [len(group["params"]) for group in adamw["param_groups"]]
+    parameters = [weight for name, weight in theirs["model"].items() if name != "lm_head.weight"]
+    decayed = [p for p in parameters if p.dim() == 2 and p.shape[1] > 1]
+    others = [p for p in parameters if not any(p is one for one in decayed)]
+    assert counts == [len(decayed), len(others)]
+    adamw["state"] = {
+        n: {"step": torch.tensor(599_990.0), "exp_avg": p + 1, "exp_avg_sq": p + 2}
+        for n, p in enumerate([*decayed, *others])
+    }
+    torch.save(theirs, path)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -49,17 +64,24 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @needs_files
-def test_a_ckpt_becomes_a_model_folder_that_writes_text_and_a_ckpt_again(tmp_path: Path):
+def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     model = make_model(vocab_size=50304)
     write_theirs(tmp_path / "ckpt.pt", model)
-    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.gpt2={FILES}"]
+    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={FILES}"]
     assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
-    assert read.startswith("ckpt.pt: 2 layers of token statistics, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
-    assert f"; {model.parameter_count():,} parameters without positions after 600,000 iterations" in read
+    assert read.startswith("ckpt.pt: 2 layers of TSSA, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
+    assert f"; {model.parameter_count():,} parameters without positions after 600,000 iterations; with the opt" in read
     assert written == "written to models/tost: python -m tost_lm.generate models/tost"
     assert torch.equal(logits(tost_lm.load(tmp_path / "models/tost")), logits(model))
     assert tost_lm.load_tokenizer(tmp_path / "models/tost").encode("Hello world") == [15496, 995]
+    progress = Progress.read(tmp_path / "models/tost")
+    assert (progress.step, progress.updates) == (600000, 599990)
+    moments, weights = StoredTensors(tmp_path / "models/tost", "optimizer"), model.state_dict()
+    assert len(moments) == 2 * len(weights)
+    for name, weight in weights.items():
+        assert torch.equal(moments[f"exp_avg/{name}"], weight + 1)
+        assert torch.equal(moments[f"exp_avg_sq/{name}"], weight + 2)
     run("tost_lm.generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
 
     before = snapshot(tmp_path / "models")
@@ -67,8 +89,8 @@ def test_a_ckpt_becomes_a_model_folder_that_writes_text_and_a_ckpt_again(tmp_pat
     assert snapshot(tmp_path / "models") == before
     back = ["models/tost", "convert.folder=back", "convert.to=authors"]
     written, about_tokens = run(PROGRAM, *back, cwd=tmp_path).splitlines()
-    assert written.startswith("models/tost: written to back/ckpt.pt, ")
-    assert about_tokens.startswith("its tokens are those of models/tost/tokenizer.tiktoken, ")
+    assert written.startswith("models/tost: written to back/ckpt.pt for ")
+    assert about_tokens == "a ckpt.pt holds no tokenizer; its ids are those of models/tost/tokenizer.tiktoken"
     assert os.listdir(tmp_path / "back") == ["ckpt.pt"]
     theirs = torch.load(tmp_path / "back/ckpt.pt", weights_only=True)
     for name, weight in torch.load(tmp_path / "ckpt.pt", weights_only=True)["model"].items():
@@ -76,7 +98,7 @@ def test_a_ckpt_becomes_a_model_folder_that_writes_text_and_a_ckpt_again(tmp_pat
 
 
 @needs_files
-def test_gpt2_comes_with_its_own_tokenizer(tmp_path: Path):
+def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
@@ -86,20 +108,79 @@ def test_gpt2_comes_with_its_own_tokenizer(tmp_path: Path):
     read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
     assert read.startswith("gpt2: 2 layers of softmax attention, width 8, 2 heads, vocabulary 50,257, 16 positions; ")
     for folder in ("models/gpt2", "gpt2"):
-        torch.testing.assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), rtol=0, atol=1e-5)
+        assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
         assert tost_lm.load_tokenizer(tmp_path / folder).vocab_size == 50257
-    said = refusal(PROGRAM, "models/gpt2", "convert.folder=back", "convert.to=authors", cwd=tmp_path)
-    assert said == "model.gelu 'tanh': the released code has no such model, only 'exact'"
+    printed = refusal(PROGRAM, "models/gpt2", "convert.folder=back", "convert.to=authors", cwd=tmp_path)
+    assert printed == "model.gelu 'tanh': the released code only has 'exact'; this model cannot be converted"
 
 
-def test_a_run_of_ours_becomes_a_ckpt_of_its_step(workplace: Path):
-    run("pretrain.train", "run.toml", "run.stop_step=4", cwd=workplace)
+def test_a_run_becomes_a_ckpt_with_its_step_and_its_optimizer_settings(workplace: Path):
+    run("pretrain.train", "run.toml", "run.stop_at_step=4", "optim.weight_decay=0.25", cwd=workplace)
     run(PROGRAM, "runs/tiny", "convert.folder=theirs", "convert.to=authors", cwd=workplace)
     found = read_authors(workplace / "theirs/ckpt.pt")
     ours = tost_lm.load(workplace / "runs/tiny")
     assert tost_lm.load_tokenizer(workplace / "runs/tiny").vocab_size == 384
     assert (found.iterations, found.config.vocab_size) == (4, 384)
+    groups = torch.load(workplace / "theirs/ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-2, 0.25), (1e-2, 0.0)]
     assert all(torch.equal(found.weights[name], weight) for name, weight in ours.state_dict().items())
+
+
+def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Path):
+    def rows(name: str) -> list[tuple[int, float, float]]:
+        lines = (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()
+        return [(row["step"], row["loss"], row["lr"]) for row in map(json.loads, lines)]
+
+    schedule = ["run.toml", "train.steps=8", "model.layer_scale=1e-5"]
+    run("pretrain.train", *schedule, "checkpoint.interval=4", cwd=workplace)
+    step = workplace / "runs/tiny/checkpoints/step_00000004"
+    model, moments = tost_lm.load(step), StoredTensors(step, "optimizer")
+    theirs = to_authors(model.config, model.state_dict(), iterations=4)
+    torch.save(theirs, workplace / "new.pt")
+    no_decay, extra_dim = (".gamma", ".temp", ".denom_bias", "norm.weight"), (".temp", ".denom_bias")
+    for n, name in enumerate(sorted(model.state_dict(), key=lambda name: name.endswith(no_decay))):
+        theirs["optimizer"]["state"][n] = {"step": torch.tensor(4.0)}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            value = moments[f"{moment}/{name}"]
+            theirs["optimizer"]["state"][n][moment] = value[..., None] if name.endswith(extra_dim) else value
+    torch.save(theirs, workplace / "ckpt.pt")
+    run(PROGRAM, "ckpt.pt", "convert.folder=theirs", f"convert.tokenizer={step}", cwd=workplace)
+
+    continued = [*schedule, "run.name=continued", "train.initial_weights=theirs"]
+    printed = run("pretrain.train", *continued, "train.initial_optimizer=true", "run.stop_at_step=6", cwd=workplace)
+    assert "continuing theirs after step 4 with its optimizer state" in printed
+    run("pretrain.train", *continued, "train.initial_optimizer=true", cwd=workplace)
+    assert rows("continued") == rows("tiny")[4:]
+
+    printed = refusal("pretrain.train", *schedule, "train.initial_optimizer=true", cwd=workplace)
+    assert "train.initial_optimizer is set without train.initial_weights" in printed
+    new = [*schedule, "run.name=new", "train.initial_optimizer=true"]
+    printed = refusal("pretrain.train", *new, "train.initial_weights=theirs", "train.steps=4", cwd=workplace)
+    assert printed == "train.initial_optimizer: theirs is after step 4 and train.steps is 4: set more steps"
+    run(PROGRAM, "new.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
+    printed = refusal("pretrain.train", *new, "train.initial_weights=weights", cwd=workplace)
+    assert printed.startswith("train.initial_optimizer: weights has no optimizer state; remove train.initial_optim")
+
+
+def test_a_character_level_run_keeps_its_characters(tmp_path: Path):
+    characters = "\n !abcde"
+    tables = {"itos": dict(enumerate(characters)), "stoi": {c: i for i, c in enumerate(characters)}}
+    (tmp_path / "chars").mkdir()
+    (tmp_path / "chars/meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(characters), **tables}))
+    write_theirs(tmp_path / "ckpt.pt", make_model(vocab_size=len(characters), max_positions=64))
+    error = refusal(PROGRAM, "ckpt.pt", "convert.folder=new", cwd=tmp_path)
+    assert error == "ckpt.pt: its vocabulary is not GPT-2's: 8 ids; give convert.tokenizer=FOLDER"
+    run(PROGRAM, "ckpt.pt", "convert.folder=new", "convert.tokenizer=chars", cwd=tmp_path)
+    tokenizer = tost_lm.load_tokenizer(tmp_path / "new")
+    assert tokenizer.encode("bad\n") == [4, 3, 6, 0]
+    assert tokenizer.decode([4, 3, 6, 0]) == "bad\n"
+    output = run("tost_lm.generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
+    text = output.partition("\nstate after the prompt of 4 tokens")[0]
+    assert text.startswith("bad")
+    assert len(text) == 33
+    assert set(text) <= set(characters)
+    error = refusal("tost_lm.generate", "new", "bäd", cwd=tmp_path)
+    assert error == "character outside the model's vocabulary: 'ä'; remove it from the text"
 
 
 class Payload:
@@ -107,7 +188,7 @@ class Payload:
         return os.mkdir, ("was_run",)
 
 
-def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path: Path):
+def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     theirs = to_authors((model := make_model(vocab_size=50)).config, model.state_dict(), 0)
     torch.save(theirs, tmp_path / "small.pt")
     torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
@@ -115,40 +196,54 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path: Path)
     write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), Tokenizer())
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile/meta.pkl").write_bytes(pickle.dumps(Payload()))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/meta.pkl").write_bytes(pickle.dumps({"itos": {0: "ab", 1: "c"}}))
+    (tmp_path / "bpe").mkdir()
+    (tmp_path / "bpe/vocab.bpe").touch()
     before = snapshot(tmp_path)
+    neither = "not a ckpt.pt and no folder with GPT-2's config.json; give one of these"
     problems = {
-        "hostile.pt": "refused: reading it would run posix.mkdir, which no weights need; nothing of it was run",
-        "text.pt": "damaged, or not a file of torch.save: copy it again",
-        "ours": "neither a ckpt.pt nor a folder with GPT-2's config.json; for a model of ours give convert.to=authors",
-        "nowhere": "neither a ckpt.pt nor a folder with GPT-2's config.json",
-        "llama/config.json": "model_type is 'llama', and only 'gpt2' is understood",
+        "hostile.pt": "refused: it would call posix.mkdir; nothing in it was run",
+        "text.pt": "damaged, or not a file of torch.save; copy it again",
+        "ours": f"{neither} or, for a model folder, convert.to=authors",
+        "nowhere": neither,
+        "llama/config.json": "unsupported model_type: 'llama'; give a model with 'gpt2'",
     }
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")
         assert refusal(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
-    words = ["small.pt", "convert.folder=models/new", "convert.gpt2=nowhere"]
-    assert refusal(PROGRAM, *words, cwd=tmp_path).startswith("convert.gpt2 nowhere: encoder.json cannot be read: ")
+    tokenizers = {
+        "nowhere": "convert.tokenizer nowhere: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2), ",
+        "bpe": "convert.tokenizer bpe: encoder.json cannot be read: No such file or directory; ",
+        "hostile": "convert.tokenizer hostile/meta.pkl: refused: it would call posix.mkdir; give the meta.pkl of a ",
+        "other": "convert.tokenizer other/meta.pkl: refused: no table itos from ids to characters; give the meta.pkl ",
+    }
+    for folder, problem in tokenizers.items():
+        words = ["small.pt", "convert.folder=models/new", f"convert.tokenizer={folder}"]
+        assert refusal(PROGRAM, *words, cwd=tmp_path).startswith(problem)
     with pytest.raises(CheckpointError, match=r"hostile\.pt: refused"):
         tost_lm.load(tmp_path / "hostile.pt")
-    with pytest.raises(DataError, match=r"small\.pt: holds no tokenizer; python -m tost_lm.convert "):
+    with pytest.raises(DataError, match=r"small\.pt: no tokenizer; make a model folder with python -m"):
         tost_lm.load_tokenizer(tmp_path / "small.pt")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         tost_lm.load_tokenizer(tmp_path / "nowhere")
-    said = refusal(PROGRAM, "ours", "convert.folder=small.pt/x", "convert.to=authors", cwd=tmp_path)
-    assert said == "small.pt/x: cannot be written: Not a directory"
-    said = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=authors", "convert.gpt2=y", cwd=tmp_path)
-    assert said == "command line: convert.gpt2: a ckpt.pt holds no tokenizer; leave it out"
+    printed = refusal(PROGRAM, "ours", "convert.folder=small.pt/x", "convert.to=authors", cwd=tmp_path)
+    assert printed == "small.pt/x: cannot be written: Not a directory"
+    printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=authors", "convert.tokenizer=y", cwd=tmp_path)
+    assert printed == "command line: convert.tokenizer y: a ckpt.pt holds no tokenizer; leave it out"
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "was_run").exists()
 
 
-def test_settings_are_printed_and_help_given_without_torch(tmp_path: Path):
+def test_dry_run_and_help_need_no_torch(tmp_path: Path):
     script = (
         "import runpy, sys\nsys.argv = ['program', *sys.argv[1:]]\ntry:\n"
         f"    runpy.run_module({PROGRAM!r}, run_name='__main__')\n"
         "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
     )
-    for words, said in (
+    for words, printed in (
         (["--help"], f"usage: python -m {PROGRAM} "),
         (["a.pt", "convert.folder=x", "--dry-run"], 'to = "'),
     ):
@@ -156,4 +251,4 @@ def test_settings_are_printed_and_help_given_without_torch(tmp_path: Path):
             [sys.executable, "-c", script, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        assert said in done.stdout
+        assert printed in done.stdout

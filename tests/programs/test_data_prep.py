@@ -1,4 +1,4 @@
-"""data_prep/ as a user runs it: outputs, reuse, rebuilding, interruption, and one plain line for every mistake."""
+"""The data_prep programs: outputs, reuse, rebuilding, interruption, and one-line errors."""
 
 import gzip
 import json
@@ -18,22 +18,22 @@ def config(tmp_path) -> Path:
     write_corpus(tmp_path / "corpus.jsonl", documents=60, words=300)
     path = tmp_path / "small.toml"
     path.write_text(
-        f'[corpus]\nsource = "{tmp_path}/corpus.jsonl"\nvalid_share = 0.1\n'
+        f'[corpus]\nsource = "{tmp_path}/corpus.jsonl"\nvalid_fraction = 0.1\n'
         f'[tokenizer]\npath = "{tmp_path}/out/tokenizer.model"\nvocab_size = 400\nsample_bytes = 100_000\n'
         f'[shards]\nfolder = "{tmp_path}/out/shards"\n'
     )
     return path
 
 
-def test_make_interrupt_go_on_reuse_and_rebuild(config, tmp_path):
+def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     write_corpus(tmp_path / "corpus.jsonl", documents=3000, words=300)
     out = tmp_path / "out"
     model, shards = out / "tokenizer.model", out / "shards"
 
-    assert "run python -m data_prep.train_tokenizer" in refusal("data_prep.build_shards", config, cwd=tmp_path)
-    said = run("data_prep.train_tokenizer", config, cwd=tmp_path)
-    assert f"training {model}: there is none yet" in said
-    assert "400 pieces" in said
+    assert "python -m data_prep.train_tokenizer" in refusal("data_prep.build_shards", config, cwd=tmp_path)
+    output = run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert f"training {model}: it does not exist yet" in output
+    assert "400 pieces" in output
 
     for moment in ("tokenizer.model", "journal.json"):  # as the workers start, and as they work
         code, errors = interrupt(
@@ -43,10 +43,10 @@ def test_make_interrupt_go_on_reuse_and_rebuild(config, tmp_path):
         assert "interrupted" in errors
         assert "Traceback" not in errors
         assert not shards.exists()
-    said = run("data_prep.build_shards", config, cwd=tmp_path)
-    assert f"building {shards}: an earlier build was stopped" in said
-    assert "going on after " in said
-    assert "bytes per token" in said
+    output = run("data_prep.build_shards", config, cwd=tmp_path)
+    assert f"building {shards}: an earlier build was interrupted" in output
+    assert "resuming after " in output
+    assert "bytes per token" in output
     assert {path.name for path in out.iterdir()} == {"shards", "tokenizer.model", "tokenizer.model.json"}
     opened = Shards.open(shards)
     opened.verify()
@@ -70,34 +70,32 @@ def test_make_interrupt_go_on_reuse_and_rebuild(config, tmp_path):
     assert snapshot(out) == before
 
 
-def test_shards_are_built_again_when_they_are_not_those_asked_for(config, tmp_path):
-    def said(*words: str) -> str:
+def test_shards_are_rebuilt_when_settings_tokenizer_or_corpus_change(config, tmp_path):
+    def first_line(*words: str) -> str:
         return run("data_prep.build_shards", config, *words, cwd=tmp_path).splitlines()[0]
 
     run("data_prep.train_tokenizer", config, cwd=tmp_path)
-    assert said().endswith(": there are none yet")
-    assert said("shards.shard_tokens=5000").endswith(": shard_tokens was 100000000")
+    assert first_line().endswith(": it does not exist yet")
+    assert first_line("shards.shard_tokens=5000").endswith(": shard_tokens was 100000000")
     smaller = "tokenizer.vocab_size=350"
-    assert "(vocab_size was 400)" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
+    assert "vocab_size was 400; train" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
     run("data_prep.train_tokenizer", config, smaller, cwd=tmp_path)
-    assert said(smaller, "shards.shard_tokens=5000").endswith(": the tokenizer changed")
+    assert first_line(smaller, "shards.shard_tokens=5000").endswith(": the tokenizer changed")
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or what is taken of it changed" in refusal(
-        "data_prep.build_shards", config, smaller, cwd=tmp_path
-    )
+    assert "the corpus or its settings changed" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
 
 
-def test_another_corpus_with_the_same_tokenizer_from_flags_alone(config, tmp_path):
+def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp_path):
     run("data_prep.train_tokenizer", config, cwd=tmp_path)
     folder = tmp_path / "rows"
     folder.mkdir()
     with gzip.open(folder / "a.json.gz", "wt") as file:
         json.dump([{"body": "one text"}, {"body": ""}, {"body": "another"}], file)
     (folder / "b.txt").write_text("a third")
-    flags = (f"corpus.source={folder}/*", "corpus.text_field=body", "corpus.valid_share=0", "shards.folder=more")
-    said = run("data_prep.build_shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)
-    assert "train: 3 documents" in said
-    assert "of 4 rows 1 left out by length, 0 unreadable" in said
+    flags = (f"corpus.source={folder}/*", "corpus.text_field=body", "corpus.valid_fraction=0", "shards.folder=more")
+    output = run("data_prep.build_shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)
+    assert "train: 3 documents" in output
+    assert "4 rows read, 1 left out by length, 0 unreadable" in output
     shown = run("data_prep.inspect_shards", "more", "inspect.documents=2", "inspect.first=1", cwd=tmp_path)
     assert "every hash matches" in shown
     assert "of 400 tokens occur" in shown
@@ -127,31 +125,48 @@ def test_gpt2_with_nanogpt_split(tmp_path):
     assert "of 50,257 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
 
 
-def test_other_reasons_to_train_again(config, tmp_path):
-    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+def test_both_programs_read_markdown_and_count_the_files_they_leave_out(config, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, row in enumerate((tmp_path / "corpus.jsonl").read_text().splitlines()):
+        (folder / f"{number}.md").write_text(json.loads(row)["text"])
+    for name in ("a.pdf", "b.PDF", "c.csv", "LICENSE"):
+        (folder / name).touch()
+    for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
+        left_out, *_, last = run(program, config, f"corpus.source={folder}", cwd=tmp_path).splitlines()
+        assert left_out == "left out 4 files: 2 .pdf, 1 .csv, 1 without ending", last
+    splits = Shards.open(tmp_path / "out/shards").manifest["splits"]
+    assert splits["train"]["documents"] + splits["valid"]["documents"] == 60
+
+
+def test_reasons_to_retrain(config, tmp_path):
+    def train(*words: str) -> str:
+        return run("data_prep.train_tokenizer", config, *words, cwd=tmp_path)
+
+    train()
     model = tmp_path / "out/tokenizer.model"
     model.write_bytes(model.read_bytes()[:-1])
-    assert "the model file is not the one in its record" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert "the model file differs from its record" in train()
     (tmp_path / "out/tokenizer.model.json").write_text("[]")
-    assert "is damaged" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert "is damaged" in train()
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or what is taken of it changed" in run("data_prep.train_tokenizer", config, cwd=tmp_path)
-    assert "valid_share was 0.1" in run("data_prep.train_tokenizer", config, "corpus.valid_share=0.2", cwd=tmp_path)
-    assert "from 31 of 66 " in run("data_prep.train_tokenizer", config, "tokenizer.sample_bytes=63500", cwd=tmp_path)
+    assert "the corpus or its settings changed" in train()
+    assert "valid_fraction was 0.1" in train("corpus.valid_fraction=0.2")
+    assert "from 31 of 66 " in train("tokenizer.sample_bytes=63500")
 
 
-def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
+def test_errors_are_one_line_and_change_no_output(config, tmp_path):
     run("data_prep.train_tokenizer", config, cwd=tmp_path)
     before = snapshot(tmp_path / "out")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     mistakes = {
         "corpus.source=nowhere": "nowhere: no such file or folder",
-        f"corpus.source={tmp_path}/empty.jsonl": "empty.jsonl: holds no",
-        f"corpus.source={tmp_path}/latin.txt": "latin.txt: byte 3 is not UTF-8",
+        f"corpus.source={tmp_path}/empty.jsonl": "empty.jsonl: no rows",
+        f"corpus.source={tmp_path}/latin.txt": "latin.txt: byte 3 is not UTF-8 (convert the text",
         "corpus.source=hub:no/such": "hub:no/such: cannot be loaded",
         "tokenizer.vocab_sise=500": "tokenizer.vocab_sise: unknown key (did you mean tokenizer.vocab_size?)",
-        "tokenizer.vocab_size=100000": "vocab_size 100000: too large, the training documents allow at most",
+        "tokenizer.vocab_size=100000": "vocab_size 100000: too large for this training text; set at most",
         "tokenizer.path=/dev/null/tokenizer.model": "/dev/null/tokenizer.model: cannot be written",
     }
     for override, problem in mistakes.items():
@@ -164,18 +179,18 @@ def test_mistakes_are_one_line_and_leave_the_output_alone(config, tmp_path):
     (tmp_path / "web/manifest.json").write_text("{}")
     (tmp_path / "web/index.html").write_text("years of work")
     for folder in (tmp_path, tmp_path / "web"):
-        assert "holds other files" in refusal("data_prep.build_shards", config, f"shards.folder={folder}", cwd=tmp_path)
+        assert "other files" in refusal("data_prep.build_shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before
 
 
-def test_too_many_bad_rows_are_refused_with_the_first_of_them(config, tmp_path):
+def test_too_many_bad_rows_are_refused_and_the_first_is_named(config, tmp_path):
     run("data_prep.train_tokenizer", config, cwd=tmp_path)
     model = f"tokenizer.path={tmp_path}/out/tokenizer.model"
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n' + '{"text": "good enough"}\n' * 8)
-    flags = ("corpus.source=bad.jsonl", "corpus.valid_share=0", "shards.folder=bad", model)
+    flags = ("corpus.source=bad.jsonl", "corpus.valid_fraction=0", "shards.folder=bad", model)
     refused = refusal("data_prep.build_shards", *flags, cwd=tmp_path)
     assert "bad.jsonl, line 2: field 'text' is a number, not a string; 1 of 10 rows cannot be read" in refused
-    said = run("data_prep.build_shards", *flags, "corpus.max_bad_share=0.1", cwd=tmp_path)
-    assert "1 unreadable" in said
+    output = run("data_prep.build_shards", *flags, "corpus.max_bad_fraction=0.1", cwd=tmp_path)
+    assert "1 unreadable" in output
     assert "bad.jsonl, line 2: field 'text'" in run("data_prep.inspect_shards", "bad", cwd=tmp_path)

@@ -1,7 +1,7 @@
-"""The README and docs/ as a reader uses them: every block of code runs, every link leads somewhere.
+"""The README and docs/: every block of code runs, and every link has a target.
 
-Blocks that need a GPU, a network, a cluster or an installation are only looked at; those that take minutes run in
-tests/full/test_docs_whole.py.
+Blocks that need a GPU, a network, a cluster or an installation are only checked for existing programs and settings.
+Blocks that take minutes run in tests/full/test_docs_whole.py.
 """
 
 import shlex
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from doc_pages import (
     BLOCKS,
+    CHECKED,
     LANGUAGES,
-    LOOKED_AT,
     PAGES,
     QUICK,
     SHOWN,
@@ -22,10 +22,10 @@ from doc_pages import (
     Block,
     Pages,
     anchors,
+    check,
+    check_command,
     inline_code,
     links,
-    look_at,
-    look_at_command,
 )
 from forked import CHECKOUT
 
@@ -39,31 +39,31 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
 def test_a_block_runs(block: Block, pages: Pages):
-    if block.lacks:
-        pytest.skip(block.lacks)
+    if block.missing:
+        pytest.skip(block.missing)
     pages.run(block)
 
 
-@pytest.mark.parametrize("block", LOOKED_AT, ids=lambda block: block.name)
-def test_a_block_that_cannot_run_here_names_programs_and_settings_that_exist(block: Block):
-    look_at(block)
+@pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.name)
+def test_programs_and_settings_of_a_block_that_cannot_run_here_exist(block: Block):
+    check(block)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_in_the_text_name_programs_and_settings_that_exist(page: str):
+def test_programs_and_settings_of_commands_in_the_text_exist(page: str):
     for code in dict.fromkeys(inline_code(page)):
         if code.startswith(("python -m ", "torchrun ")):
-            look_at_command(shlex.split(code))
+            check_command(shlex.split(code))
 
 
-def test_every_block_says_what_it_is():
+def test_every_block_has_a_known_language_and_known_tags():
     assert [block.name for block in BLOCKS if block.language not in LANGUAGES] == []
     assert [block.name for block in BLOCKS if not TAGS.issuperset(block.tags)] == []
-    assert [block.name for block in LOOKED_AT if block.language not in ("bash", "python")] == []
+    assert [block.name for block in CHECKED if block.language not in ("bash", "python")] == []
 
 
-def test_every_block_is_run_here_or_in_the_full_suite_or_cannot_be():
-    kinds = Counter(block.name for kind in (QUICK, WHOLE, LOOKED_AT, SHOWN) for block in kind)
+def test_every_block_belongs_to_one_group():
+    kinds = Counter(block.name for kind in (QUICK, WHOLE, CHECKED, SHOWN) for block in kind)
     assert kinds == Counter(block.name for block in BLOCKS)
     assert "WHOLE, ids=" in (CHECKOUT / "tests/full/test_docs_whole.py").read_text()
 
@@ -73,7 +73,7 @@ def test_every_page_is_listed_in_the_readme():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str):
+def test_links_have_targets(page: str):
     for link in links(page):
         if link.startswith(("https://", "http://")):
             continue

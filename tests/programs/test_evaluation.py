@@ -1,4 +1,4 @@
-"""The evaluation programs on a trained run: figures, files, reuse, interruption, other checkpoints, and mistakes."""
+"""The evaluation programs on a trained run: results, files, reuse, interruption, other checkpoints, and mistakes."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from programs import interrupt, refusal, run, snapshot
 import tost_lm
 from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
@@ -28,7 +29,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def evaluated(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained, evaluated and reported runs/tiny."""
+    """A folder with runs/tiny, trained, evaluated, and with a report."""
     folder = tmp_path_factory.mktemp("evaluated")
     (folder / "out").symlink_to(prepared / "out")
     run("pretrain.train", prepared / "run.toml", cwd=folder)
@@ -48,7 +49,7 @@ def results(folder: Path, protocol: str) -> dict:
     return json.loads((folder / protocol / "results.json").read_text())
 
 
-def test_figures_add_up_and_files_are_there(evaluated: Path):
+def test_results_add_up_and_files_exist(evaluated: Path):
     home = evaluated / "runs/tiny"
     heldout = results(home, HELDOUT)
     rows = [json.loads(line) for line in (home / HELDOUT / "documents.jsonl").read_text().splitlines()]
@@ -79,56 +80,65 @@ def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     assert results(copy / "runs/tiny", SAMPLE)["text"]
 
 
-def test_two_ranks_find_what_one_process_finds_and_reuse_it(copy: Path):
+def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     home = copy / "runs/tiny"
     alone = results(home, HELDOUT)
     rows = (home / HELDOUT / "documents.jsonl").read_text().splitlines()
     shutil.rmtree(home / HELDOUT)
-    said = run("eval.zero_shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
-    assert said.count("wrote runs/tiny/eval/heldout@bpb/results.json") == said.count("scoring") == 1
+    output = run("eval.zero_shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
+    assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
     assert together["identity"] == alone["identity"]
-    assert together["model"] == pytest.approx(alone["model"], rel=1e-6)
+    assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
-        assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=1e-6)
+        assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=FLOAT32_REORDERED)
     assert "reusing runs/tiny/eval/" in run("eval.zero_shot", "runs/tiny", cwd=copy)
 
 
-def test_named_protocols_are_scored_alone_and_on_two_ranks_alike(copy: Path):
+def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (copy / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
-    names = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "heldout@bpb"]
+    test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "lambada_openai@tost"]
+    names = [*test_sets, "heldout@bpb"]
     words = [
         f"zero_shot.protocols={json.dumps(names)}", "sets.wikitext2=wiki.test.raw",
         "sets.lambada_openai=lambada.jsonl",
     ]  # fmt: skip
-    said = run("eval.zero_shot", "runs/tiny", *words, cwd=copy)
-    assert said.count("wrote ") == 3
-    assert "reusing runs/tiny/eval/heldout@bpb" in said
-    homes = [copy / "runs/tiny" / "eval" / name for name in names[:3]]
+    output = run("eval.zero_shot", "runs/tiny", *words, cwd=copy)
+    assert output.count("wrote ") == 4
+    assert "reusing runs/tiny/eval/heldout@bpb" in output
+    for name in test_sets:
+        assert re.search(rf"{name}: .*, not the published file \(SHA-256 [0-9a-f]{{64}}\)\n", output)
+    assert (copy / "runs/tiny/eval/results.md").read_text().count("| not the published file |") == 4
+    homes = [copy / "runs/tiny" / "eval" / name for name in test_sets]
+    assert [results(home, ".")["published_file"] for home in homes] == [False] * 4
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
-    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3]
-    assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts what is before and after spaces
-    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 4
+    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3]
+    assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
+    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 5
     for home in homes:
         shutil.rmtree(home)
     run("eval.zero_shot", "runs/tiny", *words, "parallel.sequence=2", "zero_shot.batch_tokens=100", cwd=copy, ranks=2)
     for home, (before, rows) in zip(homes, alone, strict=True):
-        assert results(home, ".")["model"] == pytest.approx(before["model"], rel=1e-6)
+        assert results(home, ".")["model"] == pytest.approx(
+            before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
+        )
         for lines in zip((home / "rows.jsonl").read_text().splitlines(), rows, strict=True):
             row, row_alone = map(json.loads, lines)
-            assert row.pop("nats") == pytest.approx(row_alone.pop("nats"), rel=1e-6)
+            assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
         shutil.rmtree(home)
     run("eval.zero_shot", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
     for home, (before, _) in zip(homes, alone, strict=True):
-        assert results(home, ".")["model"] == pytest.approx(before["model"], rel=1e-6)
+        assert results(home, ".")["model"] == pytest.approx(
+            before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
+        )
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
-    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
+    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
 
 
-def test_retrieval_goes_on_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
+def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
     cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     alone = results(home, ".")["cells"]
@@ -138,31 +148,31 @@ def test_retrieval_goes_on_from_its_cells_and_copies_of_the_model_share_them(cop
     for name in set(cells) - {kept}:
         (home / "cells" / name).unlink()
     words = PROGRAMS["eval.retrieval"]
-    said = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
-    assert f"needle@words: 1 of {len(cells)} cells are there already" in said
+    output = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert again.keys() == cells.keys()
     assert again[kept] == cells[kept]
 
     task = 'retrieval.tasks=["niah_single_1@own-words"]'
-    told = refusal("eval.retrieval", "runs/tiny", task, cwd=copy)
-    assert "64 tokens are too few for niah_single_1@own-words, whose needles, question and answer alone take" in told
+    error = refusal("eval.retrieval", "runs/tiny", task, cwd=copy)
+    assert "64 tokens are too few for niah_single_1@own-words, whose needles, question and answer take" in error
 
 
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     words = "some words of a text.\n"
     (copy / "text.txt").write_text(words)
-    said = run("eval.text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
+    output = run("eval.text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
     checkpoint = copy / "runs/tiny/checkpoints/step_00000012"
     tokenizer = read_tokenizer(find_tokenizer(checkpoint))
     ids = tokenizer.encode(words)
-    stream = tost_lm.load(checkpoint).stream([tokenizer.eot, *ids], piece_tokens=5)
-    nats = sum(float(piece.sum()) for piece in stream)
+    stream = tost_lm.load(checkpoint).stream([tokenizer.eot, *ids], tile_tokens=5)
+    nats = sum(float(nats_T.sum()) for nats_T in stream)
     found = results(copy / "runs/tiny", TEXT)
-    assert found["model"]["nats"] == pytest.approx(nats, rel=1e-6)
+    assert found["model"]["nats"] == pytest.approx(nats, rel=FLOAT32_REORDERED)
     assert (found["model"]["tokens"], found["model"]["bytes"]) == (len(ids), len(words))
-    assert said.count(f"state after them: {found['state_bytes']:,} bytes") == 1
+    assert output.count(f"final state: {found['state_bytes']:,} bytes") == 1
     (copy / "text.txt").write_text(f"{words}{words}")
     assert "reusing" not in run("eval.text", "runs/tiny", "text.file=text.txt", cwd=copy)
     assert results(copy / "runs/tiny", TEXT)["model"]["bytes"] == 2 * len(words)
@@ -171,11 +181,13 @@ def test_two_ranks_score_a_text_in_one_stream(copy: Path):
 def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
     (copy / "prompt.txt").write_text("some words")  # what it was generated from before
     before = results(copy / "runs/tiny", SAMPLE)
-    said = run("tost_lm.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
+    output = run("tost_lm.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
     sample = results(copy / "runs/tiny", SAMPLE)
     assert (sample["prompt"], sample["text"]) == (before["prompt"], before["text"])
     assert (copy / "runs/tiny" / SAMPLE / "text.txt").read_text() == sample["text"]
-    assert said.startswith(f"some words{sample['text']}\nstate after the prompt of {sample['prompt_tokens']} tokens: ")
+    assert output.startswith(
+        f"some words{sample['text']}\nstate after the prompt of {sample['prompt_tokens']} tokens: "
+    )
 
 
 def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
@@ -191,23 +203,22 @@ def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
         run("tost_lm.generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
         assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
     run("eval.report", "runs/tiny", cwd=copy)
-    assert "The model goes on (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
+    assert "Continuation (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
 
 
-def test_ranks_and_their_mix_must_fit(evaluated: Path):
+def test_the_parallel_layout_must_fit_the_ranks(evaluated: Path):
     assert refusal("tost_lm.generate", "runs/tiny", cwd=evaluated, WORLD_SIZE="4") == (
-        "parallel.tensor 1 × parallel.sequence 1 = 1, and this launch has 4 ranks: give two numbers whose product "
-        "is 4, or start it without a launcher"
+        "parallel.tensor 1 × parallel.sequence 1 = 1 does not fit the 4 ranks of this launch; set them so that their "
+        "product is 4, or start without a launcher"
     )
     for program in ("eval.zero_shot", "eval.retrieval"):
-        said = refusal(program, "runs/tiny", "parallel.tensor=3", cwd=evaluated, WORLD_SIZE="4")
-        assert said.endswith("4 ranks: give two numbers whose product divides 4, or launch it with torchrun "
-                             "--nproc-per-node 3")  # fmt: skip
-    said = refusal("eval.zero_shot", "runs/tiny", "parallel.tensor=2", "parallel.sequence=3", cwd=evaluated)
-    assert "\n" not in said
+        output = refusal(program, "runs/tiny", "parallel.tensor=3", cwd=evaluated, WORLD_SIZE="4")
+        assert output.endswith("so that their product divides 4, or launch with torchrun --nproc-per-node 3")
+    output = refusal("eval.zero_shot", "runs/tiny", "parallel.tensor=2", "parallel.sequence=3", cwd=evaluated)
+    assert "\n" not in output
 
 
-def test_a_second_time_reuses_and_a_changed_setting_does_not(copy: Path):
+def test_results_are_reused_until_a_setting_changes(copy: Path):
     home = copy / "runs/tiny"
     before = snapshot(home / "eval")
     for program, words in list(PROGRAMS.items())[:3]:
@@ -233,15 +244,15 @@ def test_two_seeds_are_compared(copy: Path):
     assert snapshot(copy / "runs") == before
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path):
+def test_a_damaged_checkpoint_is_reported_and_skipped(copy: Path):
     (damaged,) = (copy / "runs/tiny/checkpoints/step_00000012").glob("model-*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    said = run("tost_lm.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
-    assert f"step_00000012/{damaged.name}: damaged" in said
+    output = run("tost_lm.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
+    assert f"step_00000012/{damaged.name}: damaged" in output
     assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
 
 
-def test_damaged_shards_and_settings_are_refused(copy: Path):
+def test_damaged_shards_and_settings_are_rejected(copy: Path):
     (copy / "out").unlink()
     assert "not a shard folder" in refusal("eval.zero_shot", "runs/tiny", cwd=copy)
     (copy / "runs/tiny/config.toml").write_text("[data\n")
@@ -255,11 +266,11 @@ def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Pat
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    said = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
-    assert "valid_00000.bin: damaged" in said
+    output = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
+    assert "valid_00000.bin: damaged" in output
 
 
-def test_an_export_keeps_its_own_results(copy: Path):
+def test_an_export_has_its_own_results(copy: Path):
     step = copy / "runs/tiny/checkpoints/step_00000012"
     model = tost_lm.load(step)
     write_checkpoint(copy / "export", model.config, model.state_dict(), read_tokenizer(find_tokenizer(step)))
@@ -268,7 +279,7 @@ def test_an_export_keeps_its_own_results(copy: Path):
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
 
 
-def test_ctrl_c_leaves_no_half_result(copy: Path):
+def test_ctrl_c_leaves_no_partial_result(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports
     code, errors = interrupt(
@@ -279,15 +290,15 @@ def test_ctrl_c_leaves_no_half_result(copy: Path):
     assert not (copy / "runs/tiny" / NEEDLE / "results.json").exists()
 
 
-def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
+def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
     (copy / "other.toml").write_text(
-        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nvalid_share = 0.1\n'
+        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nvalid_fraction = 0.1\n'
         '[tokenizer]\npath = "other/tokenizer.model"\nvocab_size = 350\n[shards]\nfolder = "other/shards"\n'
     )
     run("data_prep.train_tokenizer", "other.toml", cwd=copy)
     run("data_prep.build_shards", "other.toml", cwd=copy)
-    said = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
-    assert "its tokens are of another tokenizer" in said
+    output = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
+    assert "other/shards: made with another tokenizer" in output
 
 
 @pytest.mark.parametrize(
@@ -300,12 +311,12 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
         (
             "eval.zero_shot",
             ["runs/tiny", 'zero_shot.protocols=["wikitext"]'],
-            "there is no 'wikitext'; there are",
+            "'wikitext' is not a protocol; choose from",
         ),
         (
             "eval.zero_shot",
             ["runs/tiny", 'zero_shot.protocols=["text8@bpc"]'],
-            "text8 needs a file: give sets.text8=FILE (text8 as it is; its last 5,000,000 characters are the test",
+            "sets.text8: not set, and the hub does not have this test set; give sets.text8=FILE (text8, the whole file)",
         ),
         ("eval.zero_shot", ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"], "sets.ptb x: no such"),
         (
@@ -315,32 +326,37 @@ def test_a_foreign_tokenizer_is_refused(copy: Path, prepared: Path):
                 'zero_shot.protocols=["lambada_openai@lm-eval"]',
                 "sets.lambada_openai=runs/tiny/config.toml",
             ],
-            "runs/tiny/config.toml, line 1: not JSON",
+            "runs/tiny/config.toml, line 1: wrong format, the file looks like plain text; give JSON lines",
         ),
-        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 passes the model's positions (64)"),
+        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 exceeds the model's positions (64)"),
         ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
         (
             "eval.retrieval",
             ["runs/tiny", 'retrieval.tasks=["needle"]'],
-            "there is no 'needle'; there are needle@words, ",
+            "'needle' is not a task; choose from needle@words, ",
         ),
         ("eval.retrieval", ["runs/tiny", "retrieval.haystack=nowhere"], "retrieval.haystack nowhere: no such file"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
-        ("tost_lm.generate", ["runs/tiny", "a", "b"], "b: an override is written section.key=value"),
+        ("tost_lm.generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
         ("tost_lm.generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
-        ("tost_lm.generate", ["runs/tiny", "a", "sample.top_k=5"], "set sample.temperature above 0, or leave them out"),
+        ("tost_lm.generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
         ("tost_lm.generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
         ("tost_lm.generate", ["runs/tiny", "a", 'sample.stop=[""]'], "sample.stop: string should have at least 1 char"),
+        (
+            "eval.zero_shot",
+            ["runs/tiny", 'zero_shot.protocols=["wikitext2@lm-eval"]', "sets.wikitext2=out/shards/manifest.json"],
+            "out/shards/manifest.json, line 1: wrong format, the file looks like JSON lines; give wiki.test.raw",
+        ),
         ("eval.text", ["runs/tiny"], "text.file: must be set"),
         ("eval.text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
-        ("eval.report", ["out"], "out: not a run folder"),
-        ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder: is for several runs"),
+        ("eval.report", ["out"], "not a run folder, config.toml is missing: out;"),
+        ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(evaluated: Path, program: str, words: list[str], problem: str):
     before = snapshot(evaluated / "runs")
-    said = refusal(program, *words, cwd=evaluated)
-    assert problem in said
-    assert "\n" not in said
+    output = refusal(program, *words, cwd=evaluated)
+    assert problem in output
+    assert "\n" not in output
     assert snapshot(evaluated / "runs") == before

@@ -1,4 +1,4 @@
-"""pretrain.extend as a user runs it, and a second phase of training that begins from what it makes."""
+"""pretrain.extend as a user runs it, and a second phase of training with its result."""
 
 import json
 import shutil
@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from programs import refusal, run, snapshot
 
+from tost_lm.testing import FLOAT32_REORDERED
+
 EXTEND = ["runs/tiny", "extend.max_positions=256", "extend.folder=models/long"]
 SECOND_PHASE = [
-    "run.toml", "train.initial_weights=models/long", "model.max_positions=256", "train.sequence_tokens=256",
-    "train.steps=4", "checkpoint.every=2",
+    "run.toml", "train.initial_weights=models/long", "model.max_positions=256", "train.seq_len=256",
+    "train.steps=4", "checkpoint.interval=2",
 ]  # fmt: skip
 
 
@@ -18,38 +20,36 @@ def losses(workplace: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_model_is_extended_and_trained_on_and_resumes_without_the_weights_it_began_from(workplace: Path):
-    run("pretrain.train", "run.toml", "train.sequence_tokens=64", cwd=workplace)
-    said = refusal("pretrain.extend", *EXTEND, cwd=workplace)
-    assert [line.split(":")[0] for line in said.splitlines()] == ["extend.positions", "extend.denom_bias"]
+def test_an_extended_model_trains_and_resumes_without_its_initial_weights(workplace: Path):
+    run("pretrain.train", "run.toml", "train.seq_len=64", cwd=workplace)
+    printed = refusal("pretrain.extend", *EXTEND, cwd=workplace)
+    assert [line.split(":")[0] for line in printed.splitlines()] == ["extend.positions", "extend.denom_bias"]
     how = ["extend.positions=keep", "extend.denom_bias=keep"]
     *_, promise, next_command = run("pretrain.extend", *EXTEND, *how, cwd=workplace).splitlines()
-    assert promise == "the logits of the first 64 positions are what they were, to the bit"
-    assert next_command == "to train on: train.initial_weights=models/long model.max_positions=256"
+    assert promise == "the logits of the first 64 positions are bitwise identical"
+    assert next_command == "to continue training: train.initial_weights=models/long model.max_positions=256"
     before = snapshot(workplace / "models")
     assert run("pretrain.extend", *EXTEND, *how, cwd=workplace).startswith("reusing models/long ")
-    assert "exists, and is not" in refusal(
-        "pretrain.extend", *EXTEND, *how[:1], "extend.denom_bias=head", cwd=workplace
-    )
+    assert "exists and is not" in refusal("pretrain.extend", *EXTEND, *how[:1], "extend.denom_bias=head", cwd=workplace)
 
-    said = run("pretrain.train", *SECOND_PHASE, "run.name=never_stopped", cwd=workplace)
-    assert "with the weights of models/long" in said
+    printed = run("pretrain.train", *SECOND_PHASE, "run.name=never_stopped", cwd=workplace)
+    assert "with the weights of models/long" in printed
     assert losses(workplace, "never_stopped")[0] == pytest.approx(losses(workplace, "tiny")[-1], rel=0.03)
-    mixed = ["run.name=mixed", "parallel.tensor=2", "run.stop_step=1"]
+    mixed = ["run.name=mixed", "parallel.tensor=2", "run.stop_at_step=1"]
     run("pretrain.train", *SECOND_PHASE, *mixed, cwd=workplace, ranks=2)
-    assert losses(workplace, "mixed")[0] == pytest.approx(losses(workplace, "never_stopped")[0], rel=1e-5)
-    said = refusal("pretrain.train", *SECOND_PHASE, "run.name=other", "model.layer_scale=0.5", cwd=workplace)
-    assert said.splitlines()[1:] == ["model.layer_scale: 1.0 → 0.5"]
+    assert losses(workplace, "mixed")[0] == pytest.approx(losses(workplace, "never_stopped")[0], rel=FLOAT32_REORDERED)
+    printed = refusal("pretrain.train", *SECOND_PHASE, "run.name=other", "model.layer_scale=0.5", cwd=workplace)
+    assert printed.splitlines()[1:] == ["model.layer_scale: 1.0 → 0.5"]
     assert not (workplace / "runs/other").exists()
 
-    run("pretrain.train", *SECOND_PHASE, "run.name=stopped", "run.stop_step=2", cwd=workplace)
+    run("pretrain.train", *SECOND_PHASE, "run.name=stopped", "run.stop_at_step=2", cwd=workplace)
     assert snapshot(workplace / "models") == before
     shutil.rmtree(workplace / "models")
-    said = run("pretrain.train", *SECOND_PHASE, "run.name=stopped", cwd=workplace)
-    assert "resuming from runs/stopped/checkpoints/step_00000002" in said
+    printed = run("pretrain.train", *SECOND_PHASE, "run.name=stopped", cwd=workplace)
+    assert "resuming from runs/stopped/checkpoints/step_00000002" in printed
     assert losses(workplace, "stopped") == losses(workplace, "never_stopped")
     events = [json.loads(line) for line in (workplace / "runs/stopped/events.jsonl").read_text().splitlines()]
-    (begun,) = [event for event in events if event["event"] == "initial weights"]
-    assert (begun["step"], begun["folder"], len(begun["manifest_sha256"])) == (0, "models/long", 64)
-    said = refusal("pretrain.train", *SECOND_PHASE, "run.name=new", cwd=workplace)
-    assert said.startswith("models/long: no such folder")
+    (started,) = [event for event in events if event["event"] == "initial weights"]
+    assert (started["step"], started["folder"], len(started["manifest_sha256"])) == (0, "models/long", 64)
+    printed = refusal("pretrain.train", *SECOND_PHASE, "run.name=new", cwd=workplace)
+    assert printed.startswith("models/long: no such folder")

@@ -1,4 +1,4 @@
-"""Faults under torchrun while the ranks wait for each other: a line names who is lost, the run ends or starts again."""
+"""Faults under torchrun in a collective: one line names the lost rank, and the run ends or restarts."""
 
 import os
 import re
@@ -12,13 +12,13 @@ import pytest
 from programs import ENVIRONMENT
 from two_hosts import INTERFACE, two_hosts
 
-from tost_lm.parallel.heartbeat import read_heartbeats
+from tost_lm.parallel.watchdog.heartbeat import read_heartbeats
 
 HOST = os.uname().nodename
 TIMEOUT_S = 5
-BUSY_MACHINE_S = 15  # what may come on top of the promised 2 s
+BUSY_MACHINE_S = 15  # added to the guaranteed 2 s
 PROGRAM = f'''
-"""Steps in which all ranks meet. FAULTS has for each attempt the rank that gets a signal in step 3, and the signal."""
+"""Steps with a collective. FAULTS has RANK:SIGNAL for each attempt: the rank that gets the signal in step 3."""
 
 import os
 import time
@@ -29,54 +29,54 @@ import torch.distributed as dist
 
 from tost_lm.config import run_program
 from tost_lm.config.section import Section
-from tost_lm.parallel.failures import naming_lost_ranks
-from tost_lm.parallel.heartbeat import Heartbeat
+from tost_lm.parallel.watchdog.watch import watch_ranks
+from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.world import start_world, stop_world
 
 
-class Nothing(Section):
+class NoSettings(Section):
     """No settings."""
 
 
-def main(path: None, config: Nothing) -> None:
+def main(path: None, config: NoSettings) -> None:
     faults = os.environ["FAULTS"].split()
     faulty, number = faults[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":")
     world = start_world("cpu", {TIMEOUT_S})
-    heart = Heartbeat(Path("heartbeats"), world.rank)
-    with naming_lost_ranks(heart, {TIMEOUT_S}):
+    heartbeat = Heartbeat(Path("heartbeats"), world.rank)
+    with watch_ranks(heartbeat, {TIMEOUT_S}):
         for step in range(1, 1000):
-            heart.beat(step, "training")
+            heartbeat.record(step, "training")
             time.sleep(0.1)
             if step == 3 and world.rank == int(faulty):
-                time.sleep(0.3)  # the others are in the collective by then
+                time.sleep(0.3)  # the others then wait in the collective
                 os.kill(os.getpid(), int(number))
             dist.all_reduce(torch.ones(3))
         stop_world()
 
 
-run_program(main, name="program", doc=__doc__, takes="[CONFIG]", config=Nothing)
+run_program(main, name="program", doc=__doc__, positional="[CONFIG]", config=NoSettings)
 '''
 
 
-def wait_until(there: Callable[[], bool], *processes: subprocess.Popen[bytes]) -> None:
+def wait_until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 100
-    while not there() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         assert [process.poll() for process in processes] == [None] * len(processes)
         time.sleep(0.05)
 
 
-def test_each_fault_is_named_once_and_after_each_death_the_restarted_ranks_meet(tmp_path: Path):
+def test_each_lost_rank_is_named_once_and_restarted_ranks_rendezvous(tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    faults = {"FAULTS": "0:9 1:9 0:9 1:19"}  # three die, the last one is stopped
+    faults = {"FAULTS": "0:9 1:9 0:9 1:19"}  # three are killed, the last one is stopped
     log = tmp_path / "stderr"
-    said = lambda: re.findall("^error: (.*)$", log.read_text(), re.MULTILINE)
+    errors = lambda: re.findall("^error: (.*)$", log.read_text(), re.MULTILINE)
     with (
         log.open("wb") as file,
         subprocess.Popen([*launch, "program.py"], cwd=tmp_path, env=ENVIRONMENT | faults, stderr=file) as launcher,
     ):
         try:
-            wait_until(lambda: len(said()) == 4, launcher)
+            wait_until(lambda: len(errors()) == 4, launcher)
             beats = read_heartbeats(tmp_path / "heartbeats")
             took = time.time() - beats[1].time
             os.kill(beats[1].pid, 9)  # torchrun would wait half a minute for it
@@ -91,21 +91,23 @@ def test_each_fault_is_named_once_and_after_each_death_the_restarted_ranks_meet(
             lost, (0, 1, 0, 1), ["its process is gone"] * 3 + ["it does not answer"], strict=True
         )
     ]
-    lines = said()
+    lines = errors()
     assert [line for line, pattern in zip(lines, expected, strict=True) if not re.fullmatch(pattern, line)] == []
     assert f"pid {beats[1].pid}" in lines[3]
     assert TIMEOUT_S < took < TIMEOUT_S + 2 + BUSY_MACHINE_S
     assert not re.search(r"^\[rank|^frame #|terminate called", log.read_text(), re.MULTILINE), log.read_text()
 
 
-def test_when_the_network_is_cut_both_sides_end_and_say_whom_they_lost(
-    tmp_path: Path, request: pytest.FixtureRequest, survived: Callable[[str, int, str], None]
+def test_after_a_network_cut_both_sides_end_and_name_what_they_lost(
+    tmp_path: Path, request: pytest.FixtureRequest, record_fault: Callable[[str, int, str], None]
 ):
     cuts = 5 if request.config.getoption("--full") else 1
     for number in range(cuts):
         (tmp_path / str(number)).mkdir()
         cut_the_network(tmp_path / str(number))
-    survived("network cut between two hosts", cuts, "both sides end and name who is lost")
+    record_fault(
+        "network cut between two hosts", cuts, "both sides end with an error that names the lost rank or launcher"
+    )
 
 
 def cut_the_network(folder: Path) -> None:
@@ -126,11 +128,11 @@ def cut_the_network(folder: Path) -> None:
         for launcher in launchers:
             launcher.wait(timeout=60)
         took = time.monotonic() - cut
-    said = [re.findall("^error: (.*)$", log.read_text(), re.MULTILINE) for log in logs]
+    errors = [re.findall("^error: (.*)$", log.read_text(), re.MULTILINE) for log in logs]
     lost = rf"rank 1 \({HOST}, pid \d+\) was lost: it does not answer; its last step was \d+ \(training, \d+ s ago\)"
-    assert len(said[0]) == 1, logs[0].read_text()
-    assert re.fullmatch(lost, said[0][0])
-    launcher_lost = f"the launcher on {hosts[0].address} was lost: it held the store through which the ranks meet"
-    assert said[1] == [launcher_lost], logs[1].read_text()
+    assert len(errors[0]) == 1, logs[0].read_text()
+    assert re.fullmatch(lost, errors[0][0])
+    launcher_lost = f"the launcher on {hosts[0].address} was lost: it held the rendezvous store"
+    assert errors[1] == [launcher_lost], logs[1].read_text()
     assert all(launcher.returncode for launcher in launchers)
     assert TIMEOUT_S - 1 < took < TIMEOUT_S + 5 + BUSY_MACHINE_S

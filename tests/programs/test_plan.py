@@ -9,12 +9,12 @@ RECIPE = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
 
 def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
     code, out, err = Forked(
-        "pretrain.plan", RECIPE, "train.micro_batch_sequences=60", "cluster.memory_gb=20", cwd=tmp_path
+        "pretrain.plan", RECIPE, "train.micro_batch_size=60", "cluster.memory_gb=20", cwd=tmp_path
     ).finish()
     assert code == 2
-    assert "| memory of a GPU " in out
-    assert "| the whole run " in out
-    assert err.startswith("error: a GPU would need ")
-    assert "; what fits: train.micro_batch_sequences=30 (" in err
+    assert "| GPU memory " in out
+    assert "| duration of the run " in out
+    assert err.startswith("error: a GPU needs ")
+    assert "; set train.micro_batch_size=30 (" in err
     assert len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []

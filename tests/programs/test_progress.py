@@ -1,4 +1,4 @@
-"""Progress of long steps: lines in a log now and then, a bar on a terminal, speed and remaining time in both."""
+"""Progress output: periodic lines in a log, a bar on a terminal, rate and remaining time in both."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ with progress.Progress("tokenizing", "B") as bar:
 """
 
 
-def test_a_log_gets_a_line_now_and_then():
+def test_a_log_gets_periodic_lines():
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert 1 <= len(lines) <= 4
@@ -35,10 +35,10 @@ def test_a_terminal_gets_a_bar():
     termios.tcsetwinsize(theirs, (24, 120))
     os.set_blocking(ours, False)
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=CHECKOUT, env=ENVIRONMENT, stderr=theirs, check=True)
-    said = os.read(ours, 1 << 16).decode()
+    output = os.read(ours, 1 << 16).decode()
     os.close(ours)
     os.close(theirs)
-    assert "tokenizing: " in said
-    assert "/12.0M" in said
-    assert "MB/s" in said
-    assert "5 tokens/s" in said
+    assert "tokenizing: " in output
+    assert "/12.0M" in output
+    assert "MB/s" in output
+    assert "5 tokens/s" in output

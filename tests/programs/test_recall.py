@@ -1,4 +1,4 @@
-"""Recall as a user measures it: a table; a model that was trained is kept when the next one is stopped."""
+"""eval.recall as a user runs it: a table, an interruption that keeps the results so far, and a mistake."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ max_positions = 8
 layer_scale = 0.0
 [mqar]
 pairs = 2
-sequence_tokens = 8
+seq_len = 8
 vocab_size = 16
 examples = 40
 [optim]
@@ -23,11 +23,11 @@ lr = 0.01
 min_lr = 0.001
 [train]
 steps = 30
-batch_examples = 2
+batch_size = 2
 """
 
 
-def test_what_was_trained_is_kept_when_it_is_stopped_and_not_trained_again(tmp_path: Path):
+def test_results_of_trained_models_remain_after_an_interruption(tmp_path: Path):
     (tmp_path / "mqar.toml").write_text(TINY)
     stored = tmp_path / "runs/mqar/eval/mqar@zoology/results.json"
     words = ["eval.recall", "mqar.toml", 'recall.patterns=["A", "T"]']
@@ -38,21 +38,19 @@ def test_what_was_trained_is_kept_when_it_is_stopped_and_not_trained_again(tmp_p
     kept = json.loads(stored.read_text())["results"]
     assert [result["identity"]["seed"] for result in kept] == list(range(len(kept)))
 
-    said = run(*words, "recall.seeds=[0]", cwd=tmp_path)
-    assert "training T, seed 0" in said
-    assert "training A" not in said
-    assert "A, seed 0:" in said
-    assert "| AA | " in said
-    assert "| TT | " in said
+    output = run(*words, "recall.seeds=[0]", cwd=tmp_path)
+    assert "training T, seed 0" in output
+    assert "training A" not in output
+    assert "A, seed 0:" in output
+    assert "| AA | " in output
+    assert "| TT | " in output
     assert json.loads(stored.read_text())["results"][:-1] == kept
 
 
 def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path):
     (tmp_path / "mqar.toml").write_text(TINY)
     before = snapshot(tmp_path)
-    said = refusal("eval.recall", "mqar.toml", "mqar.pairs=3", cwd=tmp_path)
-    assert (
-        said
-        == "mqar.toml: mqar.pairs: 3 need mqar.sequence_tokens of 12 or more, two for each pair and two for its query"
-    )
+    output = refusal("eval.recall", "mqar.toml", "mqar.pairs=3", cwd=tmp_path)
+    assert output.startswith("mqar.toml: mqar.pairs: 3 pairs do not fit; set mqar.seq_len to 12 or more, ")
+    assert "\n" not in output
     assert snapshot(tmp_path) == before

@@ -10,7 +10,8 @@ import pytest
 from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
 
 import tost_lm
-from tost_lm.testing import assert_close
+from tost_lm.files import read_rows
+from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 
 def metrics(workplace: Path, name: str) -> list[dict]:
@@ -53,12 +54,14 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
 
 def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, never_stopped: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
-    code, errors = interrupt(
-        "pretrain.train", "run.toml", cwd=workplace, ranks=2, when=lambda: (checkpoints / "step_00000008").exists()
+    rows = workplace / "runs/tiny/metrics.jsonl"
+    code, _ = interrupt(
+        "pretrain.train", "run.toml", cwd=workplace, ranks=2, when=lambda: rows.exists() and rows.stat().st_size > 0
     )
-    assert code != 0
-    assert errors.count("the same command goes on from what is complete") == 1
-    damaged = sorted(checkpoints.iterdir())[-1] / "optimizer-00001-of-00002.safetensors"
+    assert code != 0  # torchrun's
+    assert "stopped on SIGINT with everything saved" in (workplace / "runs/tiny/log.txt").read_text()
+    run("pretrain.train", "run.toml", "run.stop_at_step=8", cwd=workplace, ranks=2)
+    damaged = checkpoints / "step_00000008/optimizer-00001-of-00002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     said = run("pretrain.train", "run.toml", cwd=workplace, ranks=2)
     assert f"{damaged.relative_to(workplace)}: damaged" in said
@@ -66,8 +69,17 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
     assert weights(workplace, "tiny") == weights(never_stopped, "tiny")
 
 
+def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Path):
+    words = ["run.toml", "run.name=valid", "train.steps=2", "validation.every=2", "validation.sequences=100000"]
+    output = run("pretrain.train", *words, cwd=workplace)
+    assert "validation.sequences 100,000 is more than one pass over the held-out split: using its " in output
+    (row,) = read_rows(workplace / "runs/valid/validation.jsonl")
+    manifest = json.loads((workplace / "out/shards/manifest.json").read_text())
+    assert row["tokens"] == manifest["splits"]["valid"]["tokens"]
+
+
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
-    words = ["run.toml", "run.name=alone", "checkpoint.every=3", "checkpoint.keep=2", "run.log_every=4"]
+    words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4"]
     said = run("pretrain.train", *words, cwd=workplace)
     assert "1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
@@ -75,7 +87,7 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     ]  # fmt: skip
     expected = {step: loss for step, loss, *_ in curve(never_stopped, "tiny")}
     for step, loss, *_ in curve(workplace, "alone"):
-        assert loss == pytest.approx(expected[step], rel=1e-5)
+        assert loss == pytest.approx(expected[step], rel=FLOAT32_REORDERED)
     before = snapshot(workplace / "runs")
     assert "reusing runs/alone/checkpoints/step_00000012" in run("pretrain.train", *words, cwd=workplace)
     assert snapshot(workplace / "runs") == before
@@ -85,34 +97,41 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
 
 
 def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
-    run("pretrain.train", "run.toml", "run.stop_step=6", cwd=workplace, ranks=2)
+    run("pretrain.train", "run.toml", "run.stop_at_step=6", cwd=workplace, ranks=2)
     words = ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]
     said = run("pretrain.train", "run.toml", *words, cwd=workplace, ranks=4)
     assert "4 ranks (tensor 2 × sequence 2 × data 1) on cpu" in said
     assert "resuming from runs/tiny/checkpoints/step_00000006" in said
     for found, expected in zip(curve(workplace, "tiny"), curve(never_stopped, "tiny"), strict=True):
-        assert found == pytest.approx(expected, rel=3e-4)  # a gradient norm of 35 among those of 1 is off by 1e-4
+        assert found == pytest.approx(expected, rel=64 * FLOAT32_REORDERED)  # a peak of the gradient norm amplifies it
     whole, other = (tost_lm.load(folder / "runs/tiny").state_dict() for folder in (never_stopped, workplace))
     for name, weight in whole.items():
-        assert_close(other[name], weight, relative=1e-4, what=name)
+        assert_close(other[name], weight, relative=FLOAT32_REORDERED, what=name)
 
 
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
-    run("pretrain.train", "run.toml", "run.stop_step=8", cwd=workplace)
+    run("pretrain.train", "run.toml", "run.stop_at_step=8", cwd=workplace)
     (checkpoints / "step_00000008/model.json").write_text("{}")
     (checkpoints / ".step_00000009.tmp").mkdir()
-    run("pretrain.train", "run.toml", "checkpoint.keep=1", "run.stop_step=6", cwd=workplace)
+    run("pretrain.train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=6", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000006", "step_00000008"]
-    run("pretrain.train", "run.toml", "checkpoint.keep=1", "run.stop_step=8", cwd=workplace)
+    run("pretrain.train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=8", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000008"]
     # A restart that cannot begin leaves the earlier run where it is.
     before = snapshot(workplace / "runs")
     for wrong in ("model.vocab_size=300", "run.device=cuda"):
-        refusal("pretrain.train", "run.toml", "run.if_changed=restart", "train.seed=3", wrong, cwd=workplace)
+        refusal("pretrain.train", "run.toml", "run.on_config_change=restart", "train.seed=3", wrong, cwd=workplace)
         assert snapshot(workplace / "runs") == before
     # One that can sets it aside, whole.
-    said = run("pretrain.train", "run.toml", "run.if_changed=restart", "train.seed=3", "run.stop_step=1", cwd=workplace)
+    said = run(
+        "pretrain.train",
+        "run.toml",
+        "run.on_config_change=restart",
+        "train.seed=3",
+        "run.stop_at_step=1",
+        cwd=workplace,
+    )
     assert "train.seed: 0 → 3" in said
     (aside,) = (workplace / "runs").glob("tiny.before-*")
     assert {f"tiny/{name}": data for name, data in snapshot(aside).items()} == {
@@ -130,19 +149,22 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
     ("override", "problem"),
     [
         ("optim.weigth_decay=0.1", "optim.weigth_decay: unknown key (did you mean optim.weight_decay?)"),
-        ("train.sequence_tokens=65", "train.sequence_tokens 65 is longer than model.max_positions 64"),
+        ("train.seq_len=65", "train.seq_len 65 is longer than model.max_positions 64"),
         ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
         ("data.folder=nowhere", "nowhere: not a shard folder"),
-        ("run.device=cuda", "run.device = cuda: this machine has none"),
-        ("parallel.tensor=3", "model.heads 2 cannot be shared by parallel.tensor 3 ranks"),
+        ("run.device=cuda", "run.device = cuda: this machine has no such device"),
+        ("parallel.tensor=3", "model.heads 2 is not divisible by parallel.tensor 3"),
         (
             "parallel.sequence=2",
             "parallel.tensor 1 × parallel.sequence 2 = 2 does not divide the 1 ranks of this launch",
         ),
-        ("parallel.offload=optimizer", "parallel.offload 'optimizer' needs parallel.zero_stage 2 or more, not 1"),
+        (
+            "parallel.offload=optimizer",
+            "parallel.offload 'optimizer' needs ZeRO stage 2 or higher: parallel.zero_stage 1;",
+        ),
         ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
         ("model.preset=[1]", "model.preset"),
-        ("model.pattern=G", "G layers of model.pattern run on a GPU only: use T and A layers here"),
+        ("model.pattern=G", "G layers of model.pattern run on a GPU only, not on cpu; use T and A layers"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):
@@ -155,7 +177,7 @@ def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str,
 def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workplace: Path):
     (workplace / "runs/tiny").mkdir(parents=True)
     (workplace / "runs/tiny/thesis.txt").write_text("years of work")
-    assert "exists and is no run folder" in refusal("pretrain.train", "run.toml", cwd=workplace)
+    assert "exists and is not a run folder" in refusal("pretrain.train", "run.toml", cwd=workplace)
     shutil.rmtree(workplace / "runs")
     shutil.copytree(workplace / "out/shards", workplace / "mine")
     tokenizer = workplace / "mine/tokenizer.model"
@@ -177,5 +199,6 @@ def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert said == [
-        "error: train.batch_sequences 4 is not divisible by 3 data ranks × train.micro_batch_sequences 1 = 3"
+        "error: train.global_batch_size 4 is not divisible by 3 data ranks × train.micro_batch_size 1 = 3: set "
+        "parallel.sequence=3, or train.global_batch_size=6"
     ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""The wheel and the sdist: what they hold, and the wheel in an environment with the base dependencies alone.
+"""The wheel and the sdist: their content, and the wheel in an environment with the base dependencies only.
 
-Nothing is fetched: in a new environment links lead to what the base dependencies have installed here.
+Nothing is downloaded: the new environment links to the installed packages.
 """
 
 import email
@@ -41,12 +41,12 @@ EXTRAS = {
     "tost_lm.ops.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
-    "tost_lm.training.departure": {"psutil"},
+    "tost_lm.training.graceful_stop": {"psutil"},
     "tost_lm.training.hooks": {"psutil"},
     "tost_lm.training.loop": {"psutil"},
     "tost_lm.training.tile_size": {"psutil"},
 }
-"""Modules, by the beginning of their names, that cannot be imported without a package of an extra."""
+"""Prefixes of modules that cannot be imported without a package of an extra."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 IMPORT = """
 import importlib, json, sys
@@ -77,15 +77,15 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import TostError
 from tost_lm.evaluation.hugging_face import find_subject
 from tost_lm.evaluation.report import write_report
-told = []
+errors = []
 for call in (
     lambda: find_subject(Path("hub:someone/model")), lambda: gpt2_tokenizer(None), lambda: write_report(Path("run"))
 ):
     try:
         call()
     except TostError as error:
-        told.append(str(error))
-print(json.dumps(told))
+        errors.append(str(error))
+print(json.dumps(errors))
 """
 
 
@@ -105,7 +105,7 @@ def start(python: str | Path, *words: object, cwd: Path, limit_s: int = 200, **e
 
 
 def build(hook: str, tree: Path, folder: Path) -> Path:
-    """What a front end does without isolation; the result alone is in `folder`."""
+    """Build as a front end does without isolation, into `folder`."""
     folder.mkdir()
     start(sys.executable, "-I", "-c", BUILD, hook, folder, cwd=tree)
     (result,) = folder.iterdir()
@@ -118,9 +118,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=CHECKOUT, capture_output=True, text=True)
     if listed.returncode:
-        pytest.skip("not a checkout of git, which tells the sources from the rest")
+        pytest.skip("not a git checkout, so the sources are unknown")
     names = {name for name in listed.stdout.split("\0") if (CHECKOUT / name).is_file()}
-    for name in names:  # a copy: builds leave files beside the sources, and read those of builds before
+    for name in names:  # a copy, because builds write beside the sources
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CHECKOUT / name, folder / "tree" / name)
     sdist = build("build_sdist", folder / "tree", folder / "sdist")
@@ -134,12 +134,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the wheel and, of all that is installed here, its base dependencies."""
+    """The interpreter of an environment with the wheel and its base dependencies."""
     home = tmp_path_factory.mktemp("clean") / "environment"
     venv.create(home, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
     with ZipFile(built.wheel) as wheel:
-        wheel.extractall(site)  # which is all that installing it comes to: it is of Python alone
+        wheel.extractall(site)  # equals an installation, because the wheel is pure Python
     (installed,) = importlib.metadata.distributions(name="tost-lm", path=[str(site)])
     asked, known = list(installed.requires or []), set()
     while asked:
@@ -173,10 +173,10 @@ def write_model(folder: Path) -> None:
 
 
 def check_generation(python: Path, folder: Path) -> None:
-    """That what is printed is what is written down, and of no checkout."""
-    said = start(python, "-m", "tost_lm.generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
+    """The printed text equals the stored one, and no commit is recorded."""
+    printed = start(python, "-m", "tost_lm.generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
     results = json.loads((folder / "eval/sample/results.json").read_text())
-    assert said.startswith(f"The lines{results['text']}\nstate after the prompt of ")
+    assert printed.startswith(f"The lines{results['text']}\nstate after the prompt of ")
     assert 0 < results["tokens"] <= 20
     assert results["commit"] is None
 
@@ -190,7 +190,7 @@ def metadata(built: Built) -> Message:
     return email.message_from_string(contents(built.wheel)[f"tost_lm-{VERSION}.dist-info/METADATA"].decode())
 
 
-def test_the_wheel_holds_the_package_and_its_license_alone(built: Built):
+def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
     files, about = contents(built.wheel), f"tost_lm-{VERSION}.dist-info/"
     assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
     assert {name for name in files if not name.startswith(about)} == built.sources
@@ -203,7 +203,7 @@ def test_the_sdist_makes_the_same_wheel(built: Built):
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
 
 
-def test_metadata_tells_of_extras_and_shows_the_readme(built: Built):
+def test_metadata_has_the_extras_and_the_readme(built: Built):
     facts, extras = metadata(built), PROJECT["optional-dependencies"]
     assert (facts["License-Expression"], facts["Requires-Python"]) == (PROJECT["license"], PROJECT["requires-python"])
     assert facts.get_all("Provides-Extra") == list(extras)
@@ -218,7 +218,7 @@ def test_metadata_tells_of_extras_and_shows_the_readme(built: Built):
 
 
 def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
-    """Packages and their versions."""
+    """Packages and versions."""
     asked = map(Requirement, lines)
     return {
         (each.name, str(each.specifier))
@@ -227,7 +227,7 @@ def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
     }
 
 
-def test_only_what_needs_an_extra_is_not_imported_without_it(built: Built, python: Path, tmp_path: Path):
+def test_modules_without_an_extra_are_importable(built: Built, python: Path, tmp_path: Path):
     files = [name for name in built.sources if name.endswith(".py")]
     modules = sorted(name.removesuffix("/__init__.py").removesuffix(".py") for name in files)
     missing = json.loads(start(python, "-c", IMPORT, *(name.replace("/", ".") for name in modules), cwd=tmp_path))
@@ -235,7 +235,7 @@ def test_only_what_needs_an_extra_is_not_imported_without_it(built: Built, pytho
     unexpected = {
         name: package
         for name, package in missing.items()
-        if not any(name.startswith(part) and package in packages for part, packages in EXTRAS.items())
+        if not any(name.startswith(prefix) and package in packages for prefix, packages in EXTRAS.items())
     }
     assert not unexpected
 
@@ -249,9 +249,11 @@ def test_the_wheel_loads_scores_and_generates_without_the_checkout(python: Path,
     assert all(map(torch.equal, ours, theirs))
 
     check_generation(python, folder)
-    said = start(python, "-m", "tost_lm.convert", "--help", cwd=tmp_path)
-    assert "usage: python -m tost_lm.convert SOURCE" in said
-    assert "  convert.folder  (Path, required)\n      The folder to write" in said  # read from the sources
+    printed = start(python, "-m", "tost_lm.convert", "--help", cwd=tmp_path)
+    assert "usage: python -m tost_lm.convert SOURCE" in printed
+    assert (
+        "  convert.folder  (Path, required)\n      New folder for the result" in printed
+    )  # from the docstring in the sources
 
 
 def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Path):
@@ -262,17 +264,17 @@ def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Pat
     assert (tmp_path / "models/tuned/manifest.json").is_file()
 
 
-def test_a_missing_extra_is_one_line_that_says_how_to_get_it(python: Path, folder: Path, tmp_path: Path):
-    told = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
-    assert told == [
-        "a Hugging Face model needs transformers: pip install 'tost-lm[hf]'",
+def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tmp_path: Path):
+    errors = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
+    assert errors == [
+        "Hugging Face models need transformers; install it: pip install 'tost-lm[hf]'",
         "GPT-2's tokenizer needs the package tiktoken: pip install 'tost-lm[gpt2]'",
-        "the report needs markdown_it: pip install 'tost-lm[report]'",
+        "the report needs a package: markdown_it; run pip install 'tost-lm[report]'",
     ]
     programs = {
         ("tost_lm.lm_eval", "ls", "tasks"): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
         ("tost_lm.generate", folder, "parallel.tensor=2"): (
-            "an evaluation on several ranks needs megatron-core: pip install 'tost-lm[train]'"
+            "evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'"
         ),
     }
     for words, line in programs.items():

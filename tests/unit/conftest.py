@@ -1,9 +1,6 @@
-"""What must be known before torch is first imported: each of the workers that share the cores has one thread; and where
-there is no GPU, Triton's kernels run in its interpreter."""
+"""Without a GPU, Triton runs its kernels in its interpreter."""
 
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

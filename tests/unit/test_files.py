@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tost_lm.files import folder_aside, publish_folder, read_rows, write_rows, write_whole
+from tost_lm.files import make_temp_folder, publish_folder, read_rows, write_atomically, write_rows
 
 
 def test_rows_come_back_whatever_their_text(tmp_path: Path):
@@ -18,19 +18,24 @@ def test_rows_come_back_whatever_their_text(tmp_path: Path):
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path):
-    write_whole(tmp_path / "f", "old")
+    write_atomically(tmp_path / "f", "old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "f", "\ud800")
+        write_atomically(tmp_path / "f", "\ud800")
     assert (tmp_path / "f").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
 def test_a_folder_replaces_an_older_one_whole(tmp_path: Path):
     for content in ("one", "two"):
-        aside = folder_aside(tmp_path / "folder")
+        aside = make_temp_folder(tmp_path / "folder")
         (aside / content).touch()
         publish_folder(aside, tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["two"]
-    (folder_aside(tmp_path / "folder") / "left over").touch()
-    assert list(folder_aside(tmp_path / "folder").iterdir()) == []
+    (make_temp_folder(tmp_path / "folder") / "left over").touch()
+    assert list(make_temp_folder(tmp_path / "folder").iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named_and_not_the_temporary_one():
+    with pytest.raises(OSError, match=r"'/sys/report\.md'$"):
+        write_atomically(Path("/sys/report.md"), "")

@@ -1,1 +1,1 @@
-"""What the operator does in a trained model."""
+"""Analysis of trained TSSA layers."""

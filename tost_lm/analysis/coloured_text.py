@@ -1,6 +1,6 @@
-"""A text whose tokens are coloured by the head that takes more of them than of others at their position, as HTML.
+"""HTML page of a text whose tokens are coloured by the head with the largest surplus.
 
-Shapes: T tokens, L layers of TSSA, H heads.
+Shapes: T tokens, L TSSA layers, H heads.
 """
 
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from html import escape
 
 from torch import Tensor
 
-# Told apart with any colour blindness (M. Okabe and K. Ito, "Color Universal Design", 2008), black left out.
+# The colour-blind-safe palette of M. Okabe and K. Ito ("Color Universal Design", 2008) without black.
 COLOURS = ("230,159,0", "86,180,233", "0,158,115", "240,228,66", "0,114,178", "213,94,0", "204,121,167", "153,153,153")
 UNDERLINES = ("none", "underline solid", "underline dotted", "underline wavy")
-STRONGEST = 0.7  # of the colour behind black letters
-FULL = 3.0  # standard deviations
+MAX_OPACITY = 0.7  # black text stays readable
+FULL_SURPLUS = 3.0  # standard deviations
 STYLE = """
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.9 system-ui, sans-serif; color: #000;
        background: #fff; }
@@ -25,10 +25,10 @@ span { padding: .1rem 0; border-radius: .2rem; text-underline-offset: .25rem; }
 def coloured_page(title: str, texts: Sequence[str], surplus_LTH: Tensor) -> str:
     """One self-contained page with a copy of the text for each layer.
 
-    A token has the colour of the head of its largest surplus, the fuller the larger that is, up to `FULL`; beyond 8
-    heads an underline tells those of one colour apart. Pointing at a token tells head and surplus.
+    The colour of a token names the head with its largest surplus. The opacity grows with the surplus up to
+    `FULL_SURPLUS`. Heads of the same colour (more than 8 heads) differ in the underline. A tooltip has the numbers.
     """
-    legend = "".join(_span(f"head {head + 1}", head, STRONGEST) for head in range(surplus_LTH.shape[2]))
+    legend = "".join(_span(f"head {head + 1}", head, MAX_OPACITY) for head in range(surplus_LTH.shape[2]))
     layers = "\n".join(
         f'<h2>TSSA layer {number}</h2>\n<p class="text">{_text(texts, surplus_TH)}</p>'
         for number, surplus_TH in enumerate(surplus_LTH, start=1)
@@ -36,9 +36,9 @@ def coloured_page(title: str, texts: Sequence[str], surplus_LTH: Tensor) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n"
-        "<p>Each token has the colour of the head that takes most of it beside what it takes of other tokens at that "
-        f"position: the fuller, the more, up to {FULL:g} standard deviations. ∎ ends a document. Point at a token for "
-        "the figures.</p>\n"
+        "<p>The colour names the head whose membership of the token is furthest above its mean at that position. "
+        f"Full colour means {FULL_SURPLUS:g} standard deviations or more. ∎ is the end-of-text token. Hover over a "
+        "token for the head and the number.</p>\n"
         f'<p class="legend">{legend}</p>\n{layers}\n</body>\n</html>\n'
     )
 
@@ -47,7 +47,7 @@ def _text(texts: Sequence[str], surplus_TH: Tensor) -> str:
     largest_T, head_T = surplus_TH.max(-1)
     return "".join(
         _span(
-            text.replace("\n", "↵\n"), head, STRONGEST * min(max(largest, 0) / FULL, 1),
+            text.replace("\n", "↵\n"), head, MAX_OPACITY * min(max(largest, 0) / FULL_SURPLUS, 1),
             f"head {head + 1}, {largest:+.2f}" if largest > 0 else "no head",
         )
         for text, head, largest in zip(texts, head_T.tolist(), largest_T.tolist(), strict=True)
@@ -58,5 +58,5 @@ def _span(text: str, head: int, opacity: float, hint: str = "") -> str:
     underline = UNDERLINES[head // len(COLOURS) % len(UNDERLINES)]
     decoration = "" if underline == "none" else f";text-decoration:{underline}"
     style = f"background:rgba({COLOURS[head % len(COLOURS)]},{opacity:.2f}){decoration}"
-    told = f' title="{hint}"' if hint else ""
-    return f'<span style="{style}"{told}>{escape(text)}</span>'
+    title = f' title="{hint}"' if hint else ""
+    return f'<span style="{style}"{title}>{escape(text)}</span>'

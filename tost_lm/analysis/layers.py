@@ -1,67 +1,64 @@
-"""The TSSA layers of a model, and watching them while it reads.
+"""Inputs, memberships and outputs of the TSSA layers of a model while it processes tokens.
 
 Shapes: B rows, T tokens, H heads, D channels per head, C channels.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
-from tost_lm.model.positions import Places
-from tost_lm.model.streaming import carried
+from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 from tost_lm.ops.naive import memberships, statistics_dtype, token_scores
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-PIECE_TOKENS = 2048
+TILE_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class LayerPiece:
-    """What one TSSA layer does with the tokens of one call; its rows begin at one position."""
+class LayerTile:
+    """One call of one TSSA layer. All rows start at the same position."""
 
     layer: int
-    """From 0 on, TSSA layers alone."""
+    """Index among the TSSA layers, from 0."""
     block: Block
     mixer: TssaMixer
     x_BTC: Tensor
-    """The residual stream before the block."""
+    """Residual stream before the block."""
     z_BTC: Tensor
-    """What the mixer reads, behind the block's norm."""
+    """Input of the mixer: the residual stream after the block's norm."""
     y_BTC: Tensor
-    """What the mixer gives."""
+    """Output of the mixer."""
     state: TssaState | None
-    places: Places
+    info: SequenceInfo
 
     @property
-    def here(self) -> slice:
-        """Where these tokens stand in their rows."""
-        start = self.places.starts[0]
+    def positions(self) -> slice:
+        """Positions of the tokens in their rows."""
+        start = self.info.start_positions[0]
         return slice(start, start + self.z_BTC.shape[1])
 
     @cached_property
     def projected(self) -> Tensor:
         """w [B, T, H, D]."""
-        return projected(self.mixer, self.z_BTC)
+        return project(self.mixer, self.z_BTC)
 
     @cached_property
     def scores(self) -> Tensor:
-        """z [B, T, H], from which the memberships are made, float64."""
-        return scores_of(self.mixer, self.projected, self.state, self.places).double()
+        """Token scores z [B, T, H], float64."""
+        return layer_scores(self.mixer, self.projected, self.state, self.info).double()
 
     @cached_property
     def pi(self) -> Tensor:
-        """Π [B, T, H], float64."""
+        """Memberships Π [B, T, H], float64."""
         return memberships(self.scores, self.mixer.membership)
 
     @property
@@ -70,30 +67,30 @@ class LayerPiece:
         return self.block.mixer_scale(self.y_BTC)
 
 
-See = Callable[[LayerPiece], None]
+OnTile = Callable[[LayerTile], None]
 
 
 def tssa_mixers(model: TostLM) -> list[TssaMixer]:
-    """Their mixers, in the order in which they are called."""
+    """The mixers of the TSSA layers, in the order of their calls."""
     return [module for module in model.modules() if isinstance(module, TssaMixer)]
 
 
 @torch.inference_mode()
-def read(model: TostLM, tokens_BT: Tensor, see: See, state: LMState | None = None) -> LMState:
-    """Read rows of any length, and show each piece of each TSSA layer, layer by layer and piece by piece.
+def run_in_tiles(model: TostLM, tokens_BT: Tensor, on_tile: OnTile, state: LMState | None = None) -> LMState:
+    """Run the model on rows of any length, `TILE_TOKENS` at once, and pass each call of a TSSA layer to `on_tile`.
 
-    Memory is that of a piece and of the model's state. Returns the state after the last token.
+    Memory is bounded by one tile and the model's state. Returns the state after the last token.
     """
-    with watched(model, see):
-        for piece_BT in tokens_BT.split(PIECE_TOKENS, dim=1):
-            state = carried(model(piece_BT, state=state).state)
+    with observe_layers(model, on_tile):
+        for tile_BT in tokens_BT.split(TILE_TOKENS, dim=1):
+            state = to_running_dtype(model(tile_BT, state=state).state)
     assert state is not None
     return state
 
 
 @contextmanager
-def watched(model: TostLM, see: See) -> Iterator[None]:
-    """While the block lasts, show what each TSSA layer does with the tokens of each call."""
+def observe_layers(model: TostLM, on_tile: OnTile) -> Iterator[None]:
+    """Pass each call of a TSSA layer to `on_tile` until the context ends."""
     blocks = [block for block in model.modules() if isinstance(block, Block) and isinstance(block.mixer, TssaMixer)]
     streams: list[Tensor] = []
 
@@ -101,32 +98,23 @@ def watched(model: TostLM, see: See) -> Iterator[None]:
         streams.append(arguments[0])
 
     def after(layer: int, block: Block, mixer: TssaMixer, arguments: Any, result: Any) -> None:
-        z_BTC, state, places = arguments
-        see(LayerPiece(layer, block, mixer, streams.pop(), z_BTC, result[0], state, places))
+        z_BTC, state, info = arguments
+        on_tile(LayerTile(layer, block, mixer, streams.pop(), z_BTC, result[0], state, info))
 
-    of_blocks = [block.register_forward_pre_hook(before) for block in blocks]
-    of_mixers = [block.mixer.register_forward_hook(partial(after, i, block)) for i, block in enumerate(blocks)]
-    with while_hooked(*of_blocks, *of_mixers):
+    with ExitStack() as hooks:
+        for layer, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(before))
+            hooks.enter_context(block.mixer.register_forward_hook(partial(after, layer, block)))
         yield
 
 
-@contextmanager
-def while_hooked(*hooks: "RemovableHandle") -> Iterator[None]:
-    """Take the hooks away when the block ends."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def projected(mixer: TssaMixer, z_BTC: Tensor) -> Tensor:
+def project(mixer: TssaMixer, z_BTC: Tensor) -> Tensor:
     """w [B, T, H, D]."""
     return mixer.in_proj(z_BTC).unflatten(-1, (mixer.heads, -1))
 
 
-def scores_of(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, places: Places) -> Tensor:
-    """z [B, T, H], from which Π is made, of a layer that is called with this state at these places."""
+def layer_scores(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, info: SequenceInfo) -> Tensor:
+    """Token scores z [B, T, H] of a layer that is called with this state."""
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
     energy_BTHD = w_sq_BTHD.cumsum(1)
@@ -134,6 +122,6 @@ def scores_of(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, places:
     if state is not None:
         energy_BTHD = energy_BTHD + state.energy[:, None].to(dtype)
         count_BT = count_BT + state.count[:, None]
-    bias_HT = mixer.bias_of(places)
+    bias_HT = mixer.bias_of(info)
     bias_TH = None if bias_HT is None else bias_HT.mT.to(dtype)
     return token_scores(w_sq_BTHD, energy_BTHD, count_BT, mixer.temp.to(dtype), bias_TH, mixer.membership)

@@ -1,7 +1,6 @@
-"""How TSSA's heads share tokens out, Π, in a trained model: how unevenly, by position, and whether Π of a token
-depends on how much text came before it.
+"""Memberships Π of a trained model: their concentration by position, and their change after more context.
 
-Shapes: N sequences, T tokens, L layers of TSSA, H heads, P stretches of positions.
+Shapes: N sequences, T tokens, L TSSA layers, H heads, P position bins.
 """
 
 import math
@@ -15,104 +14,102 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers, watched
+from tost_lm.analysis.layers import LayerTile, observe_layers, run_in_tiles, tssa_mixers
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.positions import position_ends
 
-LEAST_DEVIATION = 1e-7
-"""Of memberships: below it there is nothing but rounding, of scores in float32."""
+MIN_DEVIATION = 1e-7
+"""A standard deviation of memberships below this is rounding error of float32 scores."""
 
 
 @dataclass(frozen=True)
 class AfterContext:
-    """The same tokens after so many tokens of other text; means over these tokens."""
+    """The probe tokens after `context_tokens` tokens of other text; means over the probe tokens."""
 
     context_tokens: int
     moved: list[float]
-    """Of each TSSA layer: total variation, ½ Σ_h |Π − Π'|, from the memberships after no other text; 0: they are the
-    same, 1: other heads have the tokens altogether."""
+    """Total variation distance ½ Σ_h |Π − Π'| from the memberships without context, by TSSA layer; from 0 to 1."""
     concentration: list[float]
-    """Of each TSSA layer."""
+    """By TSSA layer."""
     nats_per_token: float
-    """Their loss."""
+    """Loss of the probe tokens."""
 
 
 class ByPosition(NamedTuple):
-    """Of each TSSA layer. Stretches of positions end at `position_ends`."""
+    """Statistics by TSSA layer. `position_ends` are the last positions of the bins."""
 
     concentration: list[list[float]]
-    """By stretch."""
+    """[L][P]."""
     spread: list[list[float]]
-    """By stretch: how far the scores z of one token lie apart, their standard deviation over the heads, in nats."""
+    """Standard deviation of a token's scores z over the heads in nats, [L][P]."""
     explained: list[float | None]
-    """Which share of Π's variance over the tokens their position alone explains, as `explained_share`, all heads
-    together."""
+    """Fraction of Π's variance that the position explains (`explained_fraction`), over all heads."""
     explained_within: list[list[float | None]]
-    """The same of the tokens of one stretch alone."""
+    """The same within each bin, [L][P]."""
     sequences: int
     mean_LTH: Tensor
-    """Π, the mean at each position over the sequences."""
+    """Mean of Π at each position over the sequences."""
     deviation_LPH: Tensor
-    """Π, the standard deviation about that mean, of one sequence 0."""
-    stretch_T: Tensor
-    """The number of each position's stretch, from 0 on."""
+    """Standard deviation of Π about that mean; 0 for a single sequence."""
+    bin_T: Tensor
+    """Index of each position's bin, from 0."""
 
 
 def concentration(pi_H: Tensor) -> Tensor:
-    """1 − entropy over the heads / ln H, […]: 0 where all heads take an equal part in a token, 1 where one takes all.
+    """1 − entropy over the heads / ln H, […]: 0 for uniform memberships, 1 where one head has the whole token.
 
     Raises:
-        ValueError: there is one head only.
+        ValueError: there is only one head.
     """
     heads = pi_H.shape[-1]
     if heads < 2:
-        raise ValueError("one head takes every token whole: there is nothing to share out")
+        raise ValueError("the concentration of memberships needs 2 heads or more: 1")
     return 1 - torch.special.entr(pi_H).sum(-1) / math.log(heads)
 
 
 def by_position(model: TostLM, sequences_NT: Tensor) -> ByPosition:
-    """How concentrated Π is along the sequences, and how much of it the position alone decides."""
-    found = _ByPosition(model, sequences_NT)
+    """Statistics of Π by position over the sequences."""
+    running = _RunningStatistics(model, sequences_NT)
     for tokens_T in sequences_NT:
-        found.count += 1
-        read(model, tokens_T[None], found.see)
-    return found.summed_up()
+        running.count += 1
+        run_in_tiles(model, tokens_T[None], running.add)
+    return running.statistics()
 
 
 @torch.inference_mode()
 def after_context(
     model: TostLM, probes_NT: Tensor, context_S: Tensor, amounts: Sequence[int]
 ) -> Iterator[AfterContext]:
-    """The probes after none and after each of the `amounts` of tokens of the context, which is read in pieces.
+    """The probes without context and after each of the `amounts` of context tokens.
 
     Args:
-        model: in evaluation mode, and reads sequences as long as both together.
-        probes_NT: N sequences; the last token is a label only.
+        model: in evaluation mode; it accepts sequences as long as context and probe together.
+        probes_NT: N sequences; the last token is only a label.
         context_S: other text, at least as long as the largest amount.
-        amounts: how many tokens of it, from its beginning; above 0 and rising.
+        amounts: numbers of context tokens, positive and increasing.
     """
-    state, so_far, unmoved_NLTH = None, 0, None
+    state, consumed, reference_NLTH = None, 0, None
     for amount in [0, *amounts]:
         if amount:
-            state, so_far = read(model, context_S[None, so_far:amount], lambda _: None, state), amount
+            state, consumed = run_in_tiles(model, context_S[None, consumed:amount], lambda _: None, state), amount
         probed = [_probe(model, probe_T, state) for probe_T in probes_NT]
         pi_NLTH = torch.stack([pi_LTH for pi_LTH, _ in probed])
-        unmoved_NLTH = pi_NLTH if unmoved_NLTH is None else unmoved_NLTH
-        moved_NLT = (pi_NLTH - unmoved_NLTH).abs().sum(-1) / 2
+        reference_NLTH = pi_NLTH if reference_NLTH is None else reference_NLTH
+        moved_NLT = (pi_NLTH - reference_NLTH).abs().sum(-1) / 2
         moved, concentrated = (x_NLT.mean((0, 2)).tolist() for x_NLT in (moved_NLT, concentration(pi_NLTH)))
         yield AfterContext(amount, moved, concentrated, sum(nats for _, nats in probed) / len(probed))
 
 
 @contextmanager
 def recorded_memberships(model: TostLM) -> Iterator[list[Tensor]]:
-    """Π [B, T, H] of each TSSA layer, in the order in which they are computed while the model is called."""
+    """Record Π [B, T, H] of each call of a TSSA layer until the context ends."""
     recorded: list[Tensor] = []
-    with watched(model, lambda piece: recorded.append(piece.pi)):
+    with observe_layers(model, lambda tile: recorded.append(tile.pi)):
         yield recorded
 
 
-class _ByPosition:
-    """Sums over the sequences so far; those over squares as they come, beside the mean until then (Welford)."""
+class _RunningStatistics:
+    """Sums over the sequences so far; squared deviations by Welford's update."""
 
     def __init__(self, model: TostLM, sequences_NT: Tensor) -> None:
         layers = len(tssa_mixers(model))
@@ -123,62 +120,63 @@ class _ByPosition:
         self.mean_LTH = zeros(layers, tokens, model.config.heads)
         self.squares_LPH = zeros(layers, len(self.ends), model.config.heads)
         self.concentration_LP, self.spread_LP = zeros(layers, len(self.ends)), zeros(layers, len(self.ends))
-        self.stretch_T = torch.bucketize(torch.arange(tokens, device=sequences_NT.device) + 1, self.ends)
+        self.bin_T = torch.bucketize(torch.arange(tokens, device=sequences_NT.device) + 1, self.ends)
 
-    def see(self, piece: LayerPiece) -> None:
-        pi_TH, mean_TH = piece.pi[0], self.mean_LTH[piece.layer, piece.here]
-        stretch_T = self.stretch_T[piece.here]
-        self.concentration_LP[piece.layer].index_add_(0, stretch_T, concentration(pi_TH))
-        self.spread_LP[piece.layer].index_add_(0, stretch_T, piece.scores[0].std(-1, correction=0))
-        aside_TH = pi_TH - mean_TH
-        mean_TH += aside_TH / self.count
-        self.squares_LPH[piece.layer].index_add_(0, stretch_T, aside_TH * (pi_TH - mean_TH))
+    def add(self, tile: LayerTile) -> None:
+        pi_TH, mean_TH = tile.pi[0], self.mean_LTH[tile.layer, tile.positions]
+        bin_T = self.bin_T[tile.positions]
+        self.concentration_LP[tile.layer].index_add_(0, bin_T, concentration(pi_TH))
+        self.spread_LP[tile.layer].index_add_(0, bin_T, tile.scores[0].std(-1, correction=0))
+        deviation_TH = pi_TH - mean_TH
+        mean_TH += deviation_TH / self.count
+        self.squares_LPH[tile.layer].index_add_(0, bin_T, deviation_TH * (pi_TH - mean_TH))
 
-    def summed_up(self) -> ByPosition:
+    def statistics(self) -> ByPosition:
         lengths_P = self.ends.diff(prepend=self.ends.new_zeros(1))
         concentration_LP, spread_LP = (
             x_LP / (self.sequences * lengths_P) for x_LP in (self.concentration_LP, self.spread_LP)
         )
         variance_LPH = self.squares_LPH / (lengths_P[:, None] * max(self.sequences - 1, 1))
-        stretches = [slice(*ends) for ends in pairwise([0, *self.ends.tolist()])]
+        bins = [slice(*ends) for ends in pairwise([0, *self.ends.tolist()])]
         layers = range(len(self.mean_LTH))
         return ByPosition(
             concentration_LP.tolist(),
             spread_LP.tolist(),
             [self._explained(layer, slice(None), slice(None)) for layer in layers],
-            [[self._explained(layer, p, stretch) for p, stretch in enumerate(stretches)] for layer in layers],
+            [[self._explained(layer, p, positions) for p, positions in enumerate(bins)] for layer in layers],
             self.sequences,
             self.mean_LTH,
             variance_LPH.sqrt(),
-            self.stretch_T,
+            self.bin_T,
         )
 
-    def _explained(self, layer: int, stretches: int | slice, positions: slice) -> float | None:
-        mean_TH, within = self.mean_LTH[layer, positions], float(self.squares_LPH[layer, stretches].sum())
+    def _explained(self, layer: int, bins: int | slice, positions: slice) -> float | None:
+        mean_TH, within = self.mean_LTH[layer, positions], float(self.squares_LPH[layer, bins].sum())
         between = self.sequences * float((mean_TH - mean_TH.mean(0)).square().sum())
-        return explained_share(within, within + between, self.sequences * len(mean_TH), len(mean_TH))
+        return explained_fraction(within, within + between, self.sequences * len(mean_TH), len(mean_TH))
 
 
-def explained_share(within: float, total: float, count: int, groups: int) -> float | None:
-    """Which share of a variance groups explain: 1 − (variance within them) / (variance), both without bias. About 0
-    for groups drawn by lot, 1 where all members of one group are equal.
+def explained_fraction(within: float, total: float, count: int, groups: int) -> float | None:
+    """Fraction of a variance that groups explain: 1 − (variance within groups) / (variance), both unbiased.
+
+    It is about 0 for random groups and 1 where all members of a group are equal.
 
     Args:
-        within: squares about the groups' means, summed.
-        total: squares about the mean, summed.
-        count: how many members there are.
-        groups: how many groups.
+        within: sum of squared deviations from the groups' means.
+        total: sum of squared deviations from the mean.
+        count: number of members.
+        groups: number of groups.
 
     Returns:
-        None where nothing varies but by rounding, or no group has two members.
+        None where the variance is rounding error or no group has two members.
     """
-    if total <= count * LEAST_DEVIATION**2 or count <= groups:
+    if total <= count * MIN_DEVIATION**2 or count <= groups:
         return None
     return 1 - (within / (count - groups)) / (total / (count - 1))
 
 
 def _probe(model: TostLM, probe_T: Tensor, state: LMState | None) -> tuple[Tensor, float]:
-    """Memberships [L, T, H] of tokens after `state`, and their loss."""
+    """Memberships [L, T, H] of the tokens after `state`, and their loss."""
     with recorded_memberships(model) as recorded:
         loss = model(probe_T[None, :-1], labels=probe_T[None, 1:], state=state, output_state=False).loss
     assert loss is not None

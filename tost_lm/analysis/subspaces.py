@@ -1,8 +1,8 @@
-"""The subspaces that a TSSA layer projects tokens into, and what of its tokens lies in none of them.
+"""Subspaces of a TSSA layer's heads: effective rank, overlap, and the energy of the tokens outside all of them.
 
-U_h [D, C] is the block of the input projection that belongs to head h, Q_h the orthonormal basis of its rows.
+U_h [D, C] holds the rows of the input projection that belong to head h. Q_h is the orthonormal basis of these rows.
 
-Shapes: L layers of TSSA, T tokens, H heads, D channels per head, C channels.
+Shapes: L TSSA layers, T tokens, H heads, D channels per head, C channels.
 """
 
 from typing import NamedTuple
@@ -11,50 +11,49 @@ import torch
 from torch import Tensor
 
 from tost_lm.analysis.coding_rate import orthonormal
-from tost_lm.analysis.layers import LayerPiece, read, tssa_mixers
+from tost_lm.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
-NUMERICALLY_NONE = 1e-3
+MIN_SINGULAR_VALUE = 1e-3  # relative to the largest
 
 
 class Subspaces(NamedTuple):
-    """Of one layer; plain numbers."""
+    """Plain numbers of one layer."""
 
     channels: int
     """D."""
     orthogonality: list[float]
-    """Of each head, ‖U Uᵀ·D/tr(U Uᵀ) − I‖ / √D (Frobenius): 0 where its rows are orthogonal and of one length."""
+    """‖U Uᵀ·D/tr(U Uᵀ) − I‖ / √D (Frobenius) by head: 0 where the rows are orthogonal and of equal norm."""
     effective_rank: list[float]
-    """Of each head, exp of the entropy of its squared singular values' shares, 1 to D."""
+    """exp of the entropy of the normalised squared singular values by head, from 1 to D."""
     overlap: list[list[float]]
-    """Of each pair of heads, ‖Q_h Q_kᵀ‖² / D: 1 the same subspace, 0 orthogonal ones."""
+    """‖Q_h Q_kᵀ‖² / D by pair of heads: 1 for the same subspace, 0 for orthogonal subspaces."""
     chance_overlap: float
-    """Of two random subspaces of that size, D / C."""
+    """Expected overlap of random subspaces, D / C."""
     spanned: int
-    """Dimensions of the input that the heads together project: singular values of the whole projection that are at
-    least a thousandth of the largest."""
+    """Rank of the whole projection: its singular values of at least a thousandth of the largest."""
     outside: float
-    """Which share of the tokens' squared length lies in the dimensions that are not spanned."""
+    """Fraction of the tokens' energy (squared norm) in the directions that are not spanned."""
 
 
 @torch.inference_mode()
 def layer_subspaces(model: TostLM, sequences_NT: Tensor) -> list[Subspaces]:
-    """Those of each TSSA layer, in their order; `outside` is of the tokens that the layer reads in these sequences."""
+    """The subspaces of each TSSA layer; `outside` is measured on the layer's input for these sequences."""
     mixers = tssa_mixers(model)
     moments_CC = [torch.zeros(()) for _ in mixers]
 
-    def see(piece: LayerPiece) -> None:
-        z_TC = piece.z_BTC[0].double()
-        moments_CC[piece.layer] = moments_CC[piece.layer] + z_TC.T @ z_TC
+    def on_tile(tile: LayerTile) -> None:
+        z_TC = tile.z_BTC[0].double()
+        moments_CC[tile.layer] = moments_CC[tile.layer] + z_TC.T @ z_TC
 
     for tokens_T in sequences_NT:
-        read(model, tokens_T[None], see)
+        run_in_tiles(model, tokens_T[None], on_tile)
     return [_subspaces(mixer, moment_CC) for mixer, moment_CC in zip(mixers, moments_CC, strict=True)]
 
 
 def means(layer: Subspaces) -> dict[str, float]:
-    """Over the heads, of overlap over the pairs of different ones."""
+    """Means over heads; the overlap is averaged over pairs of different heads."""
     overlap_HH = torch.tensor(layer.overlap)
     pairs = len(overlap_HH) * (len(overlap_HH) - 1)
     return {
@@ -65,7 +64,6 @@ def means(layer: Subspaces) -> dict[str, float]:
 
 
 def _subspaces(mixer: TssaMixer, moment_CC: Tensor) -> Subspaces:
-    """`moment_CC`: Σ z zᵀ of the tokens."""
     weight_CC = mixer.in_proj.weight.double()
     u_HDC = weight_CC.unflatten(0, (mixer.heads, -1))
     channels = u_HDC.shape[1]
@@ -89,13 +87,13 @@ def orthogonality(u_HDC: Tensor) -> Tensor:
 
 
 def effective_rank(u_HDC: Tensor) -> Tensor:
-    """exp of the entropy of the squared singular values' shares, of each head [H]."""
-    share_HD = torch.linalg.svdvals(u_HDC).square()
-    return torch.special.entr(share_HD / share_HD.sum(-1, keepdim=True)).sum(-1).exp()
+    """exp of the entropy of each head's normalised squared singular values [H]."""
+    energy_HD = torch.linalg.svdvals(u_HDC).square()
+    return torch.special.entr(energy_HD / energy_HD.sum(-1, keepdim=True)).sum(-1).exp()
 
 
 def _outside(weight_CC: Tensor, moment_CC: Tensor) -> tuple[int, float]:
     _, values_C, directions_CC = torch.linalg.svd(weight_CC)
-    is_spanned_C = values_C >= NUMERICALLY_NONE * values_C[0]
+    is_spanned_C = values_C >= MIN_SINGULAR_VALUE * values_C[0]
     energy_C = torch.einsum("ic,cd,id->i", directions_CC, moment_CC, directions_CC)
     return int(is_spanned_C.sum()), float(energy_C[~is_spanned_C].sum() / energy_C.sum())

@@ -1,6 +1,6 @@
-"""The held-out text that a model is watched on: what stands in it, and what is known of its tokens.
+"""Held-out text for the analyses, and the information and word class of its tokens.
 
-Shapes: N sequences, T tokens, S tokens of context, V words of the vocabulary, K of the text.
+Shapes: N sequences, T tokens, S tokens of context, V vocabulary, K different tokens of the text.
 """
 
 import re
@@ -14,7 +14,7 @@ from torch import Tensor
 from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.piecewise import token_text
+from tost_lm.data.tokenizers.incremental import token_text
 from tost_lm.errors import DataError
 
 WORD_CLASSES: Mapping[str, str] = {
@@ -24,28 +24,28 @@ WORD_CLASSES: Mapping[str, str] = {
     "number": r"\s*\d+",
     "letters after a space": r"\s+[^\W\d_]\w*",
     "letters without a space": r"[^\W\d_]\w*",
-    "part of a character": "\\s*\ufffd+",
+    "incomplete character": "\\s*\ufffd+",
     "punctuation": r"\s*(?:[^\w\s]|_)+\s*",
     "other": r".*",
 }
-"""Each with what its tokens match, the first that does."""
+"""Patterns by class. A token belongs to the first class whose pattern it matches."""
 
-BLOCK_TOKENS = 1 << 20
+COUNTED_TOKENS = 1 << 20  # counted at once, as int64
 
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Documents one after another, cut into sequences from all over the held-out text."""
+    """Sequences spread evenly over the concatenated held-out documents."""
 
     sequences_NT: Tensor
     documents_NT: Tensor
-    """Which document each token is of, by number."""
+    """Index of each token's document."""
     context_S: Tensor
-    """Other text, from before the sequences."""
+    """Text before the sequences."""
 
     @property
     def document_of(self) -> Tensor:
-        """The document of which each sequence has the most tokens, [N]."""
+        """The document with the most tokens in each sequence [N]."""
         return self.documents_NT.mode(dim=1).values
 
     def to(self, device: str) -> "HeldoutText":
@@ -53,16 +53,16 @@ class HeldoutText:
 
 
 def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) -> HeldoutText:
-    """Sequences [sequences, tokens], and before them a context of so many tokens.
+    """Sequences [sequences, tokens] and a context of `context_tokens` before them.
 
     Raises:
-        DataError: there is less text.
+        DataError: the held-out text is too short.
     """
     text = Concatenation(shards.token_arrays("valid"))
     if len(text) < context_tokens + sequences * tokens:
         raise DataError(
-            f"{shards.folder}: its held-out text has {len(text):,} tokens, and a context of {context_tokens:,} and "
-            f"{sequences} sequences of {tokens:,} are wanted: lower memberships.context_tokens or "
+            f"{shards.folder}: its held-out text is too short for a context of {context_tokens:,} tokens and "
+            f"{sequences} sequences of {tokens:,}: {len(text):,} tokens; lower memberships.context_tokens or "
             "memberships.sequences, or give more text (heldout.shards=FOLDER)"
         )
     starts = np.linspace(context_tokens, len(text) - tokens, sequences).astype(np.int64)
@@ -73,18 +73,18 @@ def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) 
     return HeldoutText(flat.view(sequences, tokens), torch.from_numpy(documents_NT), context_S)
 
 
-def information(shards: Shards) -> Tensor:
-    """What each word tells by itself, −ln of its share of the held-out text, nats [V]; ∞ for one that is not there."""
+def unigram_information(shards: Shards) -> Tensor:
+    """−ln of each token's relative frequency in the held-out text, nats [V]; ∞ for tokens that do not occur."""
     count_V = np.zeros(shards.vocab_size, np.int64)
     for tokens in shards.token_arrays("valid"):
-        for start in range(0, len(tokens), BLOCK_TOKENS):  # which are counted as int64
-            count_V += np.bincount(tokens[start : start + BLOCK_TOKENS], minlength=shards.vocab_size)
+        for start in range(0, len(tokens), COUNTED_TOKENS):
+            count_V += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
     return -torch.from_numpy(count_V / count_V.sum()).log()
 
 
-def word_classes(tokenizer: Tokenizer, words_K: Tensor) -> Tensor:
-    """The number of each word's class among `WORD_CLASSES`, [K]."""
-    forms = [re.compile(form, re.DOTALL) for form in WORD_CLASSES.values()]
-    texts = [token_text(tokenizer, word) for word in words_K.tolist()]
-    found = [next(number for number, form in enumerate(forms) if form.fullmatch(text)) for text in texts]
-    return torch.tensor(found, device=words_K.device)
+def word_classes(tokenizer: Tokenizer, tokens_K: Tensor) -> Tensor:
+    """Index in `WORD_CLASSES` of each token's class [K]."""
+    patterns = [re.compile(pattern, re.DOTALL) for pattern in WORD_CLASSES.values()]
+    texts = [token_text(tokenizer, token) for token in tokens_K.tolist()]
+    found = [next(i for i, pattern in enumerate(patterns) if pattern.fullmatch(text)) for text in texts]
+    return torch.tensor(found, device=tokens_K.device)

@@ -1,8 +1,10 @@
-"""Which tokens the heads take: the surplus of a token, by how many standard deviations Π lies above its mean at that
-position in the other sequences, for each head. The deviations are those of the stretch of positions: so late tokens,
-whose Π varies far less, count as early ones do.
+"""Preferences of heads for tokens. The surplus of a token in a head is a standardised membership (z-score):
 
-Shapes: N sequences, T tokens, L layers of TSSA, H heads, K groups of tokens (such as words).
+    surplus = (Π − mean of Π at that position in the other sequences) / (standard deviation of Π in the position bin)
+
+Π of late tokens varies far less, and the division gives early and late tokens the same weight.
+
+Shapes: N sequences, T tokens, L TSSA layers, H heads, K groups of tokens (for example by token id), P position bins.
 """
 
 from collections.abc import Mapping
@@ -12,38 +14,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import LayerPiece, read
-from tost_lm.analysis.memberships import LEAST_DEVIATION, ByPosition, explained_share
+from tost_lm.analysis.layers import LayerTile, run_in_tiles
+from tost_lm.analysis.memberships import MIN_DEVIATION, ByPosition, explained_fraction
 from tost_lm.model import TostLM
 
 
 class Surplus(NamedTuple):
-    """Summed over the tokens, float64."""
+    """Sums of the surplus over the tokens, float64."""
 
     sequences: int
     squares_L: Tensor
-    """Over the heads as well."""
+    """Sum of squares, over the heads as well."""
     by_group: dict[str, Tensor]
-    """Of each labelling [K, L, H]."""
+    """Sums by group [K, L, H], for each labelling."""
     sizes: dict[str, Tensor]
-    """Of the groups of each labelling [K], in tokens; none is empty."""
+    """Number of tokens in each group [K], for each labelling; no group is empty."""
 
 
 class Typical(NamedTuple):
-    """Of one head of one layer: groups of tokens by their mean surplus."""
+    """Groups of tokens with the most extreme mean surplus in one head of one layer, as (group, mean surplus)."""
 
     most: list[tuple[int, float]]
-    """The largest, with the numbers of their groups."""
+    """The largest first."""
     least: list[tuple[int, float]]
-    """The smallest."""
+    """The smallest first."""
 
 
 def surpluses(model: TostLM, sequences_NT: Tensor, positions: ByPosition, labels: Mapping[str, Tensor]) -> Surplus:
-    """Those of all tokens of the sequences.
+    """Sums of the surplus of all tokens in the sequences.
 
     Args:
-        positions: of these sequences.
-        labels: the number of each token's group [N, T], int64, 0 to K − 1 without a gap; of each labelling.
+        positions: statistics of the same sequences.
+        labels: group index of each token [N, T], int64, 0 to K − 1 without gaps, for each labelling.
     """
     layers, _, heads = positions.mean_LTH.shape
     zeros = partial(torch.zeros, dtype=torch.float64, device=sequences_NT.device)
@@ -51,38 +53,39 @@ def surpluses(model: TostLM, sequences_NT: Tensor, positions: ByPosition, labels
     by_group = {name: zeros(len(size_K), layers, heads) for name, size_K in sizes.items()}
     found = Surplus(len(sequences_NT), zeros(layers), by_group, sizes)
 
-    def see(n: int, piece: LayerPiece) -> None:
-        surplus_TH = _surplus(piece, positions)
-        found.squares_L[piece.layer] += surplus_TH.square().sum()
+    def on_tile(n: int, tile: LayerTile) -> None:
+        surplus_TH = _surplus(tile, positions)
+        found.squares_L[tile.layer] += surplus_TH.square().sum()
         for name, labels_NT in labels.items():
-            found.by_group[name][:, piece.layer].index_add_(0, labels_NT[n, piece.here], surplus_TH)
+            found.by_group[name][:, tile.layer].index_add_(0, labels_NT[n, tile.positions], surplus_TH)
 
     for n, tokens_T in enumerate(sequences_NT):
-        read(model, tokens_T[None], partial(see, n))
+        run_in_tiles(model, tokens_T[None], partial(on_tile, n))
     return found
 
 
 def explained_by(found: Surplus, labelling: str) -> list[float | None]:
-    """Of each TSSA layer, which share of the variance of Π at a position the groups explain, as `explained_share`.
+    """Fraction of the variance of Π at a position that the groups explain (`explained_fraction`), by TSSA layer.
 
-    Of the surplus' variance 1/N is that of the mean beside which it stands, which no group explains: the share is of
-    the rest.
+    No group can explain the 1/N of the surplus variance that comes from its mean; the fraction refers to the rest.
     """
     sums_KLH, sizes_K = found.by_group[labelling], found.sizes[labelling]
     between_L = (sums_KLH.square() / sizes_K[:, None, None]).sum((0, 2))
     count, groups = int(sizes_K.sum()), len(sizes_K)
-    shares = [
-        explained_share(total - between, total, count, groups)
+    fractions = [
+        explained_fraction(total - between, total, count, groups)
         for total, between in zip(found.squares_L.tolist(), between_L.tolist(), strict=True)
     ]
-    return [None if share is None else share * found.sequences / (found.sequences - 1) for share in shares]
+    return [None if x is None else x * found.sequences / (found.sequences - 1) for x in fractions]
 
 
 def typical(found: Surplus, labelling: str, *, groups: int, tokens: int, errors: float) -> list[list[Typical]]:
-    """Of each head of each TSSA layer, [L][H]: up to so many `groups` of the largest mean surplus and of the smallest,
-    among those of so many `tokens` at least that are that many standard `errors` above 0, or below.
+    """The groups with the largest and the smallest mean surplus in each head of each TSSA layer, [L][H].
 
-    The standard error is that of as many tokens drawn by lot.
+    Args:
+        groups: largest length of each list.
+        tokens: smallest size of a group.
+        errors: smallest distance of the mean surplus from 0, in standard errors of as many random tokens.
     """
     kept_k = (found.sizes[labelling] >= tokens).nonzero()[:, 0]
     sizes_k11 = found.sizes[labelling][kept_k, None, None]
@@ -104,20 +107,20 @@ def typical(found: Surplus, labelling: str, *, groups: int, tokens: int, errors:
 
 
 def surplus_of_text(model: TostLM, tokens_T: Tensor, positions: ByPosition) -> Tensor:
-    """Of each token of the beginning of one of the sequences, [L, T, H]."""
+    """Surplus of the first tokens of one of the sequences [L, T, H]."""
     surplus_LTH = torch.zeros_like(positions.mean_LTH[:, : len(tokens_T)])
 
-    def see(piece: LayerPiece) -> None:
-        surplus_LTH[piece.layer, piece.here] = _surplus(piece, positions)
+    def on_tile(tile: LayerTile) -> None:
+        surplus_LTH[tile.layer, tile.positions] = _surplus(tile, positions)
 
-    read(model, tokens_T[None], see)
+    run_in_tiles(model, tokens_T[None], on_tile)
     return surplus_LTH
 
 
-def _surplus(piece: LayerPiece, positions: ByPosition) -> Tensor:
-    """Of the piece's only row [T, H]; 0 where Π does not vary."""
-    deviation_PH = positions.deviation_LPH[piece.layer]
-    per_deviation_PH = (1 / deviation_PH).where(deviation_PH > LEAST_DEVIATION, 0)
-    others = positions.sequences / max(positions.sequences - 1, 1)  # the mean of all is by 1/N the token's own
-    beside_TH = piece.pi[0] - positions.mean_LTH[piece.layer, piece.here]
-    return others * beside_TH * per_deviation_PH[positions.stretch_T[piece.here]]
+def _surplus(tile: LayerTile, positions: ByPosition) -> Tensor:
+    """Surplus of the tile's only row [T, H]; 0 where Π does not vary."""
+    deviation_PH = positions.deviation_LPH[tile.layer]
+    per_deviation_PH = (1 / deviation_PH).where(deviation_PH > MIN_DEVIATION, 0)
+    others = positions.sequences / max(positions.sequences - 1, 1)  # the mean includes the token itself
+    difference_TH = tile.pi[0] - positions.mean_LTH[tile.layer, tile.positions]
+    return others * difference_TH * per_deviation_PH[positions.bin_T[tile.positions]]

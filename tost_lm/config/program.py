@@ -1,9 +1,10 @@
-"""The one command grammar: `python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]`."""
+"""The command line of all programs: python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]."""
 
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from tost_lm.config.section import AnySection, Section, load_config, to_toml
 from tost_lm.errors import ConfigError, TostError
 
 EXIT_BAD_INPUT = 2
-EXIT_LEFT = 75  # EX_TEMPFAIL: nothing is lost, and the same command goes on
+EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -27,30 +28,34 @@ def run_program(
     *,
     name: str,
     doc: str,
-    takes: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
+    positional: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
     config: type[AnySection],
     prompt: str | None = None,
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
-    `takes` says what the one positional argument is: a TOML file that `config` is read from, or a checkpoint
-    (run folder, step folder or export) or another folder or file, where `config` holds only the program's own settings.
-    With `[CONFIG]` the file may be left out (`path` is None), with `RUN…` there may be several (`path` is a list).
-    `prompt` is the setting that a text behind the path stands for, unless it looks like a setting itself.
-    `--dry-run` prints the resolved configuration and does nothing else. Exit codes: 0 done, 2 bad input (a line each on
-    stderr), 130 interrupted by Ctrl-C, 141 when the reader of the output left, 1 with a traceback for a defect of ours.
+    Args:
+        positional: the positional argument: a TOML file with the settings (`[CONFIG]`: optional, else `path` is None),
+            or a checkpoint (run folder, step folder or export), folder or file; with `RUN…`, `path` is a list.
+        prompt: the setting that a second positional argument sets, unless that has the form of a setting.
+
+    `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
+    problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "torch" not in sys.modules:
+        # OpenMP threads that wait busily slow down every operation when another process uses the cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal or log that is not UTF-8 is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8
     try:
         if "--help" in words or "-h" in words:
-            print(help_text(name, doc, f"{takes} [PROMPT]" if prompt else takes, config))
+            print(help_text(name, doc, f"{positional} [PROMPT]" if prompt else positional, config))
             sys.exit(0)
-        path, overrides, dry_run = _parse(name, takes, prompt, words)
-        settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in takes else None, overrides)
+        path, overrides, dry_run = _parse(name, positional, prompt, words, list(config.model_fields))
+        settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in positional else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
         else:
@@ -59,10 +64,10 @@ def run_program(
         _exit_with_lines(error)
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", "0")) == 0:
-            print("\ninterrupted; the same command goes on from what is complete", file=sys.stderr)
+            print("\ninterrupted; run the same command to resume", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of the output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         sys.exit(EXIT_BROKEN_PIPE)
     except OSError as error:
         if error.filename is None:
@@ -71,31 +76,37 @@ def run_program(
     sys.exit(0)
 
 
-def help_text(name: str, doc: str, takes: str, config: type[Section]) -> str:
-    """What `--help` prints: the program's docstring, the grammar and every setting with type, default and meaning."""
-    lines = [doc.strip(), "", f"usage: python -m {name} {takes} [section.key=value …] [--help] [--dry-run]", ""]
+def help_text(name: str, doc: str, positional: str, config: type[Section]) -> str:
+    """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
+    lines = [doc.strip(), "", f"usage: python -m {name} {positional} [section.key=value …] [--help] [--dry-run]", ""]
     lines += _setting_lines(config, "")
     return "\n".join(lines)
 
 
 def _parse(
-    name: str, takes: str, prompt: str | None, words: list[str]
+    name: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
 ) -> tuple[Path | list[Path] | None, list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown flag; settings are written section.key=value, see --help")
+        raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
     rest = [word for word in words if word not in flags]
     if not rest or "=" in rest[0]:
-        if takes == "[CONFIG]":
+        if positional == "[CONFIG]":
             return None, rest, bool(flags)
-        raise ConfigError(f"python -m {name} needs a {takes} before any section.key=value, see --help")
-    if takes == "RUN…":
+        raise ConfigError(f"{positional} is missing; write python -m {name} {positional} before any section.key=value")
+    if positional == "RUN…":
         paths = list(takewhile(lambda word: "=" not in word, rest))
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
-    if prompt and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
+    looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
+    if prompt and looks_like_setting and looks_like_setting[1] not in sections:
+        as_prompt = shlex.quote(f"{prompt}={_toml_string(rest[1])}")
+        raise ConfigError(
+            f"{looks_like_setting[1]}: unknown key (known: {', '.join(sections)}); as a prompt, write it as {as_prompt}"
+        )
+    if prompt and len(rest) > 1 and not looks_like_setting:
         if any(word.startswith(f"{prompt}=") for word in rest[2:]):
-            raise ConfigError(f"{prompt} is given twice, behind the {takes} and as a setting")
+            raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
         rest[1] = f"{prompt}={_toml_string(rest[1])}"
     return Path(rest[0]), rest[1:], bool(flags)
 
@@ -108,7 +119,7 @@ def _exit_with_lines(error: TostError) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     alone = rank > 0 and error.printed_here is None
     if alone:
-        # Mostly every rank finds the same mistake, and the launcher ends them all as soon as rank 0 has said it.
+        # Usually all ranks have the same error, and the launcher stops them when rank 0 has printed it.
         time.sleep(5)
     if error.printed_here is not False:
         for line in str(error).splitlines():
@@ -130,7 +141,7 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
-        return " | ".join(_type_name(part) for part in get_args(annotation) if part is not NoneType)
+        return " | ".join(_type_name(inner) for inner in get_args(annotation) if inner is not NoneType)
     if get_origin(annotation) is Annotated:
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) is list:

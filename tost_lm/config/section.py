@@ -1,4 +1,4 @@
-"""The base of every configuration section, and how a tree of sections is read from TOML and overrides."""
+"""The base class of all configuration sections; reads a tree of sections from TOML and overrides."""
 
 import difflib
 import json
@@ -14,7 +14,7 @@ from tost_lm.errors import ConfigError
 
 
 class Section(BaseModel):
-    """A frozen group of settings. Each field's docstring is its line in `--help`."""
+    """A frozen group of settings. The docstring of each field is its text in `--help`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -25,10 +25,10 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(section: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
-    """Read a TOML file, lay `section.key=value` overrides over it and validate the tree.
+    """Read a TOML file, apply `section.key=value` overrides and validate the tree.
 
     Raises:
-        ConfigError: the file cannot be read, or one line for each wrong key or value, all at once.
+        ConfigError: the file cannot be read, or settings are invalid (one line for each).
     """
     tree = read_toml(path) if path else {}
     for override in overrides:
@@ -37,9 +37,9 @@ def load_config(section: type[AnySection], path: Path | None, overrides: Sequenc
 
 
 def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> AnySection:
-    """Build `section` from plain values. Raises ConfigError with a line per problem, each starting with `where`."""
+    """Build `section` from plain values. Raises ConfigError with a line for each problem that starts with `where`."""
     try:
-        # JSON mode: strict about types, yet lists and nested tables are accepted as TOML gives them.
+        # JSON mode is strict about types, but accepts lists and nested tables in the form of TOML.
         return section.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         lines = [f"{where}: {_explain(section, problem)}" for problem in error.errors(include_url=False)]
@@ -47,7 +47,7 @@ def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> Any
 
 
 def to_toml(config: Section) -> str:
-    """The whole tree as TOML, defaults included, in the order of the fields."""
+    """The whole tree as TOML, including defaults, in the order of the fields."""
     lines: list[str] = []
     tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json"))]
     for name, table in tables:
@@ -63,13 +63,14 @@ def to_toml(config: Section) -> str:
 
 
 def differences(old: Section, new: Section) -> list[str]:
-    """One line `path: old → new` for every setting in which two configurations of one class differ."""
-    old_values, new_values = dict(leaves(old.model_dump())), dict(leaves(new.model_dump()))
+    """One line `path: old → new` for each setting that differs between two configurations of one class."""
+    old_values, new_values = (dict(leaves(tree.model_dump(mode="json"))) for tree in (old, new))
     pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
-    return [f"{path}: {before!r} → {after!r}" for path, (before, after) in pairs.items() if before != after]
+    return [f"{path}: {_toml_value(a)} → {_toml_value(b)}" for path, (a, b) in pairs.items() if a != b]
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of each setting of a nested tree."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -77,16 +78,22 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
+def _toml_value(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tree of a TOML file. Raises ConfigError in one line that names it."""
+    """The tree of a TOML file. Raises ConfigError that names the file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
         raise ConfigError(f"{path}: no such configuration file{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a TOML file: {error}") from None
+        raise ConfigError(f"{path}: cannot be read as a TOML file: {error}; write it in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
@@ -95,23 +102,23 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     *parents, key = path.split(".")
     if not equals or not all([*parents, key]):
-        raise ConfigError(f"{override}: an override is written section.key=value")
+        raise ConfigError(f"not a setting: {override}; write section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        value = text  # an unquoted string
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{override}: {parent} is a value, not a section")
+            raise ConfigError(f"{override}: {parent} is a setting, not a section; see --help")
     tree[key] = value
 
 
 def _explain(section: type[Section], problem: Any) -> str:
     if problem["type"] == "json_invalid":
-        return "the settings hold text that is not Unicode"
-    location = [part for part in problem["loc"] if isinstance(part, str)]
-    path = ".".join(location) or "the whole"
+        return "a setting is not valid Unicode; write it in UTF-8"
+    location = [key for key in problem["loc"] if isinstance(key, str)]
+    path = ".".join(location) or "configuration"
     if problem["type"] == "extra_forbidden":
         known = _keys_beside(section, location)
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
@@ -119,15 +126,14 @@ def _explain(section: type[Section], problem: Any) -> str:
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
     if problem["type"] == "missing":
         return f"{path}: must be set"
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    # A message from a check over several settings names them itself.
-    return message if problem["type"] == "value_error" else f"{path}: {message}, got {problem['input']!r}"
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")  # the message of a validator names its settings
+    return f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
 
 
 def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
-    for part in location[:-1]:
-        inner = section.model_fields[part].annotation
+    for key in location[:-1]:
+        inner = section.model_fields[key].annotation
         assert isinstance(inner, type)
         assert issubclass(inner, Section)
         section = inner
@@ -135,7 +141,7 @@ def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
 
 
 def _elsewhere(section: type[Section], key: str) -> str | None:
-    """The path of a key of that name in another section of the tree."""
+    """The path of a key with this name in another section of the tree."""
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section) and key in inner.model_fields:

@@ -1,8 +1,8 @@
 """Building a shard folder: one process reads and writes in the order of the corpus, the others tokenize.
 
-The build takes place in a folder beside the one to be made. From time to time it commits: files are brought to disk and
-journal.json says how far they reach and where in the corpus to go on. Killed at any point, the next build cuts the
-files back to the last commit and goes on; the finished folder is the same, byte for byte, and appears at once.
+The build writes to a temporary folder. About once a second it commits: it flushes the files to disk and records their
+sizes and the position in the corpus in journal.json. After a kill at any point, the next build truncates the files to
+the last commit and resumes. The finished folder has the same bytes and appears atomically.
 """
 
 import fcntl
@@ -17,81 +17,72 @@ from typing import Any, NamedTuple
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.encoding import available_cores, encoded_blocks
 from tost_lm.data.journal import JOURNAL, Journal
-from tost_lm.data.shard_format import (
-    BAD_ROWS,
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    Manifest,
-    dtype_for,
-    read_manifest,
-)
+from tost_lm.data.shard_format import BAD_ROWS, FORMAT, MANIFEST, SPLITS, Manifest, dtype_for, read_manifest
 from tost_lm.data.shard_writer import LENGTHS, SplitWriter
 from tost_lm.data.sources import count_rows, fingerprint, read_blocks
-from tost_lm.data.sources.messages import changed, too_many_bad
+from tost_lm.data.sources.messages import corpus_changed, too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.files import manifest_bytes, publish_folder, replaced_folder, restore_folder, write_rows, write_whole
+from tost_lm.files import backup_folder, manifest_bytes, publish_folder, restore_backup, write_atomically, write_rows
 from tost_lm.version import VERSION
 
 COMMIT_SECONDS = 1.0
-EARLY_BAD_ROWS = 100  # so many more than the share allows end the job before its end
+EARLY_BAD_ROWS = 100  # bad rows above the allowed fraction that end a build before it has read the whole corpus
 
 
-class SoFar(NamedTuple):
-    """How far a build is; `share_read` is of the corpus, None where its size is unknown."""
+class BuildProgress(NamedTuple):
+    """Totals of a build so far; `fraction_read` of the corpus is None if its size is unknown."""
 
     documents: int
     bytes: int
     tokens: int
-    share_read: float | None
+    fraction_read: float | None
 
 
 def build_shards(
-    config: DataPrepConfig, tokenizer: Tokenizer, report: Callable[[SoFar], None] = lambda progress: None
+    config: DataPrepConfig, tokenizer: Tokenizer, report: Callable[[BuildProgress], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Tokenize a corpus into `config.shards.folder`, replacing shards that are there, and return the manifest.
+    """Tokenize a corpus into `config.shards.folder`, replacing existing shards, and return the manifest.
 
-    A document is one sequence, its tokens and the end-of-text id. What an earlier build of the same corpus, settings
-    and tokenizer left unfinished is gone on with. `report` is called with the state at the beginning and after each
-    block.
+    A document is stored as its tokens and the end-of-text id. An unfinished build of the same corpus, settings and
+    tokenizer is resumed. `report` is called at the start and after each block.
 
     Raises:
-        DataError: the corpus cannot be read, has more bad rows than allowed or leaves a split empty, the folder cannot
-            be written or replaced, another process builds it, or a worker was lost. What was built stays for next time.
+        DataError: the corpus cannot be read, has more bad rows than allowed or leaves a split empty; the folder cannot
+            be written or replaced; another process builds it; or a worker process died. The next build resumes.
     """
-    folder = config.shards.folder.resolve()  # a link stays one, and what it leads to is replaced
+    folder = config.shards.folder.resolve()  # replaces the target of a link, not the link
     _check_replaceable(folder)
-    aside = building_folder(folder)
+    temp = building_folder(folder)
     wanted = identity(config, tokenizer)
     try:
         with _locked(folder):
-            aside.mkdir(exist_ok=True)
-            if not _finished(aside, wanted):
-                _build(config, tokenizer, aside, wanted, report)
-            manifest = read_manifest(aside)
-            _remove(aside, f"*.{LENGTHS}", JOURNAL, ".*.tmp")  # the last: what killed writes left
-            publish_folder(aside, folder)
+            temp.mkdir(exist_ok=True)
+            if not _finished(temp, wanted):
+                _build(config, tokenizer, temp, wanted, report)
+            manifest = read_manifest(temp)
+            _remove(temp, f"*.{LENGTHS}", JOURNAL, ".*.tmp")  # .tmp: from killed writes
+            publish_folder(temp, folder)
     except BrokenPipeError:
-        raise  # of `report`
+        raise  # from `report`
     except OSError as error:
         raise DataError(
-            f"shards.folder {folder}: cannot be written: {error.strerror or error}; make room or mend it, and the same "
-            "command goes on"
+            f"shards.folder {folder}: cannot be written: {error.strerror or error}; free space or correct the path "
+            "and its permissions, then run the same command to resume"
         ) from None
     return manifest
 
 
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides over the tokens of a shard folder, as the manifest records it beside the name of the source."""
-    carried_out = {"source", "max_bad_share", "hub_streaming"}
+    """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
+    without_effect = {"source", "max_bad_fraction", "hub_streaming"}
     return {
         "format": FORMAT,
         "tool_version": VERSION,
         "source_fingerprint": fingerprint(config.corpus),
         "settings": {
-            **config.corpus.model_dump(mode="json", exclude=carried_out),
+            **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
         },
         "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},
@@ -100,47 +91,47 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def building_folder(folder: Path) -> Path:
-    """Where a build of `folder` takes place."""
+    """The temporary folder of a build of `folder`."""
     folder = folder.resolve()
     return folder.with_name(f".{folder.name}.building")
 
 
-def settle(folder: Path) -> None:
-    """Clear up after a build that was killed while it put its folder in place.
+def recover_folder(folder: Path) -> None:
+    """Restore or finish a folder whose build was killed while it replaced the old folder.
 
     Raises:
         DataError: another process is building it.
     """
     folder = folder.resolve()
-    if replaced_folder(folder).exists():
+    if backup_folder(folder).exists():
         with _locked(folder):
-            restore_folder(folder)
+            restore_backup(folder)
 
 
 def _build(
     config: DataPrepConfig,
     tokenizer: Tokenizer,
-    aside: Path,
+    temp: Path,
     wanted: dict[str, Any],
-    report: Callable[[SoFar], None],
+    report: Callable[[BuildProgress], None],
 ) -> None:
-    """Read, tokenize and write, from where an earlier build came to, up to the manifest."""
-    journal = Journal.read(aside, wanted)
+    """Read, tokenize and write up to the manifest; resumes from the journal of an earlier build."""
+    journal = Journal.read(temp, wanted)
     if journal is None:
-        _remove(aside, "*")
-        journal = Journal(aside, wanted)
-    write_whole(aside / tokenizer.file_name, tokenizer.model_bytes)
+        _remove(temp, "*")
+        journal = Journal(temp, wanted)
+    write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
     if config.corpus.split == "nanogpt" and journal.corpus_rows is None:
         journal.corpus_rows = count_rows(config.corpus)
     splitter = Splitter(config.corpus, journal.corpus_rows)
     writers = {
-        split: SplitWriter(aside, split, wanted["dtype"], config.shards.shard_tokens, journal.splits[split])
+        split: SplitWriter(temp, split, wanted["dtype"], config.shards.shard_tokens, journal.splits[split])
         for split in SPLITS
     }
 
-    def progress(share_read: float | None) -> SoFar:
+    def progress(fraction_read: float | None) -> BuildProgress:
         totals = [sum(writer.total(what) for writer in writers.values()) for what in ("documents", "bytes", "tokens")]
-        return SoFar(totals[0], totals[1], totals[2], share_read)
+        return BuildProgress(totals[0], totals[1], totals[2], fraction_read)
 
     report(progress(0.0 if journal.position is None else None))
     committed = time.monotonic()
@@ -149,7 +140,7 @@ def _build(
             encoded_blocks(
                 read_blocks(config.corpus, journal.position),
                 config.corpus,
-                aside / tokenizer.file_name,
+                temp / tokenizer.file_name,
                 splitter,
                 config.shards.workers or available_cores(),
             )
@@ -158,19 +149,19 @@ def _build(
                 for split, built in encoded.splits.items():
                     writers[split].add(*built)
                 journal.count(block, encoded)
-                _judge_bad_rows(config, journal, aside, EARLY_BAD_ROWS)
-                report(progress(block.share_read))
+                _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS)
+                report(progress(block.fraction_read))
                 if time.monotonic() - committed > COMMIT_SECONDS:
                     journal.commit(writers)
                     committed = time.monotonic()
-        _judge_bad_rows(config, journal, aside, 0)
+        _check_bad_rows(config, journal, temp, 0)
         if journal.corpus_rows not in (None, journal.rows["read"]):
             raise DataError(
-                f"corpus.source {config.corpus.source}: has {journal.rows['read']} rows where {journal.corpus_rows} "
-                "were expected, and split nanogpt is drawn over them; read a hub dataset with hub_streaming=false"
+                f"corpus.source {config.corpus.source}: has {journal.rows['read']} rows, but corpus.split nanogpt "
+                f"counted {journal.corpus_rows}; set corpus.hub_streaming=false"
             )
         if fingerprint(config.corpus) != wanted["source_fingerprint"]:
-            raise changed(config.corpus)
+            raise corpus_changed(config.corpus)
         journal.commit(writers)
         splits = {split: writer.finish() for split, writer in writers.items()}
     finally:
@@ -178,37 +169,40 @@ def _build(
             writer.abandon()
     _check_splits(config, splits)
     if bad := journal.bad_rows():
-        write_rows(aside / BAD_ROWS, bad)
+        write_rows(temp / BAD_ROWS, bad)
     content = json.dumps({**wanted, "source": config.corpus.source, "rows": journal.rows, "splits": splits})
-    write_whole(aside / MANIFEST, manifest_bytes(Manifest.model_validate_json(content).model_dump()))
+    write_atomically(temp / MANIFEST, manifest_bytes(Manifest.model_validate_json(content).model_dump()))
 
 
-def _judge_bad_rows(config: DataPrepConfig, journal: Journal, aside: Path, more: int) -> None:
-    """Raises DataError when bad rows pass the allowed share of those read so far by `more`."""
-    bad, read, share = journal.rows["bad"], journal.rows["read"], config.corpus.max_bad_share
-    if bad <= share * read + (more if share else 0):
+def _check_bad_rows(config: DataPrepConfig, journal: Journal, temp: Path, more: int) -> None:
+    """Raises DataError if the bad rows exceed the allowed fraction of the rows read so far by `more`."""
+    bad, read, fraction = journal.rows["bad"], journal.rows["read"], config.corpus.max_bad_fraction
+    if bad <= fraction * read + (more if fraction else 0):
         return
     rows = journal.bad_rows()
-    write_rows(aside / BAD_ROWS, rows)
-    raise too_many_bad(rows[0]["where"], rows[0]["reason"], bad, read, f" (some of them in {aside / BAD_ROWS})")
+    write_rows(temp / BAD_ROWS, rows)
+    raise too_many_bad(rows[0]["where"], rows[0]["reason"], bad, read, f" (sample: {temp / BAD_ROWS})")
 
 
 def _check_splits(config: DataPrepConfig, splits: dict[str, Any]) -> None:
     corpus = config.corpus
-    shares = {"valid": corpus.valid_share, "test": corpus.test_share} if corpus.split == "hash" else {}
-    wanted = ["train", *(split for split, share in shares.items() if share)]
+    fractions = {"valid": corpus.valid_fraction, "test": corpus.test_fraction} if corpus.split == "hash" else {}
+    wanted = ["train", *(split for split, fraction in fractions.items() if fraction)]
     if not any(splits[split]["documents"] for split in SPLITS):
-        raise DataError(f"corpus.source {corpus.source}: holds no text; point it at documents that are not empty")
+        raise DataError(f"corpus.source {corpus.source}: no text in any document; set it to documents with text")
     for split in wanted:
         if not splits[split]["documents"]:
-            change = "lower corpus.valid_share" if split == "train" else f"raise corpus.{split}_share"
-            raise DataError(f"no document is left for the {split} split: {change}, or add documents")
+            change = "lower corpus.valid_fraction" if split == "train" else f"raise corpus.{split}_fraction"
+            raise DataError(
+                f"no document in the {split} split; {change}, add documents, or divide text files with "
+                "corpus.text_documents=line"
+            )
 
 
-def _finished(aside: Path, wanted: dict[str, Any]) -> bool:
-    """Whether an earlier build of just this came to its end and was only not put in place."""
+def _finished(temp: Path, wanted: dict[str, Any]) -> bool:
+    """Whether an earlier build with this identity finished but was not published."""
     try:
-        manifest = read_manifest(aside)
+        manifest = read_manifest(temp)
     except DataError:
         return False
     return all(manifest[key] == value for key, value in wanted.items())
@@ -216,7 +210,7 @@ def _finished(aside: Path, wanted: dict[str, Any]) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a shard folder against other processes that build it."""
+    """Hold the lock of a shard folder, so that one process at a time builds it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     with path.open("w") as file:
@@ -228,7 +222,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError:
             alone = True  # a file system without locks
         if not alone:
-            raise DataError(f"shards.folder {folder}: another process is building it; wait for it or stop it")
+            raise DataError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
         yield
         path.unlink()
 
@@ -237,7 +231,7 @@ def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"shards.folder {folder}: is a file; choose another folder")
     if os.path.ismount(folder):
-        raise DataError(f"shards.folder {folder}: is a mount point, which cannot be replaced; choose a folder in it")
+        raise DataError(f"shards.folder {folder}: is a mount point and cannot be replaced; choose a folder inside it")
     own = {MANIFEST, BAD_ROWS, *TOKENIZER_FILES}
     foreign = [
         path.name
@@ -246,7 +240,8 @@ def _check_replaceable(folder: Path) -> None:
     ]
     if foreign:
         raise DataError(
-            f"shards.folder {folder}: holds other files ({foreign[0]}), and a build replaces it; choose another folder"
+            f"shards.folder {folder}: contains other files ({foreign[0]}), which a build would delete; "
+            "choose another folder"
         )
 
 

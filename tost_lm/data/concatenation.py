@@ -1,4 +1,4 @@
-"""Several arrays, as of the shards of a split, read as if they were one. Shape suffix: S stretches."""
+"""Several arrays, such as the shards of a split, read as one. Shape suffix: S segments."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,19 +8,19 @@ if TYPE_CHECKING:
 
 
 class Concatenation:
-    """Arrays [n] one after another; nothing is copied before it is read."""
+    """Concatenated arrays [n]; only `read` copies."""
 
     def __init__(self, arrays: "Sequence[np.ndarray]") -> None:
         import numpy as np
 
-        self._arrays = [np.asarray(array) for array in arrays]  # np.memmap itself takes 2 µs to slice
+        self._arrays = [np.asarray(array) for array in arrays]  # slicing an np.memmap takes 2 µs
         self._ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, start_S: "np.ndarray", length_S: "np.ndarray", dtype: "type[np.generic]") -> "np.ndarray":
-        """What lies in each [start, start + length), one after another, as `dtype`. All must be inside, none empty."""
+        """The elements [start, start + length) of each segment, concatenated, as `dtype`. No segment may be empty."""
         import numpy as np
 
         number_S = np.searchsorted(self._ends, start_S, "right")
@@ -29,7 +29,7 @@ class Concatenation:
         for number, left, length in zip(number_S.tolist(), left_S.tolist(), length_S.tolist(), strict=True):
             array = self._arrays[number]
             views.append(array[len(array) - left : len(array) - left + length])
-            while length > left:  # over the end of this array
+            while length > left:  # continues in the next array
                 length, number = length - left, number + 1
                 views.append(self._arrays[number][:length])
                 left = len(self._arrays[number])

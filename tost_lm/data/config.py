@@ -1,4 +1,4 @@
-"""Settings of corpora, tokenizers and sharding: one file serves every program of `data_prep/`."""
+"""Settings of corpora, tokenizers and shards. All programs of `data_prep/` read the same file."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,84 +9,79 @@ from tost_lm.config import Section
 
 
 class CorpusConfig(Section):
-    """Where documents come from, which rows are kept, and on which side of the split they lie."""
+    """The source of documents, the rows to keep, and the split."""
 
     source: str = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); or `hub:NAME` for a Hugging Face dataset."""
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); or `hub:NAME` for a Hugging Face dataset."""
     text_field: str = "text"
-    """Name of the field that holds a document's text in rows of JSON, Parquet, Arrow and hub datasets."""
+    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
     text_documents: Literal["file", "line"] = "file"
-    """What one document of a plain text file is: the whole file, or each line."""
+    """A document of a plain text file (.txt, .md): the whole file, or each line."""
     hub_subset: str | None = None
-    """Of a hub dataset: the name of its configuration, as `en`."""
+    """Hub dataset: name of its configuration, for example `en`."""
     hub_revision: str | None = None
-    """Of a hub dataset: branch, tag or commit; `refs/convert/parquet` where the dataset itself is a loading script."""
+    """Hub dataset: branch, tag or commit; `refs/convert/parquet` for a dataset with a loading script."""
     hub_split: str = "train"
-    """Of a hub dataset: the rows to read."""
+    """Hub dataset: the split to read."""
     hub_streaming: bool = True
-    """Of a hub dataset: read rows as they come over the network, or download the whole first."""
+    """Hub dataset: stream rows over the network, or download the dataset first."""
     normalization: Literal["none", "NFC", "NFKC"] = "none"
-    """Unicode normalization of every text before anything else is done with it."""
+    """Unicode normalization of every text, before any other step."""
     min_characters: int = Field(default=1, ge=1)
-    """Shorter texts are left out."""
+    """Skip shorter texts."""
     max_characters: int | None = Field(default=None, ge=1)
-    """Longer texts are left out."""
-    max_bad_share: float = Field(default=0.001, ge=0, lt=1)
-    """Share of rows that may be unreadable; they are left out, counted and logged. More of them end the job."""
+    """Skip longer texts."""
+    max_bad_fraction: float = Field(default=0.001, ge=0, lt=1)
+    """Largest fraction of unreadable rows. They are skipped, counted and logged; more of them end the program."""
     split: Literal["hash", "nanogpt"] = "hash"
-    """`hash`: a document's side depends on a hash of its text alone; `nanogpt`: 0.05 % of the rows for validation, drawn with seed 2357 as nanoGPT draws them from OpenWebText."""
-    valid_share: float = Field(default=0.05, ge=0, lt=1)
-    """With split `hash`: share of documents kept for validation."""
-    test_share: float = Field(default=0.0, ge=0, lt=1)
-    """With split `hash`: share of documents kept for tests."""
+    """`hash`: by a hash of the document's text; `nanogpt`: 0.05 % of the rows for validation, drawn with seed 2357 as nanoGPT draws them from OpenWebText."""
+    valid_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """With split `hash`: fraction of documents for validation."""
+    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """With split `hash`: fraction of documents for testing."""
 
     @model_validator(mode="after")
-    def _shares_and_lengths_leave_something(self) -> "CorpusConfig":
-        if self.valid_share + self.test_share >= 1:
+    def _check_fractions_and_lengths(self) -> "CorpusConfig":
+        if self.valid_fraction + self.test_fraction >= 1:
             raise ValueError(
-                f"corpus.valid_share {self.valid_share} and corpus.test_share {self.test_share} leave nothing to "
-                "train on: lower them"
+                f"corpus.valid_fraction {self.valid_fraction} and corpus.test_fraction {self.test_fraction} leave no "
+                "training documents; lower them"
             )
         if self.max_characters is not None and self.max_characters < self.min_characters:
             raise ValueError(
-                f"corpus.max_characters {self.max_characters} is less than corpus.min_characters "
-                f"{self.min_characters}: no text is left"
+                f"corpus.max_characters {self.max_characters}: less than corpus.min_characters "
+                f"{self.min_characters}; raise it"
             )
         return self
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: SentencePiece BPE trained on the corpus, or GPT-2's own BPE."""
+    """The tokenizer: SentencePiece BPE trained on the corpus, or GPT-2's BPE."""
 
     kind: Literal["sentencepiece", "gpt2"] = "sentencepiece"
-    """`gpt2` needs no training, and the package tiktoken."""
+    """`gpt2` needs no training, but the package tiktoken."""
     path: Path | None = None
-    """sentencepiece: the model file, which train_tokenizer writes, its record beside it with the ending .json. gpt2: the folder that holds encoder.json and vocab.bpe; without it they are downloaded."""
+    """sentencepiece: the model file, which train_tokenizer writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """sentencepiece: pieces in the vocabulary, the 256 byte pieces, the two special ones and user_symbols among them. Without it the model in `path` is taken as it is, whatever it was trained on."""
+    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces, two special pieces and user_symbols. Unset: use the model in `path`, whatever its training text."""
     user_symbols: list[str] = Field(default=[])
-    """sentencepiece: texts that are always one piece each."""
+    """sentencepiece: texts that are always a single piece."""
     sample_bytes: int = Field(default=1_000_000_000, gt=0)
-    """sentencepiece: train on a uniform sample of the documents of at most so many bytes of text (held in memory)."""
+    """sentencepiece: train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """sentencepiece: of the sample."""
+    """sentencepiece: random seed of the sample."""
 
     @model_validator(mode="after")
-    def _kind_has_its_settings(self) -> "TokenizerConfig":
+    def _check_kind(self) -> "TokenizerConfig":
         if self.kind == "sentencepiece" and self.path is None:
-            raise ValueError("tokenizer.path: must be set for tokenizer.kind sentencepiece")
+            raise ValueError("tokenizer.path: not set; set it to the SentencePiece model, or set tokenizer.kind=gpt2")
+        if self.path is not None and not self.path.name:
+            raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
         if self.kind == "gpt2":
             for name in ("vocab_size", "user_symbols"):
                 if getattr(self, name):
-                    raise ValueError(f"tokenizer.{name}: kind gpt2 takes none; leave it out")
+                    raise ValueError(f"tokenizer.{name}: tokenizer.kind gpt2 does not use it; remove it")
         return self
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_file(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.name:
-            raise ValueError(f"tokenizer.path: {path} names no file")
-        return path
 
 
 class ShardsConfig(Section):
@@ -95,20 +90,20 @@ class ShardsConfig(Section):
     folder: Path
     """The folder to write: NAME.bin and NAME.idx for each shard, manifest.json and a copy of the tokenizer."""
     shard_tokens: int = Field(default=100_000_000, gt=0)
-    """A shard is closed after the first document that brings it to this many tokens."""
+    """A shard ends with the document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)
-    """Processes that tokenize; all cores unless set. The result does not depend on it."""
+    """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
 
     @field_validator("folder")
     @classmethod
-    def _names_a_folder(cls, folder: Path) -> Path:
+    def _check_folder_name(cls, folder: Path) -> Path:
         if not folder.name:
-            raise ValueError(f"shards.folder: {folder} names no folder of its own")
+            raise ValueError(f"shards.folder {folder}: not a folder that can be replaced; add a name")
         return folder
 
 
 class DataPrepConfig(Section):
-    """What `data_prep/` programs read from a file of `configs/data/`."""
+    """Settings of the data_prep programs, as in the files of `configs/data/`."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
@@ -116,18 +111,18 @@ class DataPrepConfig(Section):
 
 
 class InspectConfig(Section):
-    """What is shown of a shard folder."""
+    """What data_prep.inspect_shards prints."""
 
     split: Literal["train", "valid", "test"] = "train"
-    """Whose documents and statistics are shown."""
+    """The split to show."""
     documents: int = Field(default=3, ge=0)
-    """How many documents are shown as text."""
+    """Number of documents to print as text."""
     first: int = Field(default=0, ge=0)
-    """Number of the first of them, counted from 0 in the order of the corpus."""
+    """Number of the first document to print, from 0, in the order of the corpus."""
     characters: int = Field(default=500, gt=0)
-    """So much of each document's text."""
+    """Characters to print of each document."""
     verify: bool = True
-    """Read every byte and compare all hashes first."""
+    """First read every byte and compare all hashes."""
 
 
 class InspectShardsConfig(Section):

@@ -1,4 +1,4 @@
-"""Tokenizing blocks of a corpus in processes of their own, the results in the order of the corpus."""
+"""Tokenizes blocks of a corpus in worker processes and yields the results in the order of the corpus."""
 
 import multiprocessing
 import os
@@ -21,11 +21,11 @@ from tost_lm.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCKS_IN_FLIGHT = 3  # for each worker: enough that none waits, few enough to bound memory
+BLOCKS_IN_FLIGHT = 3  # per worker: keeps workers busy and bounds memory
 
 
 class Built(NamedTuple):
-    """Documents of one block in one split: tokens [Σ lengths], and tokens and bytes of text of each document."""
+    """Documents of one block in one split: tokens [Σ lengths]; tokens and bytes of text of each document."""
 
     tokens: "np.ndarray"
     lengths: "np.ndarray"
@@ -33,7 +33,7 @@ class Built(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What a worker makes of a block."""
+    """A tokenized block."""
 
     splits: dict[str, Built]
     documents: int
@@ -43,17 +43,17 @@ class Encoded(NamedTuple):
 def encoded_blocks(
     blocks: Iterable[Block], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
 ) -> Generator[tuple[Block, Encoded], None, None]:
-    """Each block with what one of `workers` processes made of it, in order; a bounded number is read ahead.
+    """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
     Raises:
-        DataError: a process was lost; and what `blocks` raises.
+        DataError: a worker process died. Errors of `blocks` pass through.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would hold on to the reader's open files
+    context = multiprocessing.get_context("spawn")  # a forked worker would keep the reader's open files
     pool = ProcessPoolExecutor(workers, context, _start_worker, (corpus, tokenizer, splitter))
     in_flight: deque[tuple[Block, Future[Encoded]]] = deque()
     try:
         for block in blocks:
-            # Ctrl-C is for this process to answer; those that a submission starts keep it held back for good.
+            # Only this process handles Ctrl-C; workers that `submit` starts inherit the blocked signal.
             ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 in_flight.append((block, pool.submit(_encode, block)))
@@ -66,27 +66,27 @@ def encoded_blocks(
             yield block, encoded.result()
     except BrokenProcessPool:
         raise DataError(
-            "a tokenizing process was lost (killed, or out of memory); the same command goes on, and "
-            f"shards.workers={max(1, workers // 2)} takes less memory"
+            "a tokenizing process died (killed or out of memory); run the same command to resume, with "
+            f"shards.workers={max(1, workers // 2)} to use less memory"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def available_cores() -> int:
-    """Those that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _worker: Any = None
-"""In a tokenizing process: settings of the corpus, tokenizer and splitter."""
+"""In a worker process: (CorpusConfig, Tokenizer, Splitter)."""
 
 
 def _start_worker(corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
     global _worker
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # it may be killed
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # also if it is killed
     _worker = (corpus, read_tokenizer(tokenizer), splitter)
 
 
@@ -96,7 +96,7 @@ def _encode(block: Block) -> Encoded:
     corpus, tokenizer, splitter = _worker
     dtype = dtype_for(tokenizer.vocab_size)
     eot = np.array([tokenizer.eot], dtype)
-    parts: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}
+    documents_of: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}
     bad, documents = [], 0
     for row in parse(block, corpus):
         if isinstance(row, BadRow):
@@ -104,14 +104,14 @@ def _encode(block: Block) -> Encoded:
             continue
         documents += 1
         ids = tokenizer.encode_array(row.text).astype(dtype)
-        parts[splitter.split_of(row.row, row.text)].append((ids, len(row.text.encode())))
+        documents_of[splitter.split_of(row.row, row.text)].append((ids, len(row.text.encode())))
     splits = {
         split: Built(
-            np.concatenate([piece for ids, _ in part for piece in (ids, eot)]),
-            np.array([len(ids) + 1 for ids, _ in part], np.int32),
-            np.array([size for _, size in part], np.int64),
+            np.concatenate([array for ids, _ in found for array in (ids, eot)]),
+            np.array([len(ids) + 1 for ids, _ in found], np.int32),
+            np.array([size for _, size in found], np.int64),
         )
-        for split, part in parts.items()
-        if part
+        for split, found in documents_of.items()
+        if found
     }
     return Encoded(splits, documents, bad)

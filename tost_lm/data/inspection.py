@@ -1,4 +1,4 @@
-"""Figures about a shard folder: how long documents are, and which tokens occur."""
+"""Statistics of a shard folder: document lengths and token counts."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -7,11 +7,11 @@ from tost_lm.data.shards import Shards
 if TYPE_CHECKING:
     import numpy as np
 
-COUNTED_TOKENS = 1 << 24  # at once, so that memory is bounded
+COUNTED_TOKENS = 1 << 24  # at once, to bound memory
 
 
 class Bucket(NamedTuple):
-    """Documents of `shortest` to `longest` tokens, the end-of-text id counted."""
+    """Number of documents of `shortest` to `longest` tokens, including the end-of-text id."""
 
     shortest: int
     longest: int
@@ -19,7 +19,7 @@ class Bucket(NamedTuple):
 
 
 def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
-    """Buckets by powers of 2, from that of the shortest document to that of the longest. `lengths` [documents] ≥ 1."""
+    """Buckets by powers of 2, from the shortest document to the longest. `lengths` [documents] ≥ 1."""
     import numpy as np
 
     exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
@@ -28,7 +28,7 @@ def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
 
 
 def token_counts(shards: Shards, split: str) -> "np.ndarray":
-    """How often each id occurs, int64 [vocab_size]."""
+    """Occurrences of each token id, int64 [vocab_size]."""
     import numpy as np
 
     counts = np.zeros(shards.vocab_size, np.int64)

@@ -1,4 +1,4 @@
-"""How far a build of shards is on disk, so that a killed one goes on from there."""
+"""The progress of a build of shards on disk, from which a killed build resumes."""
 
 import json
 from contextlib import suppress
@@ -11,31 +11,31 @@ from tost_lm.data.encoding import Encoded
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shard_writer import FRESH, SplitWriter
 from tost_lm.data.sources import Block, Position
-from tost_lm.files import write_whole
+from tost_lm.files import write_atomically
 
 JOURNAL = "journal.json"
 BAD_ROWS_KEPT = 100
 
 
 class Journal:
-    """What to go on from, and the counts of rows so far."""
+    """The position to resume from, and the counts of rows so far."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        """A build of `identity` that begins."""
+        """A journal of a new build with this `identity`."""
         self._path = folder / JOURNAL
         self.identity = identity
         self.corpus_rows: int | None = None
-        """Counted before, where the split needs it."""
+        """Counted before the build, if the split needs it."""
         self.position: Position | None = None
-        """Where the corpus goes on; None: at its beginning."""
+        """Where to resume reading the corpus; None: at its beginning."""
         self.rows = {"read": 0, "bad": 0, "left_out": 0}
         self.splits: dict[str, Any] = dict.fromkeys(SPLITS, FRESH)
-        """What each split's writer committed."""
+        """The last commit of each split's writer."""
         self._bad: list[list[Any]] = []
 
     @classmethod
     def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal | None":
-        """The journal in a folder; None if there is none of a build of this identity."""
+        """The journal in a folder; None if it is missing, damaged or of another identity."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((folder / JOURNAL).read_bytes())
             if content["identity"] == identity:
@@ -46,23 +46,23 @@ class Journal:
         return None
 
     def count(self, block: Block, encoded: Encoded) -> None:
-        """Take a block's rows into the counts, and its bad ones into the sample."""
+        """Add the rows of a block to the counts, and its bad rows to the sample."""
         self.position = block.end
         self.rows["read"] += block.rows
         self.rows["bad"] += len(encoded.bad)
         self.rows["left_out"] += block.rows - encoded.documents - len(encoded.bad)
         if encoded.bad:
-            # Those of the smallest hashes are a uniform sample, whatever the number of rows.
+            # The rows with the smallest hashes are a uniform sample of any number of rows.
             hashed = [[xxhash.xxh3_64_hexdigest(str(row.row).encode()), *row] for row in encoded.bad]
             self._bad = sorted([*self._bad, *hashed])[:BAD_ROWS_KEPT]
 
     def bad_rows(self) -> list[dict[str, Any]]:
-        """The sample, in the order of the corpus."""
+        """The sample of bad rows, in the order of the corpus."""
         ordered = sorted(self._bad, key=lambda bad: bad[1])
         return [{"where": where, "reason": reason} for _, _, where, reason in ordered]
 
     def commit(self, writers: dict[str, SplitWriter]) -> None:
-        """Bring what was written to disk, then say so."""
+        """Flush the shards to disk, then record their sizes."""
         self.splits = {split: writer.commit() for split, writer in writers.items()}
         content = {
             "identity": self.identity,
@@ -72,4 +72,4 @@ class Journal:
             "splits": self.splits,
             "bad": self._bad,
         }
-        write_whole(self._path, json.dumps(content))
+        write_atomically(self._path, json.dumps(content))

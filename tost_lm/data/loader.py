@@ -1,6 +1,6 @@
-"""The batches of a run: what a rank reads of each training step, a pure function of the step.
+"""The batches of a run. What a rank reads for a training step is a pure function of the step.
 
-Shape suffixes: A micro-batches, B rows of one, L tokens of a row that a rank holds, N samples, S spans.
+Shape suffixes: A micro-batches, B rows of a micro-batch, L tokens of a row on one rank, N samples, S segments.
 """
 
 from itertools import accumulate, chain
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.mixture import Corpora, Mixture
 from tost_lm.data.packing import PackedSamples
-from tost_lm.data.sampler import ConcatenatedSamples, Samples, Spans
+from tost_lm.data.sampler import ConcatenatedSamples, Samples, Segments
 from tost_lm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,45 +18,50 @@ if TYPE_CHECKING:
 Packing = Literal["concatenated", "best-fit"]
 
 
-class Share(NamedTuple):
-    """What of a step a rank reads."""
+class BatchShard(NamedTuple):
+    """What one rank reads of the global batch."""
 
     data_rank: int
     data_ranks: int
-    """Each has as many samples of a step, contiguous ones."""
+    """Number of data ranks; each reads the same number of contiguous samples."""
     columns: tuple[tuple[int, int], ...]
-    """The tokens [start, end) of every row, some here and some there."""
+    """The ranges [start, end) of every row that the rank reads."""
 
 
 class Batch(NamedTuple):
-    """A rank's share of a step."""
+    """What one rank reads of one step."""
 
     tokens: "np.ndarray"
     """int32 [A, B, L]."""
     labels: "np.ndarray"
-    """What follows each token in its document, or the given id that is not counted; int32 [A, B, L]."""
+    """The next token, or the ignored label; int32 [A, B, L]."""
     document_ends: "np.ndarray"
-    """Best-fit: where documents end in the flat rows of all micro-batches, their columns elsewhere included, int64;
-    else empty."""
+    """Best-fit packing: ends of documents in the concatenated full rows of all micro-batches, int64; else empty."""
 
 
 class TrainingBatches:
-    """Item `step` is a rank's share of training step `step`: `torch.utils.data.Dataset` without torch.
+    """A map-style dataset without torch: item `step` is what this rank reads of training step `step`.
 
-    Samples are numbered over the run, sample i = step · batch_sequences + j. A concatenated micro-batch has a row for
-    each sample; one of packed samples is a single row of all of them, cut into documents.
+    Samples are numbered over the run: i = step · global_batch_size + j. A micro-batch of concatenated samples has one
+    row for each sample. A micro-batch of packed samples is a single row.
+
+    The held-out split (`documents="valid"`) has one batch: the first `global_batch_size` samples, each only once, and
+    padding up to a multiple of ranks × micro-batch size.
     """
+
+    samples: int | None = None
+    """Number of samples in the batch of the held-out split."""
 
     def __init__(
         self,
         corpora: Corpora,
-        share: Share,
+        shard: BatchShard,
         *,
         packing: Packing,
         seed: int,
-        batch_sequences: int,
-        micro_batch_sequences: int,
-        sequence_tokens: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seq_len: int,
         ignored_label: int,
         documents: Literal["train", "valid"] = "train",
     ) -> None:
@@ -66,25 +71,34 @@ class TrainingBatches:
         shards_of = [one.token_arrays(documents) for one in corpora.shards]
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
         for one, tokens in zip(corpora.shards, tokens_of, strict=True):
-            if tokens < sequence_tokens:
+            if tokens < seq_len:
                 raise ConfigError(
-                    f"train.sequence_tokens {sequence_tokens}: longer than all {documents} documents in {one.folder}, "
-                    f"{tokens} tokens; shorten it to that or add documents"
+                    f"train.seq_len {seq_len}: the {documents} split of {one.folder} has only {tokens} tokens; "
+                    "lower it or add documents"
                 )
-        filling = np.full(sequence_tokens, corpora.eot)
-        self._tokens = Concatenation([*chain(*shards_of), filling])
-        self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the filling behind them
+        padding = np.full(seq_len, corpora.eot)
+        self._tokens = Concatenation([*chain(*shards_of), padding])
+        self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
         self._mixture = Mixture(corpora.weights, seed)
         self._samples: list[Samples] = [
-            PackedSamples(one.lengths(documents), sequence_tokens, number, seed)
+            PackedSamples(one.lengths(documents), seq_len, number, seed)
             if packing == "best-fit"
-            else ConcatenatedSamples(tokens, sequence_tokens, number, seed)
+            else ConcatenatedSamples(tokens, seq_len, number, seed)
             for number, (one, tokens) in enumerate(zip(corpora.shards, tokens_of, strict=True))
         ]
-        self._share, self._packed = share, packing == "best-fit"
-        self._batch_sequences, self._micro_batch_sequences = batch_sequences, micro_batch_sequences
-        self._sequence_tokens = sequence_tokens
+        self._shard, self._packed = shard, packing == "best-fit"
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._seq_len = seq_len
         self._end_of_text, self._ignored_label = corpora.eot, ignored_label
+        self._held_out_N = np.empty(0, np.int64)
+        if documents == "valid":
+            lengths_C = np.array([len(samples) for samples in self._samples])
+            sample_N = np.arange(min(global_batch_size, self._mixture.samples_of_one_pass(lengths_C)))
+            corpus_N, number_N = self._mixture.locate(sample_N)
+            self._held_out_N = sample_N[number_N < lengths_C[corpus_N]]
+            self.samples = len(self._held_out_N)
+            unit = shard.data_ranks * micro_batch_size
+            self._global_batch_size = -(-self.samples // unit) * unit
 
     def __getitem__(self, step: int) -> Batch:
         """Raises IndexError for steps before the first."""
@@ -92,55 +106,67 @@ class TrainingBatches:
 
         if step < 0:
             raise IndexError(f"step {step}")
-        samples = self._batch_sequences // self._share.data_ranks
-        first = step * self._batch_sequences + self._share.data_rank * samples
-        spans = self._spans(np.arange(first, first + samples))
-        ends = np.cumsum(spans.length) if self._packed else np.empty(0, dtype=np.int64)
+        samples = self._global_batch_size // self._shard.data_ranks
+        first = step * self._global_batch_size + self._shard.data_rank * samples
+        sample_N = np.arange(first, first + samples)
+        if self.samples is not None:  # −1: padding
+            sample_N = np.append(self._held_out_N, np.full(samples, -1))[np.minimum(sample_N, self.samples)]
+        segments = self._segments(sample_N)
+        ends = np.cumsum(segments.length) if self._packed else np.empty(0, dtype=np.int64)
 
-        rows = 1 if self._packed else self._micro_batch_sequences
-        row_tokens = self._micro_batch_sequences * self._sequence_tokens // rows
-        shape = (samples // self._micro_batch_sequences, rows, -1)
-        stripes = [self._read(_within_columns(spans, row_tokens, *columns)) for columns in self._share.columns]
-        tokens, labels = (np.concatenate([x.reshape(shape) for x in xs], -1) for xs in zip(*stripes, strict=True))
+        rows = 1 if self._packed else self._micro_batch_size
+        row_tokens = self._micro_batch_size * self._seq_len // rows
+        shape = (samples // self._micro_batch_size, rows, -1)
+        ranges = [self._read(_within_columns(segments, row_tokens, *columns)) for columns in self._shard.columns]
+        tokens, labels = (np.concatenate([x.reshape(shape) for x in xs], -1) for xs in zip(*ranges, strict=True))
         return Batch(tokens, labels, ends)
 
-    def _spans(self, sample_N: "np.ndarray") -> Spans:
-        """What fills these samples of the run, one after another, as spans of `_tokens`."""
+    def _segments(self, sample_N: "np.ndarray") -> Segments:
+        """The segments of these samples of the run, in order, as ranges of `_tokens`; a sample −1 is padding."""
         import numpy as np
 
-        corpus_N, number_N = self._mixture.locate(sample_N)
-        parts, places = [], []
+        corpus_N, number_N = self._mixture.locate(np.maximum(sample_N, 0))
+        corpus_N[sample_N < 0] = -1
+        found, numbers = [], []
         for corpus in np.unique(corpus_N).tolist():
             chosen = np.flatnonzero(corpus_N == corpus)
-            spans = self._samples[corpus].spans(number_N[chosen])
-            start_S = np.where(spans.start < 0, self._first_tokens[-1], spans.start + self._first_tokens[corpus])
-            parts.append(spans._replace(start=start_S))
-            places.append(chosen[(np.cumsum(spans.length) - spans.length) // self._sequence_tokens])
-        order = np.argsort(np.concatenate(places), kind="stable")
-        return Spans(*(np.concatenate(x)[order] for x in zip(*parts, strict=True)))
+            if corpus < 0:
+                shape = len(chosen)
+                padding = Segments(
+                    np.full(shape, self._first_tokens[-1]), np.full(shape, self._seq_len), np.ones(shape, bool)
+                )
+                found.append(padding)
+                numbers.append(chosen)
+                continue
+            segments = self._samples[corpus].segments(number_N[chosen])
+            start_S = np.where(segments.start < 0, self._first_tokens[-1], segments.start + self._first_tokens[corpus])
+            found.append(segments._replace(start=start_S))
+            numbers.append(chosen[(np.cumsum(segments.length) - segments.length) // self._seq_len])
+        order = np.argsort(np.concatenate(numbers), kind="stable")
+        return Segments(*(np.concatenate(x)[order] for x in zip(*found, strict=True)))
 
-    def _read(self, spans: Spans) -> "tuple[np.ndarray, np.ndarray]":
-        """Tokens and labels, both int32 and flat; nothing else is read from the shards."""
+    def _read(self, segments: Segments) -> "tuple[np.ndarray, np.ndarray]":
+        """Tokens and labels, both flat int32; reads nothing else from the shards."""
         import numpy as np
 
-        labels = self._tokens.read(spans.start, spans.length, np.int32)
-        first_S = np.cumsum(spans.length) - spans.length
+        labels = self._tokens.read(segments.start, segments.length, np.int32)
+        first_S = np.cumsum(segments.length) - segments.length
         tokens = np.empty_like(labels)
         tokens[1:] = labels[:-1]
         tokens[first_S] = self._end_of_text
-        before = spans.start[~spans.fresh] - 1
-        tokens[first_S[~spans.fresh]] = self._tokens.read(before, np.ones_like(before), np.int32)
-        for span in np.flatnonzero(spans.start >= self._first_tokens[-1]).tolist():
-            labels[first_S[span] : first_S[span] + spans.length[span]] = self._ignored_label
+        before = segments.start[~segments.fresh] - 1
+        tokens[first_S[~segments.fresh]] = self._tokens.read(before, np.ones_like(before), np.int32)
+        for segment in np.flatnonzero(segments.start >= self._first_tokens[-1]).tolist():
+            labels[first_S[segment] : first_S[segment] + segments.length[segment]] = self._ignored_label
         return tokens, labels
 
 
-def _within_columns(spans: Spans, row_tokens: int, first: int, end: int) -> Spans:
-    """The parts of spans that lie in the columns [first, end) of the rows that they fill one after another."""
+def _within_columns(segments: Segments, row_tokens: int, first: int, end: int) -> Segments:
+    """The segments cut to the columns [first, end) of the rows that they fill."""
     import numpy as np
 
-    column_S = (np.cumsum(spans.length) - spans.length) % row_tokens
+    column_S = (np.cumsum(segments.length) - segments.length) % row_tokens
     before_S = np.maximum(first - column_S, 0)
-    length_S = np.minimum(spans.length, end - column_S) - before_S
-    here = length_S > 0
-    return Spans((spans.start + before_S)[here], length_S[here], (spans.fresh & (before_S == 0))[here])
+    length_S = np.minimum(segments.length, end - column_S) - before_S
+    kept = length_S > 0
+    return Segments((segments.start + before_S)[kept], length_S[kept], (segments.fresh & (before_S == 0))[kept])

@@ -1,6 +1,6 @@
-"""Several corpora in one run, each with its share of the samples.
+"""Several corpora in one run, each with a fixed fraction of the samples.
 
-Shape suffixes: N samples, C corpora, P places of a cycle.
+Shape suffixes: N samples, C corpora, P positions in a cycle.
 """
 
 import json
@@ -19,32 +19,31 @@ if TYPE_CHECKING:
     import numpy as np
 
 CYCLE = 10_000
-"""Samples in which every corpus has its share, to the sample."""
+"""Number of samples in which each corpus has its exact fraction, rounded to whole samples."""
 
 
 class Corpora:
-    """The shard folders that a run is trained on, in an order that does not depend on how they are called."""
+    """The shard folders of a run, in an order that does not depend on their paths."""
 
     def __init__(self, shards: Sequence[Shards], weights: Sequence[float]) -> None:
-        """Raises DataError unless all were made with one tokenizer, ConfigError for one that hardly weighs anything."""
+        """Raises DataError for different tokenizers, ConfigError for a weight below one sample in CYCLE."""
         for other in shards[1:]:
             if other.manifest["tokenizer"]["sha256"] != shards[0].manifest["tokenizer"]["sha256"]:
                 raise DataError(
                     f"{shards[0].folder} and {other.folder}: tokens of different tokenizers cannot be mixed; build "
-                    "the shards of both with one"
+                    "both with the same tokenizer"
                 )
         total = sum(weights)
         for one, weight in zip(shards, weights, strict=True):
             if weight * CYCLE < total:
                 raise ConfigError(
-                    f"data.mixture: {one.folder} weighs less than one sample in {CYCLE:,}; leave it out or raise its "
-                    "weight"
+                    f"data.mixture: {one.folder} has less than one sample in {CYCLE:,}; remove it or raise its weight"
                 )
         pairs = [(one, weight / total) for one, weight in zip(shards, weights, strict=True)]
         pairs.sort(key=lambda pair: (pair[0].fingerprint, pair[1]))
         self.shards = [one for one, _ in pairs]
         self.weights = [weight for _, weight in pairs]
-        """Of each, of all samples; they sum to 1."""
+        """Fraction of the samples of each corpus; they sum to 1."""
 
     @classmethod
     def open(cls, weights: Mapping[Path, float]) -> "Corpora":
@@ -53,61 +52,68 @@ class Corpora:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained on, a hex SHA-256: that of the shards, for a mixture of theirs and the weights."""
+        """Hex SHA-256 of the training data: of the one shard folder, or of all folders and their weights."""
         if len(self.shards) == 1:
             return self.shards[0].fingerprint
-        parts = [(one.fingerprint, weight) for one, weight in zip(self.shards, self.weights, strict=True)]
-        return sha256_bytes(json.dumps(parts).encode())
+        weighted = [(one.fingerprint, weight) for one, weight in zip(self.shards, self.weights, strict=True)]
+        return sha256_bytes(json.dumps(weighted).encode())
 
     @property
     def vocab_size(self) -> int:
-        """Of the one tokenizer."""
+        """Vocabulary size of the tokenizer."""
         return self.shards[0].vocab_size
 
     @property
     def eot(self) -> int:
-        """The end-of-text id of the one tokenizer."""
+        """The end-of-text id of the tokenizer."""
         return self.shards[0].eot
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made all these tokens."""
+        """The tokenizer of all corpora."""
         return self.shards[0].tokenizer()
 
 
 class Mixture:
-    """Which corpus each sample of a run is of: in every CYCLE samples each has its share, shuffled by the seed."""
+    """Assigns each sample of a run to a corpus: exact fractions in every CYCLE samples, shuffled by the seed."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        """`weights` of the corpora, [C], sum to 1."""
-        self._samples = _shares(weights)
+        """`weights` [C] of the corpora sum to 1."""
+        self._samples = _samples_per_cycle(weights)
         self._seed = seed
         self._cycle = lru_cache(2)(self._shuffle_cycle)
 
+    def samples_of_one_pass(self, lengths_C: "np.ndarray") -> int:
+        """Samples of the run after which every corpus, of this many samples, has been read once at least."""
+        if len(lengths_C) == 1:
+            return int(lengths_C[0])
+        read = self._samples > 0
+        return int((-(-lengths_C[read] // self._samples[read])).max()) * CYCLE
+
     def locate(self, sample_N: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
-        """The corpus of each sample of the run, and the sample's running number within it, both int64 [N]."""
+        """The corpus of each sample of the run, and the number of the sample within that corpus, both int64 [N]."""
         import numpy as np
 
         corpus_N, number_N = np.empty_like(sample_N), np.empty_like(sample_N)
-        cycle_N, place_N = np.divmod(sample_N, CYCLE)
+        cycle_N, position_N = np.divmod(sample_N, CYCLE)
         for cycle in np.unique(cycle_N).tolist():
             chosen = cycle_N == cycle
             corpus_P, earlier_P = self._cycle(cycle)
-            corpus_N[chosen], number_N[chosen] = corpus_P[place_N[chosen]], earlier_P[place_N[chosen]]
+            corpus_N[chosen], number_N[chosen] = corpus_P[position_N[chosen]], earlier_P[position_N[chosen]]
         return corpus_N, number_N + cycle_N * self._samples[corpus_N]
 
     def _shuffle_cycle(self, cycle: int) -> "tuple[np.ndarray, np.ndarray]":
-        """The corpus of each of a cycle's places, and how many earlier ones are of the same, both [CYCLE]."""
+        """The corpus at each position of a cycle, and the number of earlier samples of that corpus, both [CYCLE]."""
         import numpy as np
 
-        place_P, end_C = np.arange(CYCLE), np.cumsum(self._samples)
-        corpus_P = np.searchsorted(end_C, permuted(place_P, CYCLE, Order.MIXTURE, cycle, self._seed), "right")
-        earlier_P = np.empty_like(place_P)
-        earlier_P[np.argsort(corpus_P, kind="stable")] = place_P - np.repeat(end_C - self._samples, self._samples)
+        position_P, end_C = np.arange(CYCLE), np.cumsum(self._samples)
+        corpus_P = np.searchsorted(end_C, permuted(position_P, CYCLE, Order.MIXTURE, cycle, self._seed), "right")
+        earlier_P = np.empty_like(position_P)
+        earlier_P[np.argsort(corpus_P, kind="stable")] = position_P - np.repeat(end_C - self._samples, self._samples)
         return corpus_P, earlier_P
 
 
-def _shares(weights: Sequence[float]) -> "np.ndarray":
-    """How many of CYCLE samples are of each corpus, int64 [C]: largest remainders."""
+def _samples_per_cycle(weights: Sequence[float]) -> "np.ndarray":
+    """Samples of each corpus in a cycle, int64 [C], by the largest remainder method."""
     import numpy as np
 
     quota_C = np.array(weights) * CYCLE

@@ -1,10 +1,10 @@
-"""Document-masked samples: whole documents packed into samples by best fit (arXiv 2404.10830), hardly one cut.
+"""Document packing: documents are packed whole into samples by best fit (arXiv 2404.10830), with document masking.
 
-A document's labels are its stored tokens, its end-of-text id included, and its inputs the same shifted by one behind an
-end-of-text id. One longer than T tokens is cut into samples of T and a rest. Documents are packed group by group: a
-group is some blocks of the corpus from all over it, and how many samples it makes follows from its size alone, so that
-nothing is packed before a sample of it is wanted. Shape suffixes: N samples, n those of one epoch or group among them,
-S spans, D documents, R those with a rest, P pieces of them, K blocks, G groups.
+The labels of a document are its stored tokens with the end-of-text id; its inputs are an end-of-text id and the same
+tokens shifted by one. A document of more than T tokens is cut into samples of T tokens and a rest. Documents are packed
+in groups. A group is a set of blocks from all over the corpus; its size determines its number of samples, so a group is
+packed only when one of its samples is requested. Shape suffixes: N samples, n samples of one epoch or group,
+S segments, D documents, R documents with a rest, K blocks, G groups.
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.permutation import Order, permuted
-from tost_lm.data.sampler import Spans, runs
+from tost_lm.data.sampler import Segments, runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,57 +22,57 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 2**14
 GROUP_TOKENS = 2**22
 GROUP_SAMPLES = 2**10
-LONG_GROUP_TOKENS = 2**26  # some 10⁵ documents: packed within a second
+LONG_GROUP_TOKENS = 2**26  # about 10⁵ documents, packed within a second
 LONG_GROUP_SAMPLES = 2**4
 GROUPS_KEPT = 4
 
 
 class PackedSamples:
-    """Every document in one piece if it can be, and every stored token a label once in an epoch."""
+    """Samples of packed documents. Few documents are cut; every stored token is a label once per epoch."""
 
-    def __init__(self, lengths: "Sequence[np.ndarray]", sequence_tokens: int, corpus: int, seed: int) -> None:
-        """`lengths`: tokens of each document of each shard, end-of-text ids counted, [D]."""
+    def __init__(self, lengths: "Sequence[np.ndarray]", seq_len: int, corpus: int, seed: int) -> None:
+        """`lengths`: tokens of each document of each shard, including end-of-text ids, [D]."""
         import numpy as np
 
         self._lengths = Concatenation(lengths)
-        self._sequence_tokens, self._corpus, self._seed = sequence_tokens, corpus, seed
+        self._seq_len, self._corpus, self._seed = seq_len, corpus, seed
         self._blocks = Blocks.of(lengths)
         tokens = int(self._blocks.first_token[-1])
         count = len(self._blocks.first_token) - 1
         self._block_order = permuted(np.arange(count), count, Order.BLOCKS, corpus, seed)
         size_K = np.diff(self._blocks.first_token)[self._block_order]
         before_K = np.cumsum(size_K) - size_K
-        groups = max(1, tokens // group_tokens(sequence_tokens))
+        groups = max(1, tokens // group_tokens(seq_len))
         number_G = np.arange(groups)
-        # ⌈number · tokens / groups⌉, whose product overflows int64 from some 10¹² tokens on
+        # ⌈number · tokens / groups⌉ without the product, which overflows int64 from about 10¹² tokens
         border_G = number_G * (tokens // groups) - -number_G * (tokens % groups) // groups
         self._first_block = np.unique(np.append(np.searchsorted(before_K, border_G), count))
         first_block_G = self._first_block[:-1]
-        self._samples = -(-np.diff(np.append(before_K[first_block_G], tokens)) // sequence_tokens)
+        self._samples = -(-np.diff(np.append(before_K[first_block_G], tokens)) // seq_len)
         self._packing_of_group = lru_cache(GROUPS_KEPT)(self._pack_group)
         self._groups_of_epoch = lru_cache(2)(self._order_groups)
 
     def __len__(self) -> int:
         return int(self._samples.sum())
 
-    def spans(self, sample_N: "np.ndarray") -> Spans:
-        """As `Samples.spans`. An epoch visits group after group, and the samples within each, in orders of its own."""
+    def segments(self, sample_N: "np.ndarray") -> Segments:
+        """As `Samples.segments`. Each epoch has its own order of groups, and of the samples in each group."""
         import numpy as np
 
-        parts = []
-        epoch_N, place_N = np.divmod(sample_N, len(self))
+        found = []
+        epoch_N, position_N = np.divmod(sample_N, len(self))
         for epoch, in_epoch in runs(epoch_N):
-            group_G, first_place_G = self._groups_of_epoch(epoch)
-            place_n = place_N[in_epoch]
-            for turn, in_group in runs(np.searchsorted(first_place_G, place_n, "right") - 1):
+            group_G, first_position_G = self._groups_of_epoch(epoch)
+            position_n = position_N[in_epoch]
+            for turn, in_group in runs(np.searchsorted(first_position_G, position_n, "right") - 1):
                 group = int(group_G[turn])
                 key = (Order.SAMPLES_OF_GROUP, self._corpus, epoch, group, self._seed)
-                number_n = permuted(place_n[in_group] - first_place_G[turn], int(self._samples[group]), *key)
-                parts.append(self._packing_of_group(group).spans_of(number_n))
-        return Spans(*map(np.concatenate, zip(*parts, strict=True)))
+                number_n = permuted(position_n[in_group] - first_position_G[turn], int(self._samples[group]), *key)
+                found.append(self._packing_of_group(group).segments_of(number_n))
+        return Segments(*map(np.concatenate, zip(*found, strict=True)))
 
     def _order_groups(self, epoch: int) -> "tuple[np.ndarray, np.ndarray]":
-        """The groups as an epoch visits them, and at which of its places each begins, both [G]."""
+        """The groups in the order of an epoch, and the first sample of each in that order, both [G]."""
         import numpy as np
 
         count = len(self._samples)
@@ -90,30 +90,30 @@ class PackedSamples:
         length_D = self._lengths.read(first_K, documents_K, np.int64)
         skipped_K = self._blocks.first_token[block_K] - (np.cumsum(tokens_K) - tokens_K)
         start_D = np.cumsum(length_D) - length_D + np.repeat(skipped_K, documents_K)
-        return pack(start_D, length_D, self._sequence_tokens)
+        return pack(start_D, length_D, self._seq_len)
 
 
-def group_tokens(sequence_tokens: int) -> int:
-    """Tokens of a group, to some blocks and if there are as many; up to twice that where they make no second one.
+def group_tokens(seq_len: int) -> int:
+    """Target number of tokens of a group, which consists of whole blocks.
 
-    A group is filled up to whole samples: of n samples' tokens at most an n-th is filling. n is 1024 or more, above
-    T = 2¹⁶ fewer, 2²⁶ / T, so that a group is packed soon, and never less than 16.
+    A group is padded to n whole samples, so at most 1/n of it is padding. n is at least 1024; above T = 2¹⁶ it is
+    2²⁶ / T, so that packing is fast, but at least 16.
     """
-    samples = min(GROUP_SAMPLES, max(LONG_GROUP_TOKENS // sequence_tokens, LONG_GROUP_SAMPLES))
-    return max(GROUP_TOKENS, samples * sequence_tokens)
+    samples = min(GROUP_SAMPLES, max(LONG_GROUP_TOKENS // seq_len, LONG_GROUP_SAMPLES))
+    return max(GROUP_TOKENS, samples * seq_len)
 
 
 class Blocks(NamedTuple):
-    """The documents that begin within each BLOCK_TOKENS tokens of a split, but for stretches in which none begins."""
+    """The documents that begin in each BLOCK_TOKENS tokens of a split, without blocks where none begins."""
 
     first_document: "np.ndarray"
-    """int64 [K + 1], the number of documents last."""
+    """int64 [K + 1]; the last element is the number of documents."""
     first_token: "np.ndarray"
-    """int64 [K + 1], the number of tokens last."""
+    """int64 [K + 1]; the last element is the number of tokens."""
 
     @classmethod
     def of(cls, lengths: "Iterable[np.ndarray]") -> "Blocks":
-        """The blocks of documents whose lengths come shard by shard, [D]."""
+        """The blocks of documents with these lengths, [D] for each shard."""
         import numpy as np
 
         documents, tokens, last_block = 0, 0, -1
@@ -130,54 +130,54 @@ class Blocks(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """What fills the samples of a group."""
+    """The segments of the samples of a group."""
 
-    spans: Spans
-    first_span: "np.ndarray"
-    """Of each sample, int64 [N + 1]."""
+    segments: Segments
+    first_segment: "np.ndarray"
+    """Index of the first segment of each sample, int64 [N + 1]."""
 
-    def spans_of(self, number_N: "np.ndarray") -> Spans:
-        """The spans of some samples, one sample after another."""
+    def segments_of(self, number_N: "np.ndarray") -> Segments:
+        """The segments of these samples, in order."""
         import numpy as np
 
-        first_N = self.first_span[number_N]
-        count_N = self.first_span[number_N + 1] - first_N
+        first_N = self.first_segment[number_N]
+        count_N = self.first_segment[number_N + 1] - first_N
         before_N = np.cumsum(count_N) - count_N
         index_S = np.repeat(first_N - before_N, count_N) + np.arange(count_N.sum())
-        return Spans(*(x[index_S] for x in self.spans))
+        return Segments(*(x[index_S] for x in self.segments))
 
 
-def pack(start_D: "np.ndarray", length_D: "np.ndarray", sequence_tokens: int) -> Packing:
-    """Documents in ⌈their tokens / T⌉ samples, by best-fit decreasing; what is missing from the last one is filling.
+def pack(start_D: "np.ndarray", length_D: "np.ndarray", seq_len: int) -> Packing:
+    """Pack documents into ⌈tokens / T⌉ samples by best-fit decreasing; the last sample is padded.
 
-    What no sample has room for is cut to fill the largest gaps. Only documents that begin at their first token are
-    fresh: other pieces have the token before them as their first input.
+    Documents that fit in no gap are cut to fill the largest gaps. Only a segment at the first token of a document is
+    fresh; the first input of any other segment is the token before it.
     """
     import numpy as np
 
-    whole_D, rest_D = np.divmod(length_D, sequence_tokens)
+    whole_D, rest_D = np.divmod(length_D, seq_len)
     full = int(whole_D.sum())
-    samples = -(-int(length_D.sum()) // sequence_tokens)
-    filling = samples * sequence_tokens - int(length_D.sum())
+    samples = -(-int(length_D.sum()) // seq_len)
+    padding = samples * seq_len - int(length_D.sum())
 
-    number_P = np.arange(full) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # of a document's pieces of T
-    full_start_P = np.repeat(start_D, whole_D) + number_P * sequence_tokens
+    number_S = np.arange(full) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # of a document's full samples
+    full_start_S = np.repeat(start_D, whole_D) + number_S * seq_len
     document_R = np.argsort(-rest_D, kind="stable")[: np.count_nonzero(rest_D)]
-    rest = _best_fit(rest_D[document_R].tolist(), samples - full, sequence_tokens, filling)
-    document_P = document_R[rest.item]
-    skipped_P = whole_D[document_P] * sequence_tokens + rest.offset
+    rest = _best_fit(rest_D[document_R].tolist(), samples - full, seq_len, padding)
+    document_S = document_R[rest.item]
+    skipped_S = whole_D[document_S] * seq_len + rest.offset
 
-    start_P = np.concatenate([full_start_P, start_D[document_P] + skipped_P, [-1]])
-    length_P = np.concatenate([np.full(full, sequence_tokens), rest.length, [filling]])
-    fresh_P = np.concatenate([number_P == 0, skipped_P == 0, [True]])
-    sample_P = np.concatenate([np.arange(full), full + rest.bin, [samples - 1]])
-    order = np.argsort(sample_P, kind="stable")[: None if filling else -1]
-    first_span = np.searchsorted(sample_P[order], np.arange(samples + 1))
-    return Packing(Spans(start_P[order], length_P[order], fresh_P[order]), first_span)
+    start_S = np.concatenate([full_start_S, start_D[document_S] + skipped_S, [-1]])
+    length_S = np.concatenate([np.full(full, seq_len), rest.length, [padding]])
+    fresh_S = np.concatenate([number_S == 0, skipped_S == 0, [True]])
+    sample_S = np.concatenate([np.arange(full), full + rest.bin, [samples - 1]])
+    order = np.argsort(sample_S, kind="stable")[: None if padding else -1]
+    first_segment = np.searchsorted(sample_S[order], np.arange(samples + 1))
+    return Packing(Segments(start_S[order], length_S[order], fresh_S[order]), first_segment)
 
 
 class _Placed(NamedTuple):
-    """Where the parts of items went, each [P]."""
+    """Each segment of an item and its bin, all [S]."""
 
     item: "np.ndarray"
     offset: "np.ndarray"
@@ -185,11 +185,11 @@ class _Placed(NamedTuple):
     bin: "np.ndarray"
 
 
-def _best_fit(sizes: list[int], bins: int, room: int, filling: int) -> _Placed:
-    """Items, the largest first, in bins of `room`, of which the last keeps `filling` free; together they fill them."""
+def _best_fit(sizes: list[int], bins: int, room: int, padding: int) -> _Placed:
+    """Place items, largest first, into bins of `room`; the last bin keeps `padding` free. All bins become full."""
     import numpy as np
 
-    gaps = _Gaps(bins, room, filling)
+    gaps = _Gaps(bins, room, padding)
     placed: list[tuple[int, int, int, int]] = []
     too_large = []
     for item, size in enumerate(sizes):
@@ -207,21 +207,21 @@ def _best_fit(sizes: list[int], bins: int, room: int, filling: int) -> _Placed:
 
 
 class _Gaps:
-    """The room that is left in bins."""
+    """The free room in bins."""
 
-    def __init__(self, bins: int, room: int, filling: int) -> None:
+    def __init__(self, bins: int, room: int, padding: int) -> None:
         self._sizes: list[int] = []  # ascending, each once
         self._bins: dict[int, list[int]] = {}
         for number in range(bins):
-            self._add(room - filling if number == bins - 1 else room, number)
+            self._add(room - padding if number == bins - 1 else room, number)
 
     @property
     def largest(self) -> int:
-        """The largest gap, 0 if all are filled."""
+        """The largest gap, 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
     def fill(self, size: int) -> int:
-        """Take `size` of the smallest gap that has it; the number of its bin."""
+        """Use `size` of the smallest sufficient gap; returns the number of its bin."""
         at = bisect_left(self._sizes, size)
         gap = self._sizes[at]
         number = self._bins[gap].pop()

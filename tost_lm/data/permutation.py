@@ -1,4 +1,4 @@
-"""Permutations of [0, n) that need no table: any part of an order of 10⁹ samples is worked out by itself.
+"""Permutations of [0, n) without a table: any elements of an order of 10⁹ samples are computed directly.
 
 Shape suffix: N indices.
 """
@@ -14,7 +14,7 @@ ROUNDS = 8
 
 
 class Order(IntEnum):
-    """What is put in order: the first word of a key, so that no two orders of a run are the same one."""
+    """The first number of a key: what is permuted. Different orders of a run get different keys."""
 
     WINDOWS = 0
     BLOCKS = 1
@@ -24,10 +24,10 @@ class Order(IntEnum):
 
 
 def permuted(index_N: "np.ndarray", n: int, *key: int) -> "np.ndarray":
-    """Where the permutation of [0, n) that `key` names takes each index, int64 [N].
+    """The image of each index under the permutation of [0, n) that `key` selects, int64 [N].
 
-    A Feistel network over the least power of two that holds n: a value that it takes outside [0, n) is taken on until
-    it is inside. The numbers of a key are not negative.
+    A Feistel network over the smallest power of two ≥ n, applied again to values outside [0, n) (cycle walking). The
+    numbers of a key are non-negative.
     """
     import numpy as np
 
@@ -53,7 +53,7 @@ def _shuffle_bits(value_N: "np.ndarray", bits: int, round_keys: "np.ndarray") ->
 
 
 def _mixed(x_N: "np.ndarray") -> "np.ndarray":
-    """Every bit depends on every bit: multiplications modulo 2⁶⁴ (the finalizer of SplitMix64)."""
+    """The finalizer of SplitMix64: every output bit depends on every input bit."""
     import numpy as np
 
     x_N = (x_N ^ x_N >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -65,7 +65,7 @@ def _mixed(x_N: "np.ndarray") -> "np.ndarray":
 def _round_keys(key: tuple[int, ...]) -> "np.ndarray":
     import numpy as np
 
-    # NumPy promises that a SeedSequence says the same in every version.
+    # NumPy guarantees the same SeedSequence output in every version.
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     keys.flags.writeable = False
     return keys

@@ -1,7 +1,7 @@
-"""Samples of a corpus: T labels each, with the token before every label as its input.
+"""Samples of a corpus: T labels each; the input of a label is the token before it.
 
-A sample is told as spans of the concatenated train split, a pure function of (seed, number), so that resuming needs no
-state and nothing is read before it is wanted. Shape suffixes: N samples, S spans.
+A sample is a list of segments of the concatenated split. It is a pure function of the seed and the sample's number, so
+resuming needs no state and only requested samples are read. Shape suffixes: N samples, S segments.
 """
 
 from collections.abc import Iterator
@@ -14,59 +14,59 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Spans(NamedTuple):
-    """What fills samples, one after another."""
+class Segments(NamedTuple):
+    """Contiguous ranges of labels that fill samples, in order."""
 
     start: "np.ndarray"
-    """First label in the concatenated tokens, int64 [S]; −1: filling, end-of-text ids without labels."""
+    """Index of the first label in the concatenated tokens, int64 [S]; −1: padding, end-of-text ids without labels."""
     length: "np.ndarray"
-    """Labels, int64 [S], each > 0; no span reaches over the end of a sample."""
+    """Number of labels, int64 [S], > 0; no segment crosses the end of a sample."""
     fresh: "np.ndarray"
-    """Whether the first input is the end-of-text id and not the token before the first label, bool [S]."""
+    """Whether the first input is the end-of-text id instead of the token before the first label, bool [S]."""
 
 
 class Samples(Protocol):
-    """The samples of one corpus, epoch after epoch; each epoch has them all, in an order of its own."""
+    """The samples of one corpus. Each epoch has every sample once, in an order of its own."""
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         ...
 
-    def spans(self, sample_N: "np.ndarray") -> Spans:
-        """What fills the samples of these running numbers, which ascend from 0 through all epochs."""
+    def segments(self, sample_N: "np.ndarray") -> Segments:
+        """The segments of the samples with these numbers, which count from 0 over all epochs."""
         ...
 
 
 class ConcatenatedSamples:
-    """As published: sample w of an epoch has the tokens [w·T, (w + 1)·T) as labels, whatever documents they are of.
+    """As published: sample w has the tokens [w·T, (w + 1)·T) as labels, across document boundaries.
 
-    Every token is a label once in an epoch. What the tokens leave of the last sample is filling.
+    Every token is a label once per epoch. The last sample is padded.
     """
 
-    def __init__(self, tokens: int, sequence_tokens: int, corpus: int, seed: int) -> None:
-        self._tokens, self._sequence_tokens = tokens, sequence_tokens
+    def __init__(self, tokens: int, seq_len: int, corpus: int, seed: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
         self._corpus, self._seed = corpus, seed
 
     def __len__(self) -> int:
-        return -(-self._tokens // self._sequence_tokens)
+        return -(-self._tokens // self._seq_len)
 
-    def spans(self, sample_N: "np.ndarray") -> Spans:
+    def segments(self, sample_N: "np.ndarray") -> Segments:
         import numpy as np
 
-        epoch_N, place_N = np.divmod(sample_N, len(self))
-        window_N = np.empty_like(place_N)
+        epoch_N, position_N = np.divmod(sample_N, len(self))
+        window_N = np.empty_like(position_N)
         for epoch, chosen in runs(epoch_N):
-            window_N[chosen] = permuted(place_N[chosen], len(self), Order.WINDOWS, self._corpus, epoch, self._seed)
-        start_N = window_N * self._sequence_tokens
-        length_N = np.minimum(self._tokens - start_N, self._sequence_tokens)
+            window_N[chosen] = permuted(position_N[chosen], len(self), Order.WINDOWS, self._corpus, epoch, self._seed)
+        start_N = window_N * self._seq_len
+        length_N = np.minimum(self._tokens - start_N, self._seq_len)
         start_S = np.stack([start_N, np.full_like(start_N, -1)], 1).ravel()
-        length_S = np.stack([length_N, self._sequence_tokens - length_N], 1).ravel()
-        there = length_S > 0
-        return Spans(start_S[there], length_S[there], start_S[there] <= 0)
+        length_S = np.stack([length_N, self._seq_len - length_N], 1).ravel()
+        kept = length_S > 0
+        return Segments(start_S[kept], length_S[kept], start_S[kept] <= 0)
 
 
 def runs(x_N: "np.ndarray") -> Iterator[tuple[int, slice]]:
-    """Each stretch of equal neighbours: the value, and where they are."""
+    """Each run of equal neighbours: the value and its slice."""
     import numpy as np
 
     edges = [0, *(np.flatnonzero(np.diff(x_N)) + 1).tolist(), len(x_N)]

@@ -1,8 +1,7 @@
-"""What a shard folder holds: the manifest, the hashes in it, and Megatron's .idx files.
+"""The format of a shard folder: the manifest with its hashes, and Megatron's .idx files.
 
-A folder has for each shard NAME.bin (token ids, document after document) and NAME.idx (where documents lie), the
-tokenizer in its one file and manifest.json with the sizes and hashes of all these and of itself; also bad_rows.jsonl, a
-log, if rows of the corpus could not be read.
+A shard is NAME.bin (token ids, document after document) and NAME.idx (offsets of documents). The folder also holds the
+tokenizer's file, manifest.json with the sizes and hashes of all files, and bad_rows.jsonl if rows could not be read.
 """
 
 import json
@@ -26,7 +25,7 @@ MANIFEST = "manifest.json"
 BAD_ROWS = "bad_rows.jsonl"
 SPLITS = ("train", "valid", "test")
 HASH_BLOCK_BYTES = 1 << 24
-AGAIN = "build the shards again with python -m data_prep.build_shards"
+AGAIN = "rebuild the shards with python -m data_prep.build_shards"
 
 # Magic, version 1, NumPy type code, number of sequences, entries of the document index (documents + 1).
 INDEX_HEADER = struct.Struct("<9sQBQQ")
@@ -35,7 +34,7 @@ DTYPE_CODES = {"int32": 4, "uint16": 8}
 
 
 class ShardEntry(Section):
-    """One shard: its files are `name`.bin and `name`.idx; `bytes` counts the documents' text in UTF-8.
+    """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8.
 
     Hashes are XXH3-128 in hex, of the whole .idx and of each 16 MiB of the .bin.
     """
@@ -66,7 +65,7 @@ class SplitsEntry(Section):
 
 
 class RowsEntry(Section):
-    """Rows of the corpus: all that were read, those that could not be, and those that the settings leave out."""
+    """Numbers of rows: read from the corpus; unreadable (`bad`); excluded by their length (`left_out`)."""
 
     read: int
     bad: int
@@ -82,7 +81,7 @@ class TokenizerEntry(Section):
 
 
 class Manifest(Section):
-    """The whole of manifest.json, its own hash apart."""
+    """The content of manifest.json without its own hash."""
 
     format: Literal["tost_lm.shards.v2"]
     tool_version: str
@@ -99,13 +98,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a shard folder, without its hash.
 
     Raises:
-        DataError: there is none, it is of another format, or a byte of it is not as it was written.
+        DataError: it is missing, of another format or damaged.
     """
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
     except OSError:
-        raise DataError(f"{folder}: not a shard folder; python -m data_prep.build_shards makes one") from None
+        raise DataError(f"{folder}: not a shard folder; build one with python -m data_prep.build_shards") from None
     try:
         tree = json.loads(data)
         tree.pop("xxh3")
@@ -117,7 +116,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError):
         raise DataError(f"{path}: damaged or not {FORMAT}; {AGAIN}") from None
     if manifest_bytes(manifest) != data:
-        raise DataError(f"{path}: damaged, it is not as it was written; {AGAIN}")
+        raise DataError(f"{path}: damaged, its content does not match its hash; {AGAIN}")
     return manifest
 
 
@@ -139,7 +138,7 @@ def index_size(documents: int) -> int:
 
 
 def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
-    """Megatron's .idx of documents of so many tokens [documents], each one sequence."""
+    """Megatron's .idx file for documents of these lengths in tokens [documents]."""
     import numpy as np
 
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -150,10 +149,10 @@ def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
 
 
 def read_lengths(path: Path, documents: int, xxh3: str) -> "np.ndarray":
-    """Tokens of each document, int32 [documents], from an .idx file. Raises DataError if it is not the one hashed."""
+    """Tokens of each document, int32 [documents], from an .idx file. Raises DataError if its hash differs."""
     import numpy as np
 
     data = path.read_bytes()
     if xxhash.xxh3_128_hexdigest(data) != xxh3:
-        raise DataError(f"{path}: damaged, its hash is not the manifest's; {AGAIN}")
-    return np.frombuffer(data, np.int32, documents, INDEX_HEADER.size).copy()  # the rest is five times as much
+        raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
+    return np.frombuffer(data, np.int32, documents, INDEX_HEADER.size).copy()  # frees the rest of the file

@@ -1,8 +1,8 @@
-"""Writing one split's shards so that a killed build goes on from its last commit, byte for byte.
+"""Writes the shards of one split so that a killed build resumes from its last commit with the same bytes.
 
-Everything is appended in the order of the corpus. A commit brings what was written to disk and names its extent; to
-resume is to cut the files back to that extent. megatron-core's own builder cannot reopen a shard, so the index is
-written here (a test reads it with megatron-core).
+Documents are appended in the order of the corpus. A commit flushes the files and returns their sizes; to resume, the
+files are truncated to these sizes. megatron-core's builder cannot reopen a shard, so this module writes the index; a
+test reads it with megatron-core.
 """
 
 import os
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 FRESH: dict[str, Any] = {"closed": [], "open": None}
 LENGTHS = "lengths"
-"""Ending of the file that keeps an open shard's document lengths, int32."""
+"""Ending of the file with the document lengths of an open shard, int32."""
 
 
 class SplitWriter:
-    """Writes the shards of one split into `folder`, each closed by the document that fills it."""
+    """Writes the shards of one split to `folder`. The document that fills a shard closes it."""
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int, committed: dict[str, Any]) -> None:
-        """`committed` is what `commit` returned; a fresh split begins with FRESH.
+        """`committed` is a result of `commit`, or FRESH for a new split.
 
         Raises:
-            DataError: the files are shorter than was committed.
+            DataError: the files are shorter than the commit records.
         """
         import numpy as np
 
@@ -47,19 +47,19 @@ class SplitWriter:
             for ending, extent in extents.items():
                 path = self._path(shard["name"], ending)
                 if not path.is_file() or path.stat().st_size < extent:
-                    raise DataError(f"{path}: shorter than it was; delete {folder} to begin again")
+                    raise DataError(f"{path}: shorter than at the last commit; delete {folder} and start again")
                 os.truncate(path, extent)
                 self._files[ending] = path.open("ab")
 
     def add(self, tokens: "np.ndarray", lengths: "np.ndarray", text_bytes: "np.ndarray") -> None:
-        """Append documents: their tokens [Σ lengths], and tokens and bytes of text of each [documents]."""
+        """Append documents: tokens [Σ lengths]; tokens and bytes of text of each document [documents]."""
         import numpy as np
 
         while len(lengths):
             shard = self._open or self._begin_shard()
             ends = np.cumsum(lengths, dtype=np.int64)
             room = self._shard_tokens - shard["tokens"]
-            count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # the document that fills it is the last
+            count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # up to the document that fills the shard
             self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
             self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
             shard["documents"] += count
@@ -70,26 +70,26 @@ class SplitWriter:
                 self._close_shard()
 
     def commit(self) -> dict[str, Any]:
-        """Bring everything to disk and say how far it reaches, in plain JSON values."""
+        """Flush everything to disk and return the state to resume from, as plain JSON values."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         return {"closed": self.closed, "open": self._open and dict(self._open)}
 
     def total(self, what: str) -> int:
-        """Sum of `documents`, `tokens` or `bytes` over the shards so far."""
+        """Sum of `documents`, `tokens` or `bytes` over all shards."""
         return sum(shard[what] for shard in [*self.closed, *([self._open] if self._open else [])])
 
     def finish(self) -> dict[str, Any]:
-        """Close the last shard and return the split's manifest entry."""
+        """Close the last shard and return the manifest entry of the split."""
         if self._open:
             self._close_shard()
         return {what: self.total(what) for what in ("documents", "tokens", "bytes")} | {"shards": self.closed}
 
     def abandon(self) -> None:
-        """Close the files as they are."""
+        """Close the files without a commit."""
         for file in self._files.values():
-            with suppress(OSError):  # what cannot be written any more lies beyond the last commit
+            with suppress(OSError):  # data that cannot be written is after the last commit
                 file.close()
 
     def _begin_shard(self) -> dict[str, Any]:

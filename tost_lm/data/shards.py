@@ -1,4 +1,4 @@
-"""Reading a shard folder with NumPy alone: tokens stay on disk, mapped."""
+"""Reads a shard folder with NumPy; tokens are memory-mapped."""
 
 import json
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Shards:
     """An opened shard folder.
 
-    `manifest` is the content of its manifest.json; `fingerprint` (hex SHA-256) tells tokens apart: folders with the
-    same tokens of the same tokenizer share it, wherever their corpus lay.
+    `manifest` is the content of manifest.json. `fingerprint` (hex SHA-256) identifies the tokens and the tokenizer; it
+    does not depend on the path of the corpus.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -40,10 +40,10 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path) -> "Shards":
-        """Open a folder after the fast check: the manifest's hash, every file's size and the tokenizer's hash.
+        """Open a folder after a fast check: the manifest's hash, all file sizes and the tokenizer's hash.
 
         Raises:
-            DataError: it is no shard folder, of an unknown format, incomplete, or has another tokenizer.
+            DataError: not a shard folder, an unknown format, a missing or truncated file, or another tokenizer.
         """
         import numpy as np
 
@@ -57,10 +57,10 @@ class Shards:
         return shards
 
     def verify(self, *splits: str) -> None:
-        """The full check, of all splits unless some are named: read every byte and compare the hashes.
+        """The full check of the named splits (default: all): read every byte and compare the hashes.
 
         Raises:
-            DataError: names the first file that differs, and for a .bin between which bytes.
+            DataError: a hash differs; names the file and, for a .bin, the byte range.
         """
         for split in splits or SPLITS:
             for entry in self.entries(split):
@@ -71,8 +71,8 @@ class Shards:
                         start = number * HASH_BLOCK_BYTES
                         end = min(start + HASH_BLOCK_BYTES, path.stat().st_size)
                         raise DataError(
-                            f"{path}: damaged between bytes {start:,} and {end:,}, their hash is not the manifest's; "
-                            f"{AGAIN}"
+                            f"{path}: damaged between bytes {start:,} and {end:,}, their hash differs from the "
+                            f"manifest; {AGAIN}"
                         )
         self._check_tokenizer()
 
@@ -81,18 +81,18 @@ class Shards:
         return read_tokenizer(find_tokenizer(self.folder))
 
     def entries(self, split: str) -> list[dict[str, Any]]:
-        """The manifest's entries of a split's shards, in reading order."""
+        """The manifest entries of the shards of a split, in reading order."""
         return self.manifest["splits"][split]["shards"]
 
     def token_arrays(self, split: str) -> "list[np.memmap]":
-        """Each shard's tokens as one mapped array [tokens] of the manifest's dtype, read-only."""
+        """The tokens of each shard as a read-only memory map [tokens] of the manifest's dtype."""
         import numpy as np
 
         paths = [self.folder / f"{entry['name']}.bin" for entry in self.entries(split)]
         return [np.memmap(path, dtype=self.manifest["dtype"], mode="r") for path in paths]
 
     def lengths(self, split: str) -> "list[np.ndarray]":
-        """Tokens of each document of each shard, end-of-text ids counted, int32 [documents].
+        """Tokens of each document of each shard, including its end-of-text id, int32 [documents].
 
         Raises:
             DataError: a damaged .idx file.
@@ -100,7 +100,7 @@ class Shards:
         return [self._lengths(entry) for entry in self.entries(split)]
 
     def documents(self, split: str, first: int = 0) -> "Iterator[np.ndarray]":
-        """The tokens [n] of documents from number `first` on, without the end-of-text id.
+        """The tokens [n] of each document from number `first`, without the end-of-text id.
 
         Raises:
             DataError: a damaged .idx file.
@@ -115,7 +115,7 @@ class Shards:
             first = max(first - entry["documents"], 0)
 
     def bad_rows(self) -> list[dict[str, str]]:
-        """A sample of the rows that could not be read: `where` and `reason` of each."""
+        """A sample of the unreadable rows: `where` and `reason` of each."""
         path = self.folder / BAD_ROWS
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
@@ -125,11 +125,11 @@ class Shards:
     def _check_tokenizer(self) -> None:
         path = find_tokenizer(self.folder)
         if sha256_file(path) != self.manifest["tokenizer"]["sha256"]:
-            raise DataError(f"{path}: wrong tokenizer for the shards, its SHA-256 is not the manifest's; {AGAIN}")
+            raise DataError(f"{path}: wrong tokenizer for the shards, its SHA-256 differs from the manifest; {AGAIN}")
 
 
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise DataError(f"{path}: missing; {AGAIN}")
     if path.stat().st_size != size:
-        raise DataError(f"{path}: damaged, {path.stat().st_size} bytes where the manifest says {size}; {AGAIN}")
+        raise DataError(f"{path}: damaged, {path.stat().st_size} bytes instead of {size}; {AGAIN}")

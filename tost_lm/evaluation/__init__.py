@@ -1,1 +1,1 @@
-"""Evaluation of a trained model: held-out score, byte n-gram baselines, needle grid, generation and the report."""
+"""Evaluation of a trained model: held-out text, zero-shot protocols, retrieval, generation and the report."""

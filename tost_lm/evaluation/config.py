@@ -1,4 +1,4 @@
-"""Settings of the evaluation programs that take a run folder, which brings those of the model."""
+"""Settings of the evaluation programs, which read a checkpoint."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,19 +13,19 @@ NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
-    """How a model is spread over the ranks of a launch; no result depends on it. With more than tensor × sequence ranks, test sets, retrieval and positions are shared out to as many copies of the model; other programs refuse them."""
+    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, eval.zero_shot, eval.retrieval and eval.positions use several copies of the model; other programs reject them."""
 
     tensor: int = Field(default=1, gt=0)
-    """Ranks that share the heads, the MLP and the vocabulary."""
+    """Ranks that divide the heads, the MLP and the vocabulary."""
     sequence: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each sequence."""
+    """Ranks that divide the tokens of each sequence (context parallelism in Megatron-LM and torchtitan)."""
 
 
 class TextConfig(Section):
     """The held-out text."""
 
     shards: str = ""
-    """Folder of tokenized shards whose `valid` split is used; empty: the shards that the run was trained on."""
+    """Shard folder whose `valid` split is used; empty: the training shards of the run."""
 
 
 class TextFileConfig(Section):
@@ -36,15 +36,15 @@ class TextFileConfig(Section):
 
 
 class ScoreTextConfig(Section):
-    """What `eval.text` reads."""
+    """Settings of `eval.text`."""
 
     text: TextFileConfig
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
     @model_validator(mode="before")
     @classmethod
-    def _the_file_is_missed(cls, values: Any) -> Any:
-        """And not its section, where that is not there."""
+    def _add_missing_section(cls, values: Any) -> Any:
+        """Makes the error name the missing file, not its section."""
         return {"text": {}, **values} if isinstance(values, dict) else values
 
 
@@ -52,74 +52,76 @@ class SampleConfig(Section):
     """One generated text."""
 
     prompt: str = 'def read_lines(path):\n    """Return the lines of a text file'
-    """Text that the model goes on from."""
+    """Text that the model continues."""
     prompt_file: Path | None = None
-    """A UTF-8 file of any size with that text, in place of `prompt`."""
+    """A UTF-8 file of any size with the prompt, instead of `prompt`."""
     tokens: int = Field(default=64, gt=0)
-    """Tokens to generate; it ends earlier where the model ends the document."""
+    """Maximum number of new tokens; an end of text ends the text earlier."""
     temperature: float = Field(default=0.0, ge=0)
-    """0: the most likely token each time; else logits are divided by it before drawing."""
+    """0: greedy; otherwise logits are divided by it before sampling."""
     top_k: int | None = Field(default=None, gt=0)
-    """Only so many of the most likely tokens are drawn from; all of them where it is not given."""
+    """Number of most likely tokens to sample from; default: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Only the fewest most likely tokens that have this probability together are drawn from."""
+    """Sample only from the fewest most likely tokens with at least this total probability."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the draws."""
+    """Seed of the sampling."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts before which it ends, whichever is complete first."""
+    """Stop strings; the text ends before the first of them."""
 
     @model_validator(mode="after")
-    def _draws_are_asked_for(self) -> "SampleConfig":
+    def _check_sampling(self) -> "SampleConfig":
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            raise ValueError("sample.top_k and top_p are of draws: set sample.temperature above 0, or leave them out")
+            raise ValueError(
+                "sample.top_k, sample.top_p: unused at sample.temperature 0; set it above 0, or leave them out"
+            )
         return self
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> "SampleConfig":
+    def _check_prompt(self) -> "SampleConfig":
         if {"prompt", "prompt_file"} <= self.model_fields_set:
-            raise ValueError("sample.prompt_file stands in place of sample.prompt: give one of them")
+            raise ValueError("sample.prompt and sample.prompt_file are both set; give one of them")
         return self
 
 
 class GenerateConfig(Section):
-    """What `tost_lm.generate` reads."""
+    """Settings of `tost_lm.generate`."""
 
     sample: SampleConfig = Field(default_factory=SampleConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class MembershipsConfig(Section):
-    """What `eval.analyze` reads."""
+    """Text of the analyses."""
 
     sequences: int = Field(default=16, gt=0)
-    """Held-out sequences of model.max_positions tokens over which means are taken."""
+    """Number of held-out sequences of model.max_positions tokens for means."""
     probe_tokens: int = Field(default=256, gt=0)
-    """The first so many tokens of each are read again behind other text."""
+    """Number of first tokens of each sequence that are read again after other text."""
     context_tokens: list[int] = Field(default=[500, 1000, 10_000, 100_000])
-    """How much other held-out text is read before them; amounts that the model cannot read together with them are left out."""
+    """Tokens of other held-out text before them; values beyond the model's positions are left out."""
 
     @field_validator("context_tokens")
     @classmethod
-    def _amounts_rise(cls, amounts: list[int]) -> list[int]:
-        if any(later <= earlier for earlier, later in pairwise([0, *amounts])):
-            raise ValueError(f"memberships.context_tokens: {amounts} must be above 0 and rise")
-        return amounts
+    def _check_ascending(cls, tokens: list[int]) -> list[int]:
+        if any(later <= earlier for earlier, later in pairwise([0, *tokens])):
+            raise ValueError(f"memberships.context_tokens: {tokens} is not ascending; give positive numbers in order")
+        return tokens
 
 
 class AnalyzeConfig(Section):
-    """What `eval.analyze` reads."""
+    """Settings of `eval.analyze`."""
 
     heldout: TextConfig = Field(default_factory=TextConfig)
     memberships: MembershipsConfig = Field(default_factory=MembershipsConfig)
 
 
 class PagesConfig(Section):
-    """Where a report goes."""
+    """Output of a report."""
 
     folder: Path | None = None
-    """Where the report of several runs goes, that of one lies in its folder; without it to reports/A-B-C by the names of their folders, or reports/A-and-9-more."""
+    """Folder of a report of several runs; default: reports/A-B-C with the names of the run folders, or reports/A-and-9-more. The report of one run is in its folder."""
     wandb: bool = False
-    """Each figure, as an image and as a table, also to a wandb run of its own, offline unless WANDB_MODE says otherwise."""
+    """Log each figure as an image and a table to a separate wandb run, offline unless WANDB_MODE is set."""
 
     def folder_for(self, runs: Sequence[Path]) -> Path:
         names = [run.resolve().name for run in runs]
@@ -128,6 +130,6 @@ class PagesConfig(Section):
 
 
 class ReportConfig(Section):
-    """What `eval.report` reads."""
+    """Settings of `eval.report`."""
 
     report: PagesConfig = Field(default_factory=PagesConfig)

@@ -1,4 +1,4 @@
-"""The files of test sets: given by the user, or fetched from the Hugging Face hub and kept in the published format."""
+"""Files of test sets: given by the user, or downloaded from the Hugging Face hub and stored in the published format."""
 
 import gzip
 import json
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.zero_shot_config import DataSetsConfig
-from tost_lm.files import sha256_bytes, write_whole
+from tost_lm.files import sha256_bytes, write_atomically
 
-FETCHED = Path("data/test_sets")
+DOWNLOADS = Path("data/test_sets")
+HUB_TIMEOUT_S = 10.0
 
 Rows = Iterable[dict[str, Any]]
 
 
 class HubSet(NamedTuple):
-    """Where the hub has a test set, and how its rows become the file that is published."""
+    """A test set on the hub, and how its rows become the published file."""
 
     name: str
     subset: str | None
@@ -28,14 +29,13 @@ class HubSet(NamedTuple):
 
 
 class SetFile(NamedTuple):
-    """A test set as it is read."""
+    """The file of a test set."""
 
     path: Path
     sha256: str
-    """Of its content, unpacked."""
-    source: str
-    """`published`: the published file, byte for byte; `hub:NAME`: made of that; `other`: not the published one;
-    `unverified`: the published one's hash is not known here."""
+    """Hash of its unpacked content."""
+    is_published: bool | None
+    """Whether it is the published file, byte for byte; None: the hash of the published file is not known."""
 
 
 def _lines_of_wikitext(rows: Rows) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _stories_of_cbt(rows: Rows) -> Iterator[str]:
 
 
 CONVERTED = "refs/convert/parquet"
-"""Where the hub keeps what a dataset's loading script gave."""
+"""The revision with the rows of a data set whose loading script no longer runs."""
 
 HUB_SETS = {
     "wikitext2": HubSet("Salesforce/wikitext", "wikitext-2-raw-v1", "test", None, "wiki2.test.raw", _lines_of_wikitext),
@@ -77,52 +77,79 @@ PUBLISHED_SHA256 = {
     "wikitext103": "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
     "lambada_openai": "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
 }
-"""SHA-256 of the files as published; the test text of WikiText-103 is that of WikiText-2."""
+"""SHA-256 of published files. WikiText-103 has the test text of WikiText-2."""
+
+PUBLISHED_BYTES = {"owt": 2 * 4_434_897, "enwik8": 100_000_000, "text8": 100_000_000}
+"""Sizes of published files whose hash is not known."""
 
 
 def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -> SetFile:
-    """The file of a test set: the one that is given, in this section of the settings, else one fetched from the hub,
-    now or earlier.
+    """The file of a test set that is given, or else one downloaded from the hub, now or earlier.
+
+    Args:
+        section: of the settings `given`, for error messages.
 
     Raises:
-        ConfigError: none is given, and the hub has none or cannot be reached.
-        DataError: the one given is not there, or cannot be unpacked.
+        ConfigError: no file is given, and the hub does not have the set or cannot be reached.
+        DataError: the file is missing, cannot be unpacked, or is the published file of another test set.
     """
     path: Path | None = getattr(given, data_set)
     if path is not None and not path.is_file():
-        raise DataError(f"{section}.{data_set} {path}: no such file")
-    hub = HUB_SETS.get(data_set)
-    if path is None:
-        path = FETCHED / hub.file if hub and (FETCHED / hub.file).is_file() else fetch(f"{section}.{data_set}", hub)
-    sha256, published = sha256_bytes(unpacked(path)), PUBLISHED_SHA256.get(data_set)
-    source = "published" if sha256 == published else "other" if published else "unverified"
-    if source == "unverified" and hub and path == FETCHED / hub.file:
-        source = f"hub:{hub.name}"
-    return SetFile(path, sha256, source)
+        raise DataError(f"{section}.{data_set} {path}: no such file; give {_expected(data_set)}")
+    path = path or _download(data_set, section)
+    data = unpacked(path)
+    sha256 = sha256_bytes(data)
+    others = [name for name, published in PUBLISHED_SHA256.items() if published == sha256]
+    if others and data_set not in others:
+        raise DataError(f"{section}.{data_set} {path}: the published file of {others[0]}; give {_expected(data_set)}")
+    known, size = PUBLISHED_SHA256.get(data_set), PUBLISHED_BYTES.get(data_set, len(data))
+    is_published = sha256 == known if known else None if len(data) == size else False
+    return SetFile(path, sha256, is_published)
 
 
-def fetch(setting: str, hub: HubSet | None) -> Path:
-    """Read a test set's rows from the hub and write its file. Raises ConfigError, which asks for the setting."""
-    data_set = setting.rpartition(".")[2]
-    what = f"{data_set} needs a file: give {setting}=FILE ({DataSetsConfig.model_fields[data_set].description})"
-    if hub is None:
-        raise ConfigError(what)
-    print(f"fetching {data_set} from hub:{hub.name}", flush=True)
-    try:
-        import datasets
-
-        rows: Any = datasets.load_dataset(hub.name, hub.subset, split=hub.split, revision=hub.revision)
-        text = "".join(hub.to_text(rows))
-    except Exception as error:  # the library raises its own, the hub client's and the network's errors alike
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{what}; hub:{hub.name} cannot be had: {lines[0]}") from None
-    write_whole(FETCHED / hub.file, text)
-    return FETCHED / hub.file
+def describe_published(is_published: bool | None) -> str:
+    """`SetFile.is_published` in words."""
+    return {True: "published file", False: "not the published file", None: "hash unknown"}[is_published]
 
 
 def unpacked(path: Path) -> bytes:
-    """What a file holds, or holds in gzip where its name ends in .gz. Raises DataError."""
+    """The content of a file, decompressed if its name ends in .gz. Raises DataError."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        problem = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {problem}; download it again") from None
+
+
+def _expected(data_set: str) -> str:
+    return str(DataSetsConfig.model_fields[data_set].description).rstrip(".").partition(";")[0]
+
+
+def _download(data_set: str, section: str) -> Path:
+    """The file made from a test set's rows on the hub, now or earlier. Raises ConfigError, which asks for a file."""
+    setting, hub = f"{section}.{data_set}", HUB_SETS.get(data_set)
+    fix = f"give {setting}=FILE ({_expected(data_set)})"
+    if hub is None:
+        raise ConfigError(f"{setting}: not set, and the hub does not have this test set; {fix}")
+    if (DOWNLOADS / hub.file).is_file():
+        return DOWNLOADS / hub.file
+    print(f"downloading {data_set} from hub:{hub.name}", flush=True)
+    try:
+        text = "".join(hub.to_text(_rows(hub)))
+    except Exception as error:  # the libraries raise their own errors and those of the network
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{setting}: not set, and hub:{hub.name} cannot be downloaded ({problem}); {fix}") from None
+    write_atomically(DOWNLOADS / hub.file, text)
+    return DOWNLOADS / hub.file
+
+
+def _rows(hub: HubSet) -> Any:
+    import datasets
+    import huggingface_hub
+
+    huggingface_hub.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    if not huggingface_hub.is_offline_mode():
+        # One request without retries: without a network, load_dataset retries for half a minute.
+        huggingface_hub.HfApi().dataset_info(hub.name, revision=hub.revision, timeout=HUB_TIMEOUT_S)
+    return datasets.load_dataset(hub.name, hub.subset, split=hub.split, revision=hub.revision)

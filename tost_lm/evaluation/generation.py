@@ -1,4 +1,4 @@
-"""Text generation in the recurrent form: one token at a time from the model's state, in constant memory."""
+"""Text generation from the model's state: one token at a time, in constant memory for TSSA layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -8,38 +8,36 @@ import torch
 from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.piecewise import decode_ids
-from tost_lm.errors import ConfigError
+from tost_lm.data.tokenizers.incremental import decode_ids
+from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.evaluation.language_model import LanguageModel
-from tost_lm.evaluation.text import ids_of
 from tost_lm.model import LMOutput, LMState
-from tost_lm.model.streaming import PIECE_TOKENS, in_pieces, read
+from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
 Choose = Callable[[Tensor], Tensor]
-"""Logits [B, V] in, the next token of each sequence [B] out."""
+"""Maps logits [B, V] to the next token of each sequence [B]."""
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen."""
+    """Settings of the choice of the next token."""
 
     temperature: float = 0.0
-    """0: the most likely one each time; else logits are divided by it and one is drawn."""
+    """0: greedy; otherwise tokens are drawn from softmax(logits / temperature)."""
     top_k: int | None = None
-    """Of so many of the most likely; None: of all."""
+    """Draw from this many most likely tokens; None: from all."""
     top_p: float = 1.0
-    """Of the fewest most likely that have this probability together (nucleus sampling, arXiv 1904.09751), of those
-    that `temperature` and `top_k` leave."""
+    """Draw from the fewest most likely tokens with this total probability (nucleus sampling, arXiv 1904.09751), after
+    `temperature` and `top_k`."""
     seed: int = 0
-    """Of the draws."""
 
 
 GREEDY = Sampling()
 
 
 class Continuation(Iterator[str]):
-    """What a model goes on with: its text, in parts as they become whole characters, up to the first of `stops`.
+    """Generated text, as strings of complete characters, up to the first of `stops`.
 
-    `tokens` is how many ids it took so far.
+    `tokens` counts the ids generated so far.
     """
 
     def __init__(
@@ -50,16 +48,18 @@ class Continuation(Iterator[str]):
         tokens: int,
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
+        name: str = "the model",
     ) -> None:
-        """As `generate`, with `stops`, texts before which it ends; ConfigError is raised for an empty one, too."""
+        """As `generate`, with stop strings. Raises ConfigError also for an empty stop string."""
         if not all(stops):
-            raise ConfigError("an empty text to stop at: leave it out")
+            raise ConfigError("a stop string is empty; leave it out")
         self.tokens = 0
-        ids = generate(model, output, tokens, sampling, tokenizer.eot, tokenizer.vocab_size)
-        self._parts = until(decode_ids(tokenizer, self._counted(ids)), stops)
+        stop_id = tokenizer.eot if tokenizer.has_eot else None
+        ids = generate(model, output, tokens, sampling, stop_id, tokenizer.vocab_size, name)
+        self._texts = until(decode_ids(tokenizer, self._counted(ids)), stops)
 
     def __next__(self) -> str:
-        return next(self._parts)
+        return next(self._texts)
 
     def _counted(self, ids: Iterator[int]) -> Iterator[int]:
         for i in ids:
@@ -75,58 +75,72 @@ def generate_text(
     sampling: Sampling = GREEDY,
     stops: Sequence[str] = (),
 ) -> Continuation:
-    """What the model goes on with after a prompt, part by part: `print("".join(generate_text(…)))`.
+    """Continue a prompt: `print("".join(generate_text(…)))`.
 
     Args:
         model: in evaluation mode.
-        tokenizer: its own.
-        prompt: of any length; it stands behind an end of text, as documents do in training.
-        tokens: most ids to generate; it ends earlier where the model ends the document.
-        stops: texts before which it ends.
+        tokenizer: the model's tokenizer.
+        prompt: text of any length, perhaps empty; the model reads it after an end-of-text token, as in training.
+        tokens: maximum number of ids; generation stops earlier at an end-of-text token.
+        stops: stop strings; the text ends before the first of them.
 
     Raises:
-        ConfigError: prompt and new tokens together pass the model's positions, `sampling` is impossible, or a stop is
+        ConfigError: prompt and new tokens exceed the model's positions, `sampling` is invalid, or a stop string is
             empty.
+        CheckpointError: while iterating, a logit is not finite.
     """
-    output = read(model, in_pieces(ids_of(tokenizer, [prompt]), PIECE_TOKENS))
+    output = prefill(model, in_tiles([tokenizer.eot, tokenizer.encode_array(prompt)], TILE_TOKENS))
     return Continuation(model, output, tokenizer, tokens, sampling, stops)
 
 
 def generate(
-    model: LanguageModel, output: LMOutput, tokens: int, sampling: Sampling, stop_id: int, vocab_size: int
+    model: LanguageModel,
+    output: LMOutput,
+    tokens: int,
+    sampling: Sampling,
+    stop_id: int | None,
+    vocab_size: int,
+    name: str = "the model",
 ) -> Iterator[int]:
-    """Go on from what was read; the new ids one by one, without `stop_id`, which ends them early.
+    """Generate ids one by one, up to `stop_id` (exclusive).
 
     Args:
         model: in evaluation mode.
-        output: of the model on one sequence (`tost_lm.model.streaming.read` takes a prompt of any length).
-        tokens: most ids to generate.
-        stop_id: the end-of-text id.
-        vocab_size: ids that the tokenizer has; rows of a padded vocabulary beyond it are never chosen.
+        output: the model's output on one sequence (`tost_lm.model.streaming.prefill` reads prompts of any length).
+        tokens: maximum number of ids.
+        stop_id: the end-of-text id; None: the vocabulary has none.
+        vocab_size: ids of the tokenizer; rows of a padded vocabulary beyond it are never chosen.
+        name: names the model in errors.
 
     Raises:
-        ConfigError: prompt and new tokens together pass the model's positions, or `sampling` is impossible.
+        ConfigError: prompt and new tokens exceed the model's positions, or `sampling` is invalid.
+        CheckpointError: while iterating, a logit is not finite.
     """
     if sampling.temperature < 0 or (sampling.top_k is not None and sampling.top_k < 1) or not 0 < sampling.top_p <= 1:
-        raise ConfigError(
-            f"{sampling}: temperature must be 0 or more, top_k 1 or more or None, top_p above 0, at most 1"
-        )
+        raise ConfigError(f"{sampling}: invalid; set temperature >= 0, top_k to None or >= 1, and 0 < top_p <= 1")
     assert output.state is not None
     limit, prompt_tokens = model.config.position_limit, output.state.positions[0]
     if limit is not None and prompt_tokens + tokens > limit:
         raise ConfigError(
-            f"{prompt_tokens} tokens of prompt and {tokens} new ones pass the model's positions ({limit}): "
+            f"{prompt_tokens} prompt tokens and {tokens} new tokens exceed the model's {limit} positions; "
             "shorten sample.prompt or lower sample.tokens"
         )
     generator = torch.Generator(next(model.parameters()).device).manual_seed(sampling.seed)
     choose = greedy if sampling.temperature == 0 else sampler(sampling, generator)
-    found = continuations(model, output, tokens, lambda logits_BV: choose(logits_BV[:, :vocab_size]))
-    return takewhile(lambda i: i != stop_id, (int(next_B.item()) for next_B in found))
+
+    def choose_finite(logits_BV: Tensor) -> Tensor:
+        logits_BV = logits_BV[:, :vocab_size]
+        if not logits_BV.isfinite().all():
+            raise CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
+        return choose(logits_BV)
+
+    ids = (int(next_B.item()) for next_B in continuations(model, output, tokens, choose_finite))
+    return takewhile(lambda i: i != stop_id, ids)
 
 
 @torch.no_grad()
 def continuations(model: LanguageModel, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
-    """Up to `tokens` times the next id of each sequence [B], from the model's output on what came before."""
+    """Yield the next id of each sequence [B], `tokens` times, from the model's output on the tokens before."""
     for done in range(1, tokens + 1):
         next_B = choose(output.logits[:, -1])
         yield next_B
@@ -140,10 +154,10 @@ def greedy(logits_BV: Tensor) -> Tensor:
 
 
 def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
-    """Draws from softmax(logits / temperature), as far as `top_k` and then `top_p` leave it."""
+    """Draw from softmax(logits / temperature), limited by `top_k` and then `top_p`."""
 
     def choose(logits_BV: Tensor) -> Tensor:
-        # Shifted first: a tiny temperature must not overflow.
+        # Shift first, so that a tiny temperature does not overflow.
         shifted_BV = logits_BV.float() - logits_BV.float().amax(dim=-1, keepdim=True)
         probabilities_BV = torch.softmax(shifted_BV / sampling.temperature, dim=-1)
         if sampling.top_k is None and sampling.top_p == 1:
@@ -151,7 +165,7 @@ def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
         kept_Bk, ids_Bk = probabilities_BV.topk(min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
         kept_Bk = kept_Bk / kept_Bk.sum(-1, keepdim=True)
         if sampling.top_p < 1:
-            before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # of those that are likelier: 0 for the first, which always stays
+            before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # 0 for the most likely id, which always stays
             kept_Bk = kept_Bk.where(before_Bk < sampling.top_p, 0)
         drawn_B1 = torch.multinomial(kept_Bk, 1, generator=generator)
         return ids_Bk.gather(1, drawn_B1)[:, 0]
@@ -159,46 +173,51 @@ def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
     return choose
 
 
-def until(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """A text up to that of `stops` which is complete first, in parts; what may be a beginning of one is held back."""
+def until(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """The concatenated texts up to the first complete stop string; a possible beginning of one is held back."""
     held = ""
-    for part in parts:
-        held += part
+    for text in texts:
+        held += text
         found = [begin for stop in stops if (begin := held.find(stop)) >= 0]
         if found:
             yield held[: min(found)]
             return
-        told = len(held) - max((_begun(held, stop) for stop in stops), default=0)
-        yield held[:told]
-        held = held[told:]
+        end = len(held) - max((_overlap(held, stop) for stop in stops), default=0)
+        yield held[:end]
+        held = held[end:]
     yield held
 
 
-def _begun(text: str, stop: str) -> int:
-    """The most characters at the text's end that `stop` begins with."""
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` starts with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def tell(parts: Iterable[str], target: BinaryIO, shown: int) -> dict[str, Any]:
-    """Print a text as it comes, in parts, and write it to `target`.
+def print_stream(texts: Iterable[str], target: BinaryIO, kept: int) -> dict[str, Any]:
+    """Print texts as they arrive, without line breaks, and write them to `target`. An error ends the line first.
 
     Returns:
-        `text`, its first `shown` characters; and how many `characters` it has.
+        `text`, the first `kept` characters, and `characters`, the length of all.
     """
-    text, characters = "", 0
-    for part in parts:
-        print(part, end="", flush=True)
-        target.write(part.encode())
-        text += part[: shown - len(text)]
-        characters += len(part)
-    return {"text": text, "characters": characters}
+    start, characters = "", 0
+    try:
+        for text in texts:
+            print(text, end="", flush=True)
+            target.write(text.encode())
+            start += text[: kept - len(start)]
+            characters += len(text)
+    except (TostError, OSError):
+        print(flush=True)
+        raise
+    return {"text": start, "characters": characters}
 
 
 def state_bytes(state: LMState, tensor_ranks: int = 1) -> int:
-    """Memory of what the model keeps of the past: bytes of all tensors of its state.
+    """Bytes of all tensors of a state.
 
-    `tensor_ranks`: over how many ranks the heads are spread, each of which has such a state of its own heads.
+    Args:
+        tensor_ranks: number of ranks that hold such a state, each of its own heads.
     """
     tensors = [tensor for layer in state.layers for tensor in layer]
-    # Of a row alone, not of its heads, is the count of tokens.
+    # The token count [B] has no heads.
     return sum(x.numel() * x.element_size() * (tensor_ranks if x.dim() > 1 else 1) for x in tensors)

@@ -1,6 +1,6 @@
-"""Any causal language model of the Hugging Face library as a baseline, scored as our own models are.
+"""Causal language models of the Hugging Face library as baselines, with the same scorer as our own models.
 
-Shape suffixes: B rows, T tokens, K positions whose logits are wanted, V words.
+Shape suffixes: B rows, T tokens, K positions whose logits are needed, V vocabulary.
 """
 
 import copy
@@ -19,7 +19,7 @@ from tost_lm.evaluation.subject import HUB, Subject, hub_home
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.model import LMOutput, LMState
 from tost_lm.model.checkpoint import MANIFEST
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, portion_tokens
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 
 if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""What the settings of a model call the length that it was trained for."""
+"""Names of the trained length in the configurations of models."""
 
 
 def find_subject(path: Path) -> Subject:
-    """What `path` stands for: a run, step folder or export of ours; a folder that the Hugging Face library saved a
-    model to; or `hub:NAME`, which is downloaded.
+    """The subject of a run, step folder or export, of a folder that `save_pretrained` wrote, or of `hub:NAME`, which is
+    downloaded.
 
     Raises:
-        CheckpointError: it is none of them.
-        ConfigError: the library is not installed.
+        CheckpointError: the path is none of these.
+        ConfigError: transformers is not installed.
     """
     name = str(path)
     if name.startswith(HUB):
-        return HuggingFaceSubject(_downloaded(name.removeprefix(HUB)), hub_home(path))
+        return HuggingFaceSubject(_download(name.removeprefix(HUB)), hub_home(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         return HuggingFaceSubject(path, path)
     return Subject.find(path)
 
 
 class HuggingFaceSubject(Subject):
-    """A folder as `save_pretrained` leaves it."""
+    """A folder that `save_pretrained` wrote."""
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
         transformers = _library()
         return HuggingFaceTokenizer(_guarded(self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint)))
 
     def load(self, device: str) -> "HuggingFaceLM":
-        """In float32. Raises CheckpointError, also where weights are missing."""
+        """The model in float32. Raises CheckpointError, also when weights are missing."""
         transformers = _library()
 
         def load() -> Any:
@@ -62,25 +62,26 @@ class HuggingFaceSubject(Subject):
                 self.checkpoint, dtype=torch.float32, output_loading_info=True
             )
 
-        model, told = _guarded(self, load)
-        if missing := sorted(told["missing_keys"]):
+        model, info = _guarded(self, load)
+        if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
-                f"{self.checkpoint}: lacks {len(missing)} weights of a causal language model ({missing[0]}, …)"
+                f"{self.checkpoint}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); "
+                "give a complete folder"
             )
         return HuggingFaceLM(model).to(device).eval()
 
     def load_on_ranks(self, mesh: "Mesh") -> "HuggingFaceLM":
         if mesh.tensor.size * mesh.sequence.size > 1:
             raise ConfigError(
-                f"{self.checkpoint}: a Hugging Face model is not spread over ranks: leave parallel.tensor and "
-                "parallel.sequence out, and each rank takes its share of the examples"
+                f"{self.checkpoint}: tensor and sequence parallelism do not support Hugging Face models; leave "
+                "parallel.tensor and parallel.sequence out, and each rank scores its own examples"
             )
         return self.load(str(mesh.device))
 
     def open_shards(self, folder: str) -> NoReturn:
         raise ConfigError(
-            f"{self.checkpoint}: a Hugging Face model, of whose tokens there are no shards: choose other "
-            "zero_shot.protocols, and for retrieval a text (retrieval.haystack=FILE)"
+            f"{self.checkpoint}: a Hugging Face model has no shards; choose other zero_shot.protocols, or give a text "
+            "for retrieval (retrieval.haystack=FILE)"
         )
 
     def hashes(self) -> dict[str, Any]:
@@ -94,14 +95,14 @@ class HuggingFaceSubject(Subject):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A model's own tokenizer; its `eot` is what stands before a text: the beginning of sequence, where it has one."""
+    """A model's own tokenizer. `eot` is the token before a text: the beginning of sequence, or else the end."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if first is None:
-            raise CheckpointError("the tokenizer has neither a beginning of sequence nor an end")
+            raise CheckpointError("the tokenizer has neither a beginning nor an end of sequence; add one to it")
         self.eot = first
 
     def encode(self, text: str) -> list[int]:
@@ -115,7 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class HuggingFaceFacts(NamedTuple):
-    """What evaluation asks of a model's settings."""
+    """Facts from a model's configuration."""
 
     max_positions: int
     pattern: str
@@ -128,7 +129,7 @@ class HuggingFaceFacts(NamedTuple):
 
 
 class HuggingFaceLM(nn.Module):
-    """A causal language model of the Hugging Face library, called as `TostLM` is, for inference."""
+    """A causal language model of the Hugging Face library with the interface of `TostLM`, for inference."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -136,67 +137,66 @@ class HuggingFaceLM(nn.Module):
         found = [positions for name in POSITIONS if (positions := getattr(model.config, name, None))]
         if not found:
             raise ConfigError(
-                f"the settings of this {model.config.model_type} do not say how many tokens it reads: add "
-                f"{POSITIONS[0]} to its {CONFIG}"
+                f"{CONFIG} of this {model.config.model_type}: has no maximum length; add {POSITIONS[0]} to it"
             )
         self.config = HuggingFaceFacts(found[0], model.config.model_type)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
-        """Args and results as `TostLM`; with labels there is no state.
+        """Arguments and results as in `TostLM`, but without a state if there are labels.
 
         Raises:
-            ConfigError: the rows pass the model's positions.
+            ConfigError: the rows are longer than the model's positions.
         """
         rows, tokens = tokens_BT.shape
         end = tokens + (state.positions[0] if state else 0)
-        if end > self.config.max_positions:
-            raise ConfigError(f"{end} tokens are more than the model has positions ({self.config.max_positions})")
+        if end > (limit := self.config.max_positions):
+            raise ConfigError(f"{end} tokens are more than the model's positions ({limit}); shorten the text")
         if labels is not None and state is None:
-            parts = zip(*(x.split(self._rows_at_once(labels)) for x in (tokens_BT, labels)), strict=True)
-            nats_BT, is_top_BT = (
-                torch.cat(part) for part in zip(*(self._scored(*part) for part in parts), strict=True)
-            )
+            tiles = zip(*(x.split(self._rows_per_tile(labels)) for x in (tokens_BT, labels)), strict=True)
+            nats_BT, is_top_BT = map(torch.cat, zip(*(self._score(*tile) for tile in tiles), strict=True))
             return LMOutput(None, nats_BT, is_top_BT, None, lambda: self.model(tokens_BT, use_cache=False).logits)
-        last = self._gone_on(tokens_BT, state, 1)
+        last = self._continue(tokens_BT, state, 1)
         after = LMState((last.past_key_values,), (end,) * rows)
 
         def whole_logits() -> Tensor:
-            return last.logits if tokens == last.logits.shape[1] else self._gone_on(tokens_BT, state, 0).logits
+            return last.logits if tokens == last.logits.shape[1] else self._continue(tokens_BT, state, 0).logits
 
-        nats_BT, is_top_BT = (None, None) if labels is None else _against(whole_logits(), labels)
+        nats_BT, is_top_BT = (None, None) if labels is None else _nats_and_top(whole_logits(), labels)
         return LMOutput(None, nats_BT, is_top_BT, after, whole_logits)
 
-    def _gone_on(self, tokens_BT: Tensor, state: LMState | None, kept: int) -> Any:
-        """Logits of the last `kept` tokens, 0: of all, if the model can leave others out; and the cache after them."""
-        # A cache is changed in place, and the same state may be gone on with again.
+    def _continue(self, tokens_BT: Tensor, state: LMState | None, kept: int) -> Any:
+        """Logits of at least the last `kept` tokens (0: all), and the cache after them."""
+        # The model changes a cache in place, but a state can be used again.
         past = copy.deepcopy(state.layers[0]) if state else None
         chosen = {"logits_to_keep": kept} if self._selects else {}
         return self.model(tokens_BT, past_key_values=past, use_cache=True, **chosen)
 
-    def _rows_at_once(self, labels_BT: Tensor) -> int:
-        """So many that their logits are no more than ours are: memory that is taken anew for each batch costs time."""
+    def _rows_per_tile(self, labels_BT: Tensor) -> int:
+        """Rows whose logits take no more memory than those of our models; allocating more for each batch costs time."""
         columns = int((labels_BT != IGNORED_LABEL).any(0).sum()) if self._selects else labels_BT.shape[1]
-        return max(1, portion_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
+        return max(1, logit_tile_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
 
-    def _scored(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats and whether labels are on top, by logits of no more columns than have labels, if the model allows it."""
+    def _score(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Nats, and whether labels are the most likely; computes only logits of labels, if the model allows."""
         columns_K = (labels_BT != IGNORED_LABEL).any(0).nonzero()[:, 0]
         chosen = {"logits_to_keep": columns_K} if self._selects else {}
         logits_BKV = self.model(tokens_BT, use_cache=False, **chosen).logits
         if not self._selects:
             logits_BKV = logits_BKV[:, columns_K]
-        nats_BK, is_top_BK = _against(logits_BKV, labels_BT[:, columns_K])
+        nats_BK, is_top_BK = _nats_and_top(logits_BKV, labels_BT[:, columns_K])
         nats_BT = torch.zeros_like(labels_BT, dtype=nats_BK.dtype).index_copy_(1, columns_K, nats_BK)
         is_top_BT = torch.zeros_like(labels_BT, dtype=torch.bool).index_copy_(1, columns_K, is_top_BK)
         return nats_BT, is_top_BT
 
 
-def _against(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats of each label, and whether no word has a larger logit; 0 and False where it is not counted."""
+def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of each label, and whether no id has a larger logit; 0 and False for ignored labels."""
     counted_BK = labels_BK != IGNORED_LABEL
     nats_BK, is_top_BK = [], []
-    for logits_KV, labels_K, counted_K in zip(logits_BKV, labels_BK, counted_BK, strict=True):  # one in float32 at once
+    for logits_KV, labels_K, counted_K in zip(
+        logits_BKV, labels_BK, counted_BK, strict=True
+    ):  # one row in float32 at a time
         logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
         label_K = logits_KV.gather(1, labels_K.where(counted_K, 0)[:, None])[:, 0]
         nats_BK.append((logits_KV.logsumexp(1) - label_K).where(counted_K, 0))
@@ -208,8 +208,8 @@ def _tokenizes(path: Path) -> bool:
     return path.is_file() and ("token" in path.name or path.name.startswith(("vocab.", "merges.", "spiece")))
 
 
-def _downloaded(name: str) -> Path:
-    """Where the hub's client keeps a model."""
+def _download(name: str) -> Path:
+    """The folder of a model in the cache of the hub's client."""
     _library()
     import huggingface_hub
 
@@ -219,9 +219,9 @@ def _downloaded(name: str) -> Path:
         kinds += [".json", ".model", ".txt", ".tiktoken"]
         wanted = [file for file in files if file.endswith(tuple(kinds))]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the client raises its own errors and the network's alike
+    except Exception as error:  # the client raises its own errors and those of the network
         raise CheckpointError(
-            f"{HUB}{name}: cannot be downloaded ({_first_line(error)}); give a folder that holds it"
+            f"{HUB}{name}: cannot be downloaded ({_first_line(error)}); give a folder with the model"
         ) from None
 
 
@@ -229,7 +229,7 @@ def _library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("a Hugging Face model needs transformers: pip install 'tost-lm[hf]'") from None
+        raise ConfigError("Hugging Face models need transformers; install it: pip install 'tost-lm[hf]'") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
@@ -238,8 +238,10 @@ def _library() -> Any:
 def _guarded(subject: Subject, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except Exception as error:  # each architecture raises its own
-        raise CheckpointError(f"{subject.checkpoint}: cannot be loaded: {_first_line(error)}") from None
+    except Exception as error:  # each architecture raises its own errors
+        raise CheckpointError(
+            f"{subject.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Test sets measured in the course of training, by the code that `eval.zero_shot` measures a checkpoint by."""
+"""Evaluation on test sets during training, with the code of `eval.zero_shot`."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.evaluation.zero_shot import score_rows
 from tost_lm.evaluation.zero_shot_config import DataSetsConfig
-from tost_lm.parallel.whole import WholeModel
+from tost_lm.parallel.sharded_inference import ShardedInference
 
 if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProtocolsInTraining:
-    """Protocols with the files that they read and their examples."""
+    """Protocols with their files and examples."""
 
     protocols: Sequence[tuple[Protocol, SetFile, Sequence[Example]]]
     batch_tokens: int | None
@@ -36,45 +36,50 @@ class ProtocolsInTraining:
         """The test sets of the recipe's section `evaluation`.
 
         Args:
-            names: of protocols.
-            sets: the files that are given; others are fetched.
+            names: names of protocols.
+            sets: files of test sets; others are downloaded.
             window: tokens that the model reads at once.
 
         Raises:
-            ConfigError: there is no such protocol or test set, or a file that is not given cannot be had.
-            DataError: a file is not there, or not in the protocol's format.
+            ConfigError: a protocol or test set does not exist, or a file is not given and cannot be downloaded.
+            DataError: a file is missing or does not have the protocol's format.
         """
         given = validate(DataSetsConfig, {name: str(path) for name, path in sets.items()}, "evaluation.sets")
         if HELDOUT in names:
             raise ConfigError(
-                f"evaluation.protocols: {HELDOUT} is measured by eval.zero_shot alone; in the course of training "
-                "validation.every measures the loss on held-out documents"
+                f"evaluation.protocols: {HELDOUT} is measured only by eval.zero_shot; set validation.every, "
+                "which measures the loss on held-out documents"
             )
         protocols = [find_protocol(name, "evaluation.protocols") for name in dict.fromkeys(names)]
+        if generating := [protocol.name for protocol in protocols if protocol.new_tokens]:
+            raise ConfigError(
+                f"evaluation.protocols: {generating[0]} generates text, which training does not; remove it, and "
+                "measure checkpoints with eval.zero_shot"
+            )
         files = [find_set_file(protocol.data_set, given, "evaluation.sets") for protocol in protocols]
         examples = [each.examples(file.path, tokenizer, window) for each, file in zip(protocols, files, strict=True)]
         return cls(list(zip(protocols, files, examples, strict=True)), batch_tokens)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What all ranks must have alike."""
+        """What all ranks must agree on."""
         return {f"test set {protocol.data_set}": file.sha256 for protocol, file, _ in self.protocols}
 
     def measure(self, engine: Any, mesh: "Mesh", beat: Callable[[], None]) -> list[Row]:
-        """The totals of each protocol, as in its results.json, and which of them is the headline.
+        """The totals of each protocol as in its results.json, and the name of its headline.
 
-        All ranks call it and get the same; copies of the model share the examples.
+        All ranks call it and get the same results; the copies of the model share the examples.
 
         Args:
-            engine: of the model that is trained, at any ZeRO stage.
-            beat: called for each protocol and each batch.
+            engine: of the model in training, at any ZeRO stage.
+            beat: called before each protocol and each batch, equally often by all ranks.
         """
-        model = WholeModel(engine.module, mesh)
-        model.model = engine  # at ZeRO stage 3 it is what gathers a weight that another layer uses, too
+        model = ShardedInference(engine.module, mesh)
+        model.model = engine  # at ZeRO stage 3 it also gathers a weight that another layer uses
         ranks = Ranks(engine.global_rank, mesh, beat)
         measured = []
         engine.eval()
-        with redirect_stdout(io.StringIO()):  # the run's log has a line of its own
+        with redirect_stdout(io.StringIO()):  # the run's log has its own line
             for protocol, file, examples in self.protocols:
                 beat()
                 rows = score_rows(ranks, model, protocol, examples, self.batch_tokens)

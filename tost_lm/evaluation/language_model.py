@@ -1,4 +1,4 @@
-"""What evaluation asks of a model: ours on one rank or several, or another library's."""
+"""Interface of a model in evaluation: ours on one or several ranks, or one of another library."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -9,37 +9,37 @@ from tost_lm.model import LMOutput, LMState
 
 
 class ModelFacts(Protocol):
-    """What is known of a model beside its weights."""
+    """Facts about a model beside its weights."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens that it was trained to read at once: a window."""
+        """Tokens that it was trained to read at once, the default window."""
         ...
 
     @property
     def position_limit(self) -> int | None:
-        """Tokens that it can read at all; None: any number."""
+        """Maximum number of tokens; None: unlimited."""
         ...
 
     @property
     def pattern(self) -> str:
-        """What its layers are made of."""
+        """Types of its layers."""
         ...
 
     @property
     def window(self) -> int | None:
-        """How far its softmax layers look back; None: to the beginning."""
+        """Window of its softmax layers; None: unlimited."""
         ...
 
 
 class LanguageModel(Protocol):
-    """In evaluation mode; on several ranks, all of one copy of the model call it with the same arguments."""
+    """A model in evaluation mode. All ranks of one copy of the model call it with the same arguments."""
 
     @property
     def config(self) -> ModelFacts: ...
 
     def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
-        """As `TostLM`; with labels the state may be left out."""
+        """As `TostLM`, but with labels there may be no state."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...

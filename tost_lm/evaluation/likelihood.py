@@ -1,28 +1,28 @@
-"""Log-likelihoods of tokens after others: what every protocol of zero-shot evaluation is scored by.
+"""Log-likelihoods of tokens given the tokens before them, and greedy continuations, in batches.
 
-The log-softmax is in float32 at least, sums are in float64, and how requests are batched, or shared out to copies of
-the model, changes them by no more than rounding.
+The log-softmax is computed in float32 at least, and sums in float64. Batching and the number of copies change results
+by no more than rounding.
 """
 
-import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tost_lm.evaluation.generation import continuations, greedy
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.model.streaming import TILE_TOKENS, prefill
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
-"""Tokens that are read at once unless said otherwise: on a CPU no more than its caches do with."""
-TELL_EVERY_S = 60.0
+"""Default tokens of a batch. On a CPU, larger batches do not fit its caches."""
 
 
 class Request(NamedTuple):
-    """Tokens to be scored, given those before them; int64 ids, at least one of each."""
+    """Tokens to score, given those before them; int64 ids, at least one of each."""
 
     context: np.ndarray
     target: np.ndarray
@@ -34,81 +34,122 @@ class Request(NamedTuple):
 
 
 class Likelihoods(NamedTuple):
-    """Of R requests."""
+    """Scores of R requests."""
 
     nats: np.ndarray
     """−log p of the whole target, float64 [R]."""
     tokens: np.ndarray
-    """Of the target, int64 [R]."""
+    """Tokens of the target, int64 [R]."""
     is_greedy: np.ndarray
-    """Whether the model, always taking its most likely token, would go on with the target, bool [R]."""
+    """Whether each token of the target is the most likely one, bool [R]."""
 
 
-@torch.no_grad()  # not inference_mode: training could not go on with buffers that were made in it
+@torch.no_grad()  # not inference_mode: training cannot continue with buffers that were created in it
 def score_requests(
     model: LanguageModel, requests: Sequence[Request], batch_tokens: int | None = None, ranks: Ranks | None = None
 ) -> Likelihoods:
-    """Score requests, in batches of about one length. Prints how far it is each minute.
+    """Score requests in batches of similar length. Prints progress each minute.
 
     Args:
         model: in evaluation mode.
         requests: in any order.
-        batch_tokens: tokens that are read at once, or one request; None: BATCH_TOKENS. It changes memory and time, not
-            the result.
-        ranks: all of them call it with the same requests, and get all scores; None: this one alone.
+        batch_tokens: tokens of a batch, which has at least one request; None: BATCH_TOKENS. It changes memory and time,
+            not the result.
+        ranks: all of them call it with the same requests and get all scores; None: only this one.
 
     Raises:
-        ConfigError: a request passes the model's positions.
+        ConfigError: a request is longer than the model's positions.
     """
     ranks = ranks or Ranks()
-    batch_tokens = batch_tokens or BATCH_TOKENS["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
-    rounds = _rounds([request.inputs for request in requests], batch_tokens, ranks.copies)
-    mine = _shares(rounds, ranks)
-    mine_in_order, found, told = [number for share in mine for number in share], [], time.monotonic()
-    for share, numbers in zip(mine, rounds, strict=True):
-        ranks.beat()
-        length = _alike_on_ranks(requests[numbers[-1]].inputs, ranks, model.config.position_limit)
-        found.append(_score_batch(model, [requests[number] for number in share], length))
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            print(f"{sum(len(nats) for nats, _ in found):,} of {len(mine_in_order):,} requests scored", flush=True)
-    parts = [np.concatenate(part).tolist() for part in zip(*found, strict=True)] if found else [[], []]
-    nats, is_greedy = np.zeros(len(requests)), np.zeros(len(requests), dtype=bool)
-    for numbers, *scores in ranks.gather((mine_in_order, *parts)):
-        nats[numbers], is_greedy[numbers] = scores
-    return Likelihoods(nats, np.array([len(request.target) for request in requests], dtype=np.int64), is_greedy)
+    sequence_ranks, limit = ranks.mesh.sequence.size if ranks.mesh else 1, model.config.position_limit
+
+    def score(numbers: list[int], longest: int) -> list[tuple[float, bool]]:
+        # Sequence ranks get equally many tokens, and so divide an MLP into equally many tiles.
+        padded = -(-longest // sequence_ranks) * sequence_ranks
+        length = padded if limit is None else max(longest, min(padded, limit))
+        return _score_batch(model, [requests[number] for number in numbers], length)
+
+    lengths = [request.inputs for request in requests]
+    scores = _in_rounds(model, lengths, batch_tokens, ranks, score)
+    nats, is_greedy = zip(*scores, strict=True) if scores else ((), ())
+    tokens = [len(request.target) for request in requests]
+    return Likelihoods(np.array(nats, np.float64), np.array(tokens, np.int64), np.array(is_greedy, bool))
 
 
-def _rounds(lengths: Sequence[int], batch_tokens: int, copies: int) -> list[list[int]]:
-    """Numbers of requests by length, as many together as all copies read at once when filled up to the longest."""
+@torch.no_grad()
+def continue_greedily(
+    model: LanguageModel,
+    prompts: Sequence[np.ndarray],
+    tokens: int,
+    vocab_size: int,
+    batch_tokens: int | None = None,
+    ranks: Ranks | None = None,
+) -> list[list[int]]:
+    """The `tokens` ids that follow each prompt if the most likely id is always chosen; an end of text ends nothing.
+
+    Args:
+        prompts: int64 ids, at least one of each.
+        vocab_size: ids that the tokenizer has; padding of the vocabulary is never chosen.
+        model, batch_tokens, ranks: as in `score_requests`.
+
+    Raises:
+        ConfigError: a prompt and its continuation are longer than the model's positions.
+    """
+
+    def generate(numbers: list[int], _: int) -> list[list[int]]:
+        output = prefill(
+            model, torch.from_numpy(np.stack([prompts[number] for number in numbers])).split(TILE_TOKENS, 1)
+        )
+        ids = continuations(model, output, tokens, lambda logits_BV: greedy(logits_BV[:, :vocab_size]))
+        return torch.stack(list(ids), 1).tolist()
+
+    lengths = [len(prompt) for prompt in prompts]
+    return _in_rounds(model, lengths, batch_tokens, ranks or Ranks(), generate, equal_lengths=True)
+
+
+def _in_rounds(
+    model: LanguageModel,
+    lengths: Sequence[int],
+    batch_tokens: int | None,
+    ranks: Ranks,
+    compute: Callable[[list[int], int], Sequence[Any]],
+    equal_lengths: bool = False,
+) -> list[Any]:
+    """What `compute(numbers, longest)` returns for each item, in order of numbers, on every rank.
+
+    In each round, a copy of the model computes one batch. A copy without items repeats the last one: where ZeRO stage 3
+    spreads the weights over ranks, all of them gather each layer together and must compute equally often.
+    """
+    device = "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
+    rounds = _rounds(lengths, batch_tokens or BATCH_TOKENS[device], ranks.copies, equal_lengths)
+    results, done = {}, 0
+
+    def progress() -> str:
+        return f"{done:,} of {len(lengths):,} requests scored"
+
+    for numbers in ranks.each(rounds, progress):
+        here = numbers[ranks.copy :: ranks.copies] or numbers[-1:]
+        results.update(zip(here, compute(here, lengths[numbers[-1]]), strict=True))
+        done += len(numbers)
+    together = dict(pair for pairs in ranks.gather(list(results.items())) for pair in pairs)
+    return [together[number] for number in range(len(lengths))]
+
+
+def _rounds(lengths: Sequence[int], batch_tokens: int, copies: int, equal_lengths: bool) -> list[list[int]]:
+    """Numbers of items in order of length, in groups that fill one batch of each copy after padding."""
     rounds: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if rounds and len(rounds[-1]) < copies * max(1, batch_tokens // lengths[number]):
+        length = lengths[number]
+        has_room = rounds and len(rounds[-1]) < copies * max(1, batch_tokens // length)
+        if has_room and not (equal_lengths and lengths[rounds[-1][0]] < length):
             rounds[-1].append(number)
         else:
             rounds.append([number])
     return rounds
 
 
-def _shares(rounds: list[list[int]], ranks: Ranks) -> list[list[int]]:
-    """What this rank's copy of the model reads in each round.
-
-    A copy that nothing is left for reads the last request again: where ZeRO stage 3 spreads the weights over ranks,
-    all of them go through the same layers, and as often, for they gather each one together.
-    """
-    return [numbers[ranks.copy :: ranks.copies] or numbers[-1:] for numbers in rounds]
-
-
-def _alike_on_ranks(length: int, ranks: Ranks, limit: int | None) -> int:
-    """A length with as many tokens for each sequence rank, which so take an MLP in as many portions; at most `limit`,
-    the model's positions."""
-    parts = ranks.mesh.sequence.size if ranks.mesh else 1
-    filled_up = -(-length // parts) * parts
-    return filled_up if limit is None else max(length, min(filled_up, limit))
-
-
-def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows are filled up to `length` tokens on the right, where a causal model cannot look."""
+def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int) -> list[tuple[float, bool]]:
+    """Nats of each request and whether it is greedy; rows are padded on the right, where a causal model cannot look."""
     inputs_BT = np.zeros((len(requests), length), dtype=np.int64)
     labels_BT = np.full((len(requests), length), IGNORED_LABEL, dtype=np.int64)
     for request, inputs, labels in zip(requests, inputs_BT, labels_BT, strict=True):
@@ -119,7 +160,8 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
     assert output.nats is not None
     assert output.is_top is not None
     is_counted_BT = torch.from_numpy(labels_BT != IGNORED_LABEL).to(device)
-    return output.nats.double().sum(1).cpu().numpy(), (output.is_top | ~is_counted_BT).all(1).cpu().numpy()
+    is_greedy_B = (output.is_top | ~is_counted_BT).all(1)
+    return list(zip(output.nats.double().sum(1).tolist(), is_greedy_B.tolist(), strict=True))
 
 
 def _tensor(ids_BT: np.ndarray, device: torch.device) -> Tensor:

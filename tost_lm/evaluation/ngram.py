@@ -1,9 +1,9 @@
-"""Byte n-gram baselines: what a table of counts of the same training text reaches on the same held-out bytes.
+"""Byte n-gram baselines, trained on the same training text and scored on the same held-out bytes.
 
 Unigram, bigram and trigram, interpolated by Witten-Bell smoothing (Witten and Bell 1991; in the form of Chen and
 Goodman 1998, section 2.4). With c the counts and T(h) the number of distinct bytes seen after the context h:
     P(b | h) = (c(h b) + T(h) · P(b | shorter h)) / (c(h) + T(h)),   below the unigram: 1/256 for every byte.
-Contexts do not cross documents; a document's first bytes have the shorter contexts that exist there.
+Contexts do not cross documents, so the first bytes of a document have shorter contexts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,20 +12,20 @@ import numpy as np
 
 ORDERS = (1, 2, 3)
 NAMES = ("byte unigram", "byte bigram", "byte trigram")
-PIECE_BYTES = 1 << 22  # bounds what is held beside the tables: a few dozen times this
+TILE_BYTES = 1 << 22  # bounds the memory beside the tables to a few dozen times this
 
 
 class ByteNgrams:
-    """Counts of byte n-grams: `tables[n]` [256**n] by n-gram, and counts and kinds of bytes after each context.
+    """Counts of byte n-grams, `tables[n]` [256**n], and counts and distinct bytes after each context.
 
-    The trigram table takes 128 MB, and the same again while counting.
+    The trigram table takes 128 MB, and twice that while counting.
     """
 
     def __init__(self, documents: Iterable[bytes]):
         self.bytes = 0
-        """Bytes of text counted."""
+        """Number of bytes counted."""
         self.tables = {order: np.zeros(256**order, dtype=np.int64) for order in ORDERS}
-        for text, place in _pieces(documents):
+        for text, place in _tiles(documents):
             self.bytes += int((place >= 0).sum())
             for order in ORDERS:
                 self.tables[order] += np.bincount(_keys(text, order)[place >= order - 1], minlength=256**order)
@@ -45,8 +45,8 @@ class ByteNgrams:
             kinds = self.context_kinds[order][contexts]
             seen = self.context_counts[order][contexts] + kinds
             shorter = lower[order - 1 :]
-            mixed = (self.tables[order][keys] + kinds * shorter) / np.maximum(seen, 1)
-            row[order - 1 :] = np.where(seen > 0, mixed, shorter)
+            interpolated = (self.tables[order][keys] + kinds * shorter) / np.maximum(seen, 1)
+            row[order - 1 :] = np.where(seen > 0, interpolated, shorter)
             rows.append(row)
             lower = row
         return np.stack(rows)
@@ -57,7 +57,7 @@ class ByteNgrams:
         return np.stack(rows, axis=1)
 
 
-def limited(documents: Iterable[bytes], size: int) -> Iterator[bytes]:
+def first_bytes(documents: Iterable[bytes], size: int) -> Iterator[bytes]:
     """The first `size` bytes of the documents."""
     for document in documents:
         yield document[:size]
@@ -67,31 +67,31 @@ def limited(documents: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 
 def _keys(text: np.ndarray, order: int) -> np.ndarray:
-    """The n-gram that ends at each byte as one number; the first order − 1 are of no use."""
+    """The n-gram that ends at each byte, as one number; the first order − 1 are invalid."""
     keys = text.copy()
     for back in range(1, order):
         keys[back:] += text[:-back] << (8 * back)
     return keys
 
 
-def _pieces(documents: Iterable[bytes]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Text in pieces of bounded size: bytes as int64, and each one's place in its document (−1: already counted).
+def _tiles(documents: Iterable[bytes]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Text in tiles of bounded size: bytes as int64, and the index of each in its document (−1: already counted).
 
-    A document longer than a piece goes on in the next one, which repeats its last two bytes as context.
+    The next tile continues a longer document and repeats its last two bytes as context.
     """
     held: list[np.ndarray] = []
     places: list[np.ndarray] = []
     size = 0
     for document in documents:
         text = np.frombuffer(document, dtype=np.uint8)
-        for start in range(0, len(text), PIECE_BYTES):
+        for start in range(0, len(text), TILE_BYTES):
             context = min(start, 2)
-            held.append(text[start - context : start + PIECE_BYTES])
-            place = np.arange(start - context, min(start + PIECE_BYTES, len(text)))
+            held.append(text[start - context : start + TILE_BYTES])
+            place = np.arange(start - context, min(start + TILE_BYTES, len(text)))
             place[:context] = -1
             places.append(place)
             size += len(place)
-            if size >= PIECE_BYTES:
+            if size >= TILE_BYTES:
                 yield np.concatenate(held).astype(np.int64), np.concatenate(places)
                 held, places, size = [], [], 0
     if held:

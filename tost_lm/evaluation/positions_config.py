@@ -6,20 +6,20 @@ from tost_lm.config import Section
 from tost_lm.evaluation.config import RanksConfig, TextConfig
 
 POSITIONS = "positions"
-"""The protocol; a new version gets a new name."""
+"""Name of the protocol. A changed protocol gets a new name."""
 
 
 class SequencesConfig(Section):
     """Protocol `positions`."""
 
     times: int = Field(default=16, gt=0)
-    """How long the sequences are, in model.max_positions tokens; no longer than the model reads."""
+    """Sequence length as a multiple of model.max_positions; the model's positions limit it."""
     sequences: int = Field(default=8, gt=0)
-    """How many are read, or as many as the text has."""
+    """Maximum number of sequences."""
 
 
 class PositionsConfig(Section):
-    """What `eval.positions` reads."""
+    """Settings of `eval.positions`."""
 
     positions: SequencesConfig = Field(default_factory=SequencesConfig)
     heldout: TextConfig = Field(default_factory=TextConfig)

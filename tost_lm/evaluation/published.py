@@ -1,4 +1,4 @@
-"""Published figures, and whether a measured one may stand beside them."""
+"""Published results, and whether a measured result is comparable with them."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,18 @@ TOST_PAPER = "ToST paper (arXiv 2412.17810)"
 
 
 class Published(NamedTuple):
-    """A figure that somebody has printed."""
+    """A published result."""
 
     protocol: str
-    """The protocol that it belongs to, or that measures the same test set."""
+    """The protocol of the result, or one that measures the same test set."""
     model: str
     measure: str
     value: float
     source: str
     window_tokens: int = 1024
-    """Tokens that the model reads at once."""
+    """Length of a window."""
     differs: str = ""
-    """What was done otherwise than the protocol does it; empty: nothing."""
+    """How the measurement differs from the protocol; empty: it does not."""
 
 
 OWN_DETOKENIZERS = "their detokenizers were not released"
@@ -27,7 +27,7 @@ TOST_MODELS = ("gpt2-base 124M", "tost-base 110M", "tost-medium 304M", "tost-lar
 TOST_NATS = {
     "owt@tost": (2.84, 3.20, 2.88, 2.72),
     "lambada_standard@tost": (4.32, 4.98, 4.45, 4.32),
-    "wikitext103@tost": (4.13, 4.77, 4.30, 3.99),
+    **dict.fromkeys(("wikitext2@tost", "wikitext103@tost"), (4.13, 4.77, 4.30, 3.99)),  # their test texts are equal
     "ptb@tost": (5.75, 6.39, 5.64, 5.03),
 }
 
@@ -66,35 +66,35 @@ TOLERANCE = 0.002
 
 
 def is_reached(known: Published, value: float) -> bool:
-    """Whether a measured value is the known one, to TOLERANCE of it: figures are printed with three or four digits."""
+    """Whether a value equals the known one within TOLERANCE (relative), as that has three or four digits."""
     return abs(value / known.value - 1) <= TOLERANCE
 
 
 def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
-    """Why a published figure may not stand beside results of its protocol; empty: it may."""
+    """Why a published result is not comparable with results of its protocol; empty: it is."""
     if published.differs:
         return published.differs
-    if results["file_is"] == "other":
+    if results.get("published_file") is False:
         return "the file is not the published one"
     if results["window_tokens"] != published.window_tokens:
-        return f"windows of {results['window_tokens']:,} tokens, and {published.window_tokens:,} there"
+        return f"windows of {results['window_tokens']:,} tokens, not {published.window_tokens:,}"
     if results["by_token"] and not results["tokenizer_is_gpt2s"]:
-        return "by token, and the tokenizer is not GPT-2's"
+        return "measured by token, and the tokenizer is not GPT-2's"
     return ""
 
 
 def condition(results: dict[str, Any]) -> str:
-    """What a comparison rests on that was not checked; empty: nothing."""
-    return "if the file is the published one" if results["file_is"] == "unverified" else ""
+    """The condition of a comparison that was not checked; empty: there is none."""
+    return "" if results.get("published_file") else "if the file is the published one"
 
 
-def why_not_like(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Why results of one protocol of two models may not be compared; empty: they may."""
+def why_models_not_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Why the results of two models for one protocol are not comparable; empty: they are."""
     if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
-        return "of another file"
+        return "another test set file"
     if one["window_tokens"] != other["window_tokens"]:
-        return f"windows of {other['window_tokens']:,} tokens, and {one['window_tokens']:,} in the first"
+        return f"windows of {other['window_tokens']:,} tokens, not {one['window_tokens']:,} as in the first row"
     same_tokenizer = one["identity"]["tokenizer_sha256"] == other["identity"]["tokenizer_sha256"]
     if one["by_token"] and not same_tokenizer and not (one["tokenizer_is_gpt2s"] and other["tokenizer_is_gpt2s"]):
-        return "by token, and the tokenizers differ"
+        return "measured by token, and the tokenizers differ"
     return ""

@@ -1,37 +1,42 @@
-"""The ranks of an evaluation: tensor × sequence of them hold a model, as many copies as there are share the work, and
-the first rank speaks and writes."""
+"""The ranks of an evaluation. Tensor × sequence ranks hold one copy of the model, and the copies share the work."""
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import RanksConfig
+from tost_lm.evaluation.stop import StopRequest, Terminated
 from tost_lm.evaluation.subject import Subject, pick_device
 
 if TYPE_CHECKING:
     from tost_lm.evaluation.language_model import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
+PROGRESS_EVERY_S = 60.0
+Item = TypeVar("Item")
+
 
 @contextmanager
-def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ranks"]:
-    """To be put around all that the ranks do together; within it only rank 0 prints. One rank needs no launcher.
+def joined_ranks(parallel: RanksConfig, *, copies: bool = False, graceful_stop: bool = False) -> Iterator["Ranks"]:
+    """The ranks of this launch, one without a launcher. Inside the block, only rank 0 prints.
 
     Args:
-        copies: several copies of the model can share the work.
+        copies: the program can divide its work among several copies of the model.
+        graceful_stop: the program calls `Ranks.beat` between model calls, and several ranks stop there on SIGTERM.
 
     Raises:
-        ConfigError: tensor × sequence is not the number of ranks of the launch, nor divides it where there can be
-            copies, or megatron-core is not installed.
-        LostRankError: as `naming_lost_ranks`.
+        ConfigError: tensor × sequence does not fit the number of ranks, or megatron-core is not installed.
+        LostRankError: as `watch_ranks`.
+        Terminated: on all ranks, SIGTERM was received; with `graceful_stop`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     _check(parallel, size, copies)
@@ -39,19 +44,28 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ra
         yield Ranks()
         return
     from tost_lm.parallel.config import ParallelConfig
-    from tost_lm.parallel.failures import naming_lost_ranks
     from tost_lm.parallel.mesh import build_mesh
+    from tost_lm.parallel.watchdog.watch import watch_ranks
     from tost_lm.parallel.world import start_world, stop_world
 
-    world = start_world(pick_device())
+    world, stop, terminated = start_world(pick_device()), StopRequest(), False
     with (
-        Path(os.devnull).open("w") as nowhere,
-        naming_lost_ranks(),
-        redirect_stdout(nowhere if world.rank else sys.stdout),
+        Path(os.devnull).open("w") as devnull,
+        watch_ranks(on_terminate=stop.request if graceful_stop else None),
+        redirect_stdout(devnull if world.rank else sys.stdout),
     ):
         mesh = build_mesh(world, ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence))
-        yield Ranks(world.rank, mesh)
+        try:
+            if graceful_stop:
+                yield Ranks(world.rank, mesh, stop.check, stop.wait_for_copies)
+                stop.check()
+            else:
+                yield Ranks(world.rank, mesh)
+        except Terminated:
+            terminated = True  # on all ranks, so they can leave the process group together
         stop_world()
+    if terminated:
+        raise Terminated
 
 
 @dataclass(frozen=True)
@@ -60,52 +74,64 @@ class Ranks:
 
     rank: int = 0
     mesh: "Mesh | None" = None
-    """None: there is no other."""
+    """None: there is only one rank."""
     beat: Callable[[], None] = lambda: None
-    """Called for each batch: this rank goes on."""
+    """Called before each model call, by all ranks; it may raise an exception that ends the evaluation."""
+    wait_for_copies: Callable[[], None] = lambda: None
+    """Called by all ranks at the end of work in which they call `beat` different numbers of times."""
 
     @property
     def tensor_ranks(self) -> int:
-        """Over how many ranks the heads of the model are spread."""
+        """Number of ranks that the heads are spread over."""
         return self.mesh.tensor.size if self.mesh else 1
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this rank holds a part of."""
+        """Index of the copy of the model that this rank belongs to."""
         return self.mesh.data.rank if self.mesh else 0
 
     @property
     def copies(self) -> int:
-        """How many copies there are, which share the work."""
+        """Number of copies of the model."""
         return self.mesh.data.size if self.mesh else 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank writes what its copy of the model found out."""
+    def is_first_of_copy(self) -> bool:
+        """Whether this rank writes the results of its copy."""
         return self.mesh is None or self.mesh.tensor.rank == self.mesh.sequence.rank == 0
 
+    def each(self, items: Iterable[Item], progress: Callable[[], str] | None = None) -> Iterator[Item]:
+        """The items, with a `beat` before each, and a line of progress printed each minute."""
+        printed_at = time.monotonic()
+        for item in items:
+            self.beat()
+            yield item
+            if progress and time.monotonic() - printed_at > PROGRESS_EVERY_S:
+                print(progress(), flush=True)
+                printed_at = time.monotonic()
+
     def gather(self, value: Any) -> list[Any]:
-        """What JSON makes of each rank's `value`, in order of rank; all ranks call it."""
+        """Each rank's `value` after a round trip through JSON, in rank order; all ranks call it."""
         if self.mesh is None:
             return [value]
-        from tost_lm.parallel.agreement import gather
+        from tost_lm.parallel.agreement import all_gather_object
 
-        return gather(value)
+        return all_gather_object(value)
 
     def load(self, subject: Subject) -> "LanguageModel":
-        """The subject's model, in evaluation mode; all ranks call it.
+        """The subject's model in evaluation mode; all ranks call it.
 
         Raises:
-            CheckpointError: it cannot be loaded.
-            ConfigError: heads or vocabulary cannot be shared out evenly.
+            CheckpointError: the model cannot be loaded.
+            ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
         return subject.load(pick_device()) if self.mesh is None else subject.load_on_ranks(self.mesh)
 
     def reusable(self, subject: Subject, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The results that rank 0 finds, as `Subject.reusable` does; all ranks call it before any of them writes.
+        """The results that rank 0 finds, as in `Subject.reusable`; all ranks call it before any of them writes.
 
         Raises:
-            ConfigError: the ranks have other checkpoints, texts or settings.
+            ConfigError: the ranks have different checkpoints, texts or settings.
         """
         results = subject.reusable(protocol, identity)
         if self.mesh is None:
@@ -120,11 +146,11 @@ class Ranks:
 def _check(parallel: RanksConfig, size: int, copies: bool) -> None:
     needed = parallel.tensor * parallel.sequence
     if size % needed if copies else size != needed:
-        launch = "start it without a launcher" if needed == 1 else f"launch it with torchrun --nproc-per-node {needed}"
+        launch = "start without a launcher" if needed == 1 else f"launch with torchrun --nproc-per-node {needed}"
         raise ConfigError(
-            f"parallel.tensor {parallel.tensor} × parallel.sequence {parallel.sequence} = {needed}, and this launch "
-            f"has {size} {'rank' if size == 1 else 'ranks'}: give two numbers whose product "
+            f"parallel.tensor {parallel.tensor} × parallel.sequence {parallel.sequence} = {needed} does not fit the "
+            f"{size} {'rank' if size == 1 else 'ranks'} of this launch; set them so that their product "
             f"{'divides' if copies else 'is'} {size}, or {launch}"
         )
     if size > 1 and not find_spec("megatron"):
-        raise ConfigError("an evaluation on several ranks needs megatron-core: pip install 'tost-lm[train]'")
+        raise ConfigError("evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'")

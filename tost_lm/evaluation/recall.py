@@ -1,4 +1,4 @@
-"""Training small models on multi-query associative recall, testing them, and the table of what came of it."""
+"""Training and test of small models on multi-query associative recall, and the table of results."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tost_lm.evaluation.mqar import Examples, draw_examples
 from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
 from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.subject import pick_device, results_path
-from tost_lm.files import write_whole
+from tost_lm.files import write_atomically
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.adamw import build_adamw, learning_rate
@@ -23,17 +23,17 @@ from tost_lm.version import VERSION
 
 PROTOCOL = "mqar@zoology"
 TRAINING, TESTING = 0, 1
-"""Streams of examples; that of training has one for each seed and step."""
+"""Random streams of examples; training has one per seed and step."""
 
 PUBLISHED_WIDTH = 768
 
 Result = dict[str, Any]
-"""`identity`: version, settings, pattern and seed; `accuracy` (of queries) with `accuracy_standard_error`; `nats` a
+"""`identity`: version, settings, pattern and seed; `accuracy` of queries with `accuracy_standard_error`; `nats` per
 query; `queries`; `parameters`; `seconds` of training."""
 
 
 def measure(config: RecallConfig) -> list[Result]:
-    """A result for each pattern and seed, in their order; each is stored as soon as it is there, or taken from there.
+    """A result for each pattern and seed, in their order. Each is stored at once, and reused if it exists.
 
     Raises:
         TrainingError: a loss is not finite.
@@ -47,10 +47,10 @@ def measure(config: RecallConfig) -> list[Result]:
             result = kept or {"identity": identity, **_train_and_test(config, pattern, seed)}
             if kept is None:
                 whole = {"protocol": PROTOCOL, "results": [*_stored(path), result]}
-                write_whole(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+                write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
             print(
                 f"{pattern}, seed {seed}: {result['accuracy']:.2%} ± {result['accuracy_standard_error']:.2%} of "
-                f"queries, {result['nats']:.4f} nats, {'reused from' if kept else 'kept in'} {path}",
+                f"queries, {result['nats']:.4f} nats, {'reused from' if kept else 'stored in'} {path}",
                 flush=True,
             )
             results.append(result)
@@ -58,11 +58,10 @@ def measure(config: RecallConfig) -> list[Result]:
 
 
 def draw_model(config: ModelConfig, seed: int) -> TostLM:
-    """A model whose matrices are as wide, in relation to its width, as the published ones are at a width of 768.
+    """A model with the initial standard deviation scaled from the published width of 768 to its own width.
 
-    Drawn with 0.02 at a width of 64, tokens differ so little beside what training soon adds to all of them alike that
-    even softmax attention had found no key after 2,700 steps, where it now finds nearly all after 600
-    (docs/experiments.md).
+    With 0.02 at a width of 64, softmax attention found no key after 2,700 steps; with this it finds nearly all after
+    600 (docs/experiments.md).
     """
     torch.manual_seed(seed)
     model = TostLM(config)
@@ -80,7 +79,7 @@ def train(model: TostLM, config: RecallConfig, seed: int) -> None:
     for step in range(config.train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.train.steps, config.optim)
-        examples = draw_examples(config.mqar, config.train.batch_examples, TRAINING, seed, step)
+        examples = draw_examples(config.mqar, config.train.batch_size, TRAINING, seed, step)
         tokens_BT, labels_BT = _on(device, examples)
         loss = model(tokens_BT, labels=labels_BT, output_state=False).loss
         loss.backward()
@@ -91,17 +90,17 @@ def train(model: TostLM, config: RecallConfig, seed: int) -> None:
         if (step + 1) % max(1, config.train.steps // 10) == 0:
             nats = loss.item()
             if not math.isfinite(nats):
-                raise TrainingError(f"the loss is {nats} after {step + 1} steps: lower optim.lr")
+                raise TrainingError(f"the loss is {nats} after {step + 1} steps; lower optim.lr")
             print(f"  step {step + 1:,} of {config.train.steps:,}: {nats:.4f} nats", flush=True)
 
 
 @torch.inference_mode()
-def evaluate(model: TostLM, config: MqarConfig, batch_examples: int) -> Result:
-    """Accuracy at the queries of the held-out examples, its standard error over examples, and nats a query."""
+def evaluate(model: TostLM, config: MqarConfig, batch_size: int) -> Result:
+    """Accuracy at the queries of the held-out examples, its standard error over examples, and nats per query."""
     right, nats = [], []
     examples = draw_examples(config, config.examples, TESTING)
-    for start in range(0, config.examples, batch_examples):
-        batch = Examples(*(part[start : start + batch_examples] for part in examples))
+    for start in range(0, config.examples, batch_size):
+        batch = Examples(*(column[start : start + batch_size] for column in examples))
         tokens_BT, labels_BT = _on(next(model.parameters()).device, batch)
         log_probs_BTV = torch.log_softmax(model(tokens_BT, output_state=False).logits.float(), dim=-1)
         asked_BT = labels_BT != IGNORED_LABEL
@@ -118,7 +117,7 @@ def evaluate(model: TostLM, config: MqarConfig, batch_examples: int) -> Result:
 
 
 def recall_table(config: RecallConfig, results: Sequence[Result]) -> str:
-    """A row for each pattern, mean over its seeds, in Markdown, with the levels of guessing below it."""
+    """A Markdown row for each pattern, the mean over its seeds, and the accuracy of guessing below."""
     rows = []
     for pattern in config.recall.patterns:
         of_pattern = [result for result in results if result["identity"]["pattern"] == pattern]
@@ -141,7 +140,7 @@ def recall_table(config: RecallConfig, results: Sequence[Result]) -> str:
     return (
         f"{table(header, rows)}\n\n{seeds} seed{'s' if seeds > 1 else ''}; ± is the standard error over "
         f"{'seeds' if seeds > 1 else 'examples'}. Guessing: {2 / mqar.vocab_size:.2%} of all values, "
-        f"{1 / mqar.pairs:.1%} of the example's own. {mqar.pairs} pairs in {mqar.sequence_tokens} tokens, "
+        f"{1 / mqar.pairs:.1%} of the example's own. {mqar.pairs} pairs in {mqar.seq_len} tokens, "
         f"{mqar.examples:,} held-out examples."
     )
 
@@ -154,7 +153,7 @@ def _train_and_test(config: RecallConfig, pattern: str, seed: int) -> Result:
     seconds = time.monotonic() - began
     model.eval()
     return {
-        **evaluate(model, config.mqar, config.train.batch_examples),
+        **evaluate(model, config.mqar, config.train.batch_size),
         "parameters": sum(p.numel() for p in model.parameters()),
         "seconds": seconds,
     }
@@ -171,7 +170,7 @@ def _identity(config: RecallConfig, pattern: str, seed: int) -> dict[str, Any]:
 
 
 def _stored(path: Path) -> list[Result]:
-    """What earlier calls stored; nothing if the file is no such file."""
+    """The results of earlier calls; none if the file is missing or damaged."""
     try:
         return list(json.loads(path.read_bytes())["results"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -179,7 +178,7 @@ def _stored(path: Path) -> list[Result]:
 
 
 def _on(device: torch.device, examples: Examples) -> tuple[Tensor, Tensor]:
-    tokens_BT, labels_BT = (torch.from_numpy(part).to(device) for part in examples)
+    tokens_BT, labels_BT = (torch.from_numpy(column).to(device) for column in examples)
     return tokens_BT, labels_BT
 
 

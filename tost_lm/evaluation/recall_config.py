@@ -1,4 +1,4 @@
-"""Settings of `eval.recall`, which trains the models that it tests."""
+"""Settings of `eval.recall`."""
 
 from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
@@ -11,61 +11,61 @@ class MqarConfig(Section):
     """Protocol `mqar@zoology`."""
 
     pairs: int = Field(default=4, gt=0)
-    """Keys of an example, each given with its value once and asked for once."""
-    sequence_tokens: int = Field(default=64, gt=0)
-    """Tokens of an example."""
+    """Keys per example. Each appears once with its value and once as a query."""
+    seq_len: int = Field(default=64, gt=0)
+    """Tokens per example."""
     vocab_size: int = Field(default=256, gt=0)
-    """Ids; the lower half are keys, the upper half values."""
+    """Size of the vocabulary; the lower half are keys, the upper half values."""
     power: float = Field(default=0.01, ge=0, le=1)
-    """A query stands in slot g after the pairs with a weight of g^(power − 1); 1: evenly in all."""
+    """A query is drawn for slot g after the pairs with weight g^(power − 1); 1: uniform."""
     examples: int = Field(default=1000, gt=1)
-    """Held-out examples, on which trained models are tested; training draws its own."""
+    """Held-out examples for the test."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of all examples."""
 
     @property
     def slots(self) -> int:
-        """Places for a query: the tokens after the pairs, two by two."""
-        return (self.sequence_tokens - 2 * self.pairs) // 2
+        """Slots of two tokens after the pairs; each can have a query."""
+        return (self.seq_len - 2 * self.pairs) // 2
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> "MqarConfig":
+    def _check_pairs(self) -> "MqarConfig":
         if self.vocab_size % 2:
-            raise ValueError(f"mqar.vocab_size {self.vocab_size} is odd: half of it are keys, half values")
+            raise ValueError(f"mqar.vocab_size: {self.vocab_size} is odd; set an even size, half keys and half values")
         if self.pairs > self.vocab_size // 2:
             raise ValueError(
-                f"mqar.pairs: {self.pairs} distinct keys need an mqar.vocab_size of {2 * self.pairs} or more"
+                f"mqar.pairs: {self.pairs} distinct keys do not fit; set mqar.vocab_size to {2 * self.pairs} or more"
             )
         if self.pairs > self.slots:
             raise ValueError(
-                f"mqar.pairs: {self.pairs} need mqar.sequence_tokens of {4 * self.pairs} or more, two for each pair and "
-                "two for its query"
+                f"mqar.pairs: {self.pairs} pairs do not fit; set mqar.seq_len to {4 * self.pairs} or more, two tokens "
+                "for each pair and two for its query"
             )
         return self
 
 
 class RecallTrainConfig(Section):
-    """How long `eval.recall` trains."""
+    """Length of the training."""
 
     steps: int = Field(default=1000, gt=0)
-    """Updates of a model."""
-    batch_examples: int = Field(default=64, gt=0)
-    """Examples of a step."""
+    """Training steps of each model."""
+    batch_size: int = Field(default=64, gt=0)
+    """Examples per step."""
 
 
 class RecallModelsConfig(Section):
-    """Which models `eval.recall` trains; they share all other settings, and a result is kept for each."""
+    """The models to train. They share all other settings, and each has its own result."""
 
     name: str = Field(default="mqar", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Results go to runs/NAME/eval/mqar@zoology."""
+    """Results are written to runs/NAME/eval/mqar@zoology."""
     patterns: list[str] = Field(default=["A", "TA", "AT", "T"], min_length=1)
-    """In place of model.pattern."""
+    """Values of model.pattern."""
     seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
-    """Each pattern is trained with each; a seed draws weights and training examples."""
+    """Seeds of weights and training examples; each pattern is trained with each seed."""
 
 
 class RecallConfig(Section):
-    """What `eval.recall` reads."""
+    """Settings of `eval.recall`."""
 
     model: ModelConfig
     mqar: MqarConfig = Field(default_factory=MqarConfig)
@@ -77,20 +77,20 @@ class RecallConfig(Section):
         return ModelConfig.model_validate({**self.model.model_dump(), "pattern": pattern})
 
     @model_validator(mode="after")
-    def _models_fit(self) -> "RecallConfig":
+    def _check_models(self) -> "RecallConfig":
         if self.model.vocab_size != self.mqar.vocab_size:
             raise ValueError(
-                f"model.vocab_size {self.model.vocab_size} is not mqar.vocab_size {self.mqar.vocab_size}: make them equal"
+                f"model.vocab_size: {self.model.vocab_size} is not mqar.vocab_size {self.mqar.vocab_size}; make them equal"
             )
         for pattern in self.recall.patterns:
             try:
                 limit = self.model_of(pattern).position_limit
             except ValidationError as error:
                 message = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"recall.patterns {pattern!r}: {message}") from None
-            if limit is not None and limit < self.mqar.sequence_tokens:
+                raise ValueError(f"recall.patterns: {pattern!r}: {message}") from None
+            if limit is not None and limit < self.mqar.seq_len:
                 raise ValueError(
-                    f"mqar.sequence_tokens {self.mqar.sequence_tokens} pass the model's positions "
-                    f"(model.max_positions = {limit})"
+                    f"mqar.seq_len: {self.mqar.seq_len} exceeds the model's positions; set model.max_positions "
+                    f"({limit}) to it or more"
                 )
         return self

@@ -21,34 +21,34 @@ OWN_WORDS = (
     VARIABLE_TRACKING,
 )
 TASKS = (NEEDLE, *OWN_WORDS)
-"""Every task, in the order in which they are shown; a new version of one gets a new name."""
+"""All tasks, in the order of tables. A changed task gets a new name."""
 
 
 class RetrievalTasksConfig(Section):
-    """What all tasks share."""
+    """Settings of all tasks."""
 
     tasks: list[str] = Field(default=[NEEDLE], min_length=1)
-    """Which tasks, by name."""
+    """Names of tasks."""
     lengths: list[PositiveInt] = Field(default_factory=list)
     """Tokens of prompt and answer together; empty: a quarter, half and all of model.max_positions."""
     samples: int = Field(default=8, gt=0)
-    """Examples in each cell."""
+    """Examples per cell."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of texts, keys and values."""
+    """Seed of the texts, keys and values."""
     haystack: Path | None = None
-    """A UTF-8 file to hide needles in; without it the held-out documents, or if none are known Python's manual."""
+    """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
 
     @field_validator("tasks")
     @classmethod
-    def _tasks_are_there(cls, tasks: list[str]) -> list[str]:
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
         for name in tasks:
             if name not in TASKS:
-                raise ValueError(f"retrieval.tasks: there is no {name!r}; there are {', '.join(TASKS)}")
+                raise ValueError(f"retrieval.tasks: {name!r} is not a task; choose from {', '.join(TASKS)}")
         return list(dict.fromkeys(tasks))
 
     @field_validator("lengths")
     @classmethod
-    def _lengths_are_distinct(cls, lengths: list[int]) -> list[int]:
+    def _remove_duplicates(cls, lengths: list[int]) -> list[int]:
         return list(dict.fromkeys(lengths))
 
 
@@ -56,19 +56,19 @@ class NeedleConfig(Section):
     """Protocol `needle@words`."""
 
     depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
-    """Where the needle stands in the text before the question: 0 its beginning, 1 its end."""
+    """Positions of the needle in the text before the question, from 0 (beginning) to 1 (end)."""
 
     @field_validator("depths")
     @classmethod
-    def _depths_are_shares(cls, depths: list[float]) -> list[float]:
+    def _check_depths(cls, depths: list[float]) -> list[float]:
         for depth in depths:
             if not 0 <= depth <= 1:
-                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1")
+                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1; give a fraction of the text")
         return list(dict.fromkeys(depths))
 
 
 class RetrievalConfig(Section):
-    """What `eval.retrieval` reads."""
+    """Settings of `eval.retrieval`."""
 
     retrieval: RetrievalTasksConfig = Field(default_factory=RetrievalTasksConfig)
     needle: NeedleConfig = Field(default_factory=NeedleConfig)

@@ -1,7 +1,7 @@
 """Held-out score, protocol `heldout@bpb`: every token of every document predicted exactly once.
 
-A document is read as [EOT] + its tokens, in disjoint windows of model.max_positions; a window's first input is
-the last token of the window before it. EOT is in neither sum: it is an input only.
+A document is read as [EOT] + its tokens, in disjoint windows of model.max_positions. The first input of a window is the
+last token of the window before it. EOT is only an input and is not scored.
 """
 
 import math
@@ -21,14 +21,14 @@ BOOTSTRAP_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class DocumentScores:
-    """Per document, in the order given: summed nats (float64), tokens and bytes (int64), each [documents]."""
+    """Scores of documents, in their order: summed nats (float64), tokens and bytes (int64), each [documents]."""
 
     nats: np.ndarray
     tokens: np.ndarray
     bytes: np.ndarray
 
     def totals(self) -> dict[str, Any]:
-        """Nats a token, perplexity a token and bits a byte, with their denominators and a standard error."""
+        """Nats per token, perplexity and bits per byte, with their denominators and a standard error."""
         return {
             "documents": len(self.nats),
             **rates(float(self.nats.sum()), int(self.tokens.sum()), int(self.bytes.sum())),
@@ -36,9 +36,9 @@ class DocumentScores:
         }
 
     def against(self, name: str, baseline_bits: np.ndarray) -> dict[str, Any]:
-        """A baseline's bits a byte (`baseline_bits`: of each document) and how much lower the model's are.
+        """Bits per byte of a baseline (`baseline_bits`: of each document), and by how much the model's are lower.
 
-        The difference has a standard error of its own: documents are hard or easy for both at once.
+        The difference has its own standard error, since the same documents are hard for both.
         """
         advantage = baseline_bits - self.nats / math.log(2)
         return {
@@ -57,7 +57,7 @@ def score_documents(
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> DocumentScores:
-    """Score documents (token ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""
+    """Score documents (ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""
     windows = [
         (number, window)
         for number, tokens in enumerate(documents)
@@ -71,7 +71,7 @@ def score_documents(
 
 
 def rates(nats: float, tokens: int, size: int) -> dict[str, Any]:
-    """Nats a token, perplexity a token and bits a byte, Σ nats / (ln 2 · Σ bytes), with their denominators."""
+    """Nats per token, perplexity, and bits per byte Σ nats / (ln 2 · Σ bytes), with their denominators."""
     return {
         "tokens": tokens,
         "bytes": size,
@@ -83,7 +83,7 @@ def rates(nats: float, tokens: int, size: int) -> dict[str, Any]:
 
 
 def bootstrap_error(bits: np.ndarray, sizes: np.ndarray) -> float:
-    """Standard error of Σ bits / Σ bytes over documents drawn again with replacement (seeded, so it repeats)."""
+    """Bootstrap standard error of Σ bits / Σ bytes over documents, with a fixed seed."""
     draws = np.random.default_rng(0)
     ratios = np.empty(BOOTSTRAP_RESAMPLES)
     for i in range(BOOTSTRAP_RESAMPLES):

@@ -1,4 +1,4 @@
-"""Models side by side with published figures, protocol by protocol, and which of them may be compared."""
+"""Tables of models and published results for each protocol, and which of them are comparable."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,35 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.history import figure
-from tost_lm.evaluation.published import PUBLISHED, condition, why_not_comparable, why_not_like
+from tost_lm.evaluation.history import format_result
+from tost_lm.evaluation.published import PUBLISHED, condition, why_models_not_comparable, why_not_comparable
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.subject import HUB, hub_home
 
 
 def side_by_side(homes: Sequence[Path]) -> str:
-    """Markdown of all test sets that have results in any of these folders.
+    """Markdown for all test sets with results in any of these folders.
 
     Raises:
-        ConfigError: a folder has none, or a damaged one.
+        ConfigError: a folder has no results, or damaged ones.
     """
     found = {path: read_results(_home(path)) for path in homes}
     protocols = list(dict.fromkeys(name for results in found.values() for name in results))
-    return "\n\n".join(part for name in protocols for part in _section(name, found))
+    return "\n\n".join(text for name in protocols for text in _section(name, found))
 
 
 def read_results(home: Path) -> dict[str, dict[str, Any]]:
-    """What `eval.zero_shot` measured on test sets, by protocol. Raises ConfigError when that is nothing."""
+    """The results of `eval.zero_shot` on test sets, by protocol. Raises ConfigError when there are none."""
     found = {}
     for path in sorted(home.glob("eval/*@*/results.json")):
         try:
             results = json.loads(path.read_bytes())
         except ValueError:
-            raise ConfigError(f"{path}: damaged; remove it and run eval.zero_shot again") from None
+            raise ConfigError(f"{path}: damaged; delete it and run eval.zero_shot again") from None
         if isinstance(results, dict) and "by_token" in results:
             found[path.parent.name] = results
     if not found:
-        raise ConfigError(f"{home}: has no results of test sets; python -m eval.zero_shot {home} makes them")
+        raise ConfigError(f"{home}: no results on test sets; run python -m eval.zero_shot {home}")
     return found
 
 
@@ -46,7 +46,7 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
     measures = dict.fromkeys([first["headline"], *(row.measure for row in published)])
     for measure in measures:
         for home, results in measured.items():
-            result, why = figure(measure, results["model"]), why_not_like(first, results)
+            result, why = format_result(measure, results["model"]), why_models_not_comparable(first, results)
             rows.append((str(home), measure, result, results["identity"]["checkpoint"], _verdict(why)))
         for row in published:
             if row.measure != measure:
@@ -57,7 +57,9 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
             }
             same = len(set(verdicts.values())) == 1
             verdict = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
-            rows.append((row.model, row.measure, figure(row.measure, {row.measure: row.value}), row.source, verdict))
+            rows.append(
+                (row.model, row.measure, format_result(row.measure, {row.measure: row.value}), row.source, verdict)
+            )
     yield f"## {escape(protocol)}"
     yield table(
         ("model", "measure", "result", "checkpoint or source", "comparable"),
@@ -66,7 +68,7 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
 
 
 def _home(path: Path) -> Path:
-    """Where the results of what a path stands for lie. Raises ConfigError when there is no such folder."""
+    """The folder with the results of a run, model folder or hub model. Raises ConfigError when it does not exist."""
     if str(path).startswith(HUB):
         return hub_home(path)
     if not path.is_dir():

@@ -1,7 +1,7 @@
-"""What is evaluated, and where its results lie: `<run or export>/eval/<protocol>/results.json`.
+"""The checkpoint that is evaluated, and its results in `<run or export>/eval/<protocol>/results.json`.
 
-A result names the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
-version of this package that it was made with; while those are the same it is not made again.
+A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
+version of this package. It is reused while these are the same.
 """
 
 import json
@@ -15,7 +15,7 @@ from tost_lm.config import Section, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.history import record
-from tost_lm.files import sha256_file, write_whole
+from tost_lm.files import sha256_file, write_atomically
 from tost_lm.model.checkpoint import find_checkpoint
 from tost_lm.version import VERSION, git_commit
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
 MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
 STREAM, INFLUENCE, SWAPS = "stream", "influence", "swaps@2"
-"""The protocols; a new version of one gets a new name."""
+"""Names of protocols. A changed protocol gets a new name."""
 HUB = "hub:"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, and the folder that keeps its results: the run that it belongs to, else the export itself."""
+    """A checkpoint, and the folder of its results: its run, or else the export itself."""
 
     checkpoint: Path
     home: Path
 
     @classmethod
     def find(cls, path: Path) -> "Subject":
-        """The subject that a run folder, a step folder or an export stands for. Raises CheckpointError."""
+        """The subject of a run folder, a step folder or an export. Raises CheckpointError."""
         checkpoint = find_checkpoint(path)
         if path != checkpoint:
             return cls(checkpoint, path)
@@ -49,7 +49,7 @@ class Subject:
         return cls(checkpoint, run if in_run else checkpoint)
 
     def tokenizer(self) -> Tokenizer:
-        """Raises DataError when it is absent or damaged."""
+        """Raises DataError when the tokenizer is missing or damaged."""
         return read_tokenizer(find_tokenizer(self.checkpoint))
 
     def load(self, device: str) -> "LanguageModel":
@@ -59,60 +59,58 @@ class Subject:
         return load(self.checkpoint, device)
 
     def load_on_ranks(self, mesh: "Mesh") -> "LanguageModel":
-        """A copy of the model spread over tensor and sequence ranks; all of them call it.
+        """A copy of the model on tensor and sequence ranks; all of them call it.
 
         Raises:
-            CheckpointError: it cannot be loaded.
-            ConfigError: heads or vocabulary cannot be shared out evenly.
+            CheckpointError: the model cannot be loaded.
+            ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        from tost_lm.parallel.whole import load_on_ranks
+        from tost_lm.parallel.sharded_inference import load_on_ranks
 
         return load_on_ranks(self.checkpoint, mesh)
 
     def hashes(self) -> dict[str, Any]:
-        """What tells this checkpoint and its tokenizer from others."""
+        """Hashes that identify the checkpoint and its tokenizer."""
         return {
             "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
             "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
         }
 
     def open_shards(self, folder: str) -> "Shards":
-        """The shards in `folder`, or those that the run was trained on if it is empty.
+        """The shards in `folder`, or the training shards of the run if it is empty.
 
         Raises:
-            ConfigError: it is empty, and the checkpoint belongs to no run or to one that was trained on a mixture.
-            DataError: it is no shard folder, a damaged one, of another tokenizer than the checkpoint's, or without
-                documents to hold out.
+            ConfigError: it is empty, and the checkpoint has no run or the run was trained on a mixture.
+            DataError: it is not a shard folder, is damaged, has another tokenizer than the checkpoint, or has no
+                held-out documents.
         """
         from tost_lm.data.shards import Shards
 
         recorded = self.home / "config.toml"
         if not folder and not recorded.is_file():
-            raise ConfigError(f"{self.home}: not a run folder, so it names no text; give heldout.shards=FOLDER")
+            raise ConfigError(f"{self.home}: not a run folder, so it has no shards; give heldout.shards=FOLDER")
         if not folder:
             data = read_toml(recorded)["data"]
             if "mixture" in data:
                 raise ConfigError(
-                    f"{self.home}: was trained on a mixture of {', '.join(data['mixture'])}; choose the text by "
+                    f"{self.home}: trained on a mixture of {', '.join(data['mixture'])}; choose one with "
                     "heldout.shards=FOLDER"
                 )
             folder = data["folder"]
         shards = Shards.open(Path(folder))
         if not shards.entries("valid"):
-            raise DataError(
-                f"{shards.folder}: its valid split is empty; give shards that have one (heldout.shards=FOLDER)"
-            )
+            raise DataError(f"{shards.folder}: its valid split is empty; give shards with one (heldout.shards=FOLDER)")
         shards.verify("valid")
         tokenizer = find_tokenizer(self.checkpoint)
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
             raise DataError(
-                f"{shards.folder}: its tokens are of another tokenizer than {tokenizer}; "
+                f"{shards.folder}: made with another tokenizer than {tokenizer}; "
                 "give shards made with that one (heldout.shards=FOLDER)"
             )
         return shards
 
     def identity(self, settings: Section | None, shards: "Shards | None") -> dict[str, Any]:
-        """What a result is a result of, as written into it: how many ranks made it, [parallel], is no part of that."""
+        """Everything that a result depends on. It does not depend on the number of ranks, [parallel]."""
         step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
         return {
             "tost_lm": VERSION,
@@ -128,7 +126,7 @@ class Subject:
         return results_path(self.home, protocol)
 
     def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The results that are there already, and told so, if they are of this very identity; else None."""
+        """Existing results with this identity, reported on stdout; else None."""
         path = self.results_path(protocol)
         try:
             results = json.loads(path.read_bytes())
@@ -143,7 +141,7 @@ class Subject:
     def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
         """Write results.json; `started` is the time.monotonic() at which the evaluation began.
 
-        With a `headline`, which of the totals in `model` is cited, they are also appended to eval/results.jsonl.
+        Results with a `headline`, the name of the cited total in `model`, are also appended to eval/results.jsonl.
         """
         whole = {
             "protocol": protocol,
@@ -153,24 +151,24 @@ class Subject:
             **results,
         }
         path = self.results_path(protocol)
-        write_whole(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {path}")
         if "headline" in results:
             record(self.home, whole)
 
 
 def hub_home(path: Path) -> Path:
-    """Where the results of a model `hub:NAME` lie."""
+    """The folder for the results of a model `hub:NAME`."""
     return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
 
 
 def results_path(home: Path, protocol: str) -> Path:
-    """Where the results of a run or an export lie."""
+    """The results.json of a run or an export."""
     return home / "eval" / protocol / "results.json"
 
 
 def pick_device() -> Literal["cuda", "cpu"]:
-    """`cuda` where there is one."""
+    """`cuda` if a GPU is available."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -10,21 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.piecewise import encode_blocks
-from tost_lm.errors import DataError
+from tost_lm.data.tokenizers.incremental import encode_blocks
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.scoring import rates
-from tost_lm.model.streaming import Reader, TokenStream
+from tost_lm.model.streaming import TokenStream
 
 if TYPE_CHECKING:
     from tost_lm.model import LMState
 
 BLOCK_BYTES = 1 << 18
-TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A UTF-8 file that is not empty, with its size and hash."""
+    """A UTF-8 file that is not empty."""
 
     path: Path
     bytes: int
@@ -32,13 +32,13 @@ class TextFile:
 
     @classmethod
     def check(cls, path: Path, setting: str) -> "TextFile":
-        """Read a file once from end to end; `setting` is what names it to the user.
+        """Read a file once from end to end; errors name `setting`.
 
         Raises:
-            DataError: it is no file, empty, or not UTF-8 (says where).
+            DataError: the path is not a file, or the file is empty or not UTF-8 (says where).
         """
         if not path.is_file():
-            problem = "not a file; it is read twice, so a pipe will not do" if path.exists() else "no such file"
+            problem = "not a file; give a file, since a pipe cannot be read twice" if path.exists() else "no such file"
             raise DataError(f"{setting} {path}: {problem}")
         digest = hashlib.sha256()
         for _ in _decoded(path, digest):
@@ -53,48 +53,57 @@ class TextFile:
         digest = hashlib.sha256()
         yield from _decoded(self.path, digest)
         if digest.hexdigest() != self.sha256:
-            raise DataError(f"{self.path}: changed while it was read; start again when it stays as it is")
+            raise DataError(f"{self.path}: changed while it was read; start again when nothing writes to it")
 
     def end(self, characters: int) -> str:
-        """The last so many characters, or all of it."""
+        """The last `characters` characters, or the whole text if it is shorter."""
         with self.path.open("rb") as file:
             file.seek(max(0, self.bytes - 4 * characters))
             return file.read().decode(errors="ignore")[-characters:]
 
 
 def ids_of(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator[Any]:
-    """What a model reads of a text that is given in blocks: the end of text, and then its ids in arrays."""
+    """The ids that a model reads for a text in blocks: the end of text, then the text's ids in arrays."""
     return chain([tokenizer.eot], encode_blocks(tokenizer, blocks))
 
 
-def score_text(model: Reader, tokenizer: Tokenizer, text: TextFile) -> "tuple[dict[str, Any], LMState]":
-    """Nats a token, perplexity a token and bits a byte of a text, each token given all before it; and the state then.
+def score_text(
+    model: LanguageModel, tokenizer: Tokenizer, text: TextFile, ranks: Ranks | None = None
+) -> "tuple[dict[str, Any], LMState]":
+    """Nats per token, perplexity and bits per byte of a text, each token given all before it; and the final state.
 
-    The file, its ids and what the model computes pass in pieces: memory does not grow with the text, unless the model
-    has softmax layers without a window. The text stands behind an end of text, which is not scored, and none follows
-    it. Its ids are those of the whole text (`encode_blocks` says where a tokenizer or a text without spaces forbids
-    that). Prints the mean so far each minute.
+    Memory does not grow with the text, unless the model has softmax layers without a window. The model reads an end of
+    text first, which is not scored. The ids are those of the whole text, within the limits that `encode_blocks` states.
+    Prints the mean so far each minute.
 
     Args:
-        model: in evaluation mode; on several ranks all of them call it.
+        model: in evaluation mode.
+        ranks: all of them call it; None: only this one.
 
     Raises:
-        ConfigError: the text passes the model's positions.
-        DataError: the file changed.
+        ConfigError: the text is longer than the model's positions.
+        DataError: the file changed while it was read.
     """
+    limit = model.config.position_limit
+    if limit is not None and (length := sum(map(len, encode_blocks(tokenizer, text.blocks())))) > limit:
+        raise ConfigError(
+            f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = {limit:,}); "
+            "shorten the text, or extend the model with pretrain.extend"
+        )
     stream = TokenStream(model, ids_of(tokenizer, text.blocks()))
-    nats, tokens, told = 0.0, 0, time.monotonic()
-    for piece in stream:
-        nats, tokens = nats + float(piece.sum()), tokens + len(piece)
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            print(f"{tokens:,} tokens, {nats / tokens:.4f} nats/token so far", flush=True)
+    nats, tokens = 0.0, 0
+
+    def progress() -> str:
+        return f"{tokens:,} tokens, {nats / tokens:.4f} nats/token so far"
+
+    for nats_T in (ranks or Ranks()).each(stream, progress):
+        nats, tokens = nats + float(nats_T.sum()), tokens + len(nats_T)
     assert stream.state is not None
     return rates(nats, tokens, text.bytes), stream.state
 
 
 def _decoded(path: Path, digest: Any) -> Iterator[str]:
-    """The text of a file in blocks, whose bytes `digest` takes in."""
+    """The text of a file in blocks; `digest` is updated with their bytes."""
     decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
@@ -104,9 +113,9 @@ def _decoded(path: Path, digest: Any) -> Iterator[str]:
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                place = done - len(error.object) + error.start
+                byte, offset = error.object[error.start], done - len(error.object) + error.start
                 raise DataError(
-                    f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place:,}); convert it first"
+                    f"{path}: not UTF-8 (byte 0x{byte:02x} at offset {offset:,}); convert it to UTF-8"
                 ) from None
             if not data:
                 return

@@ -1,4 +1,4 @@
-"""How a text that is longer than a model reads at once is cut into requests, each of at most `window` inputs."""
+"""Requests of at most `window` inputs for a text that is longer than the model reads at once."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,11 @@ from tost_lm.evaluation.likelihood import Request
 
 
 def disjoint_windows(ids: np.ndarray, first: int, window: int, *, fill_last: bool = False) -> Iterator[Request]:
-    """Each token once, in windows of so many targets: the first stands after the id `first`, others after the token
-    before them, the last, with `fill_last`, after as many as the window holds."""
+    """Each token once, in windows of `window` targets.
+
+    The first window's context is the id `first`, that of others the token before them. With `fill_last` the last
+    window gets as much context as fits.
+    """
     ids = np.concatenate([[first], ids]).astype(np.int64)
     for start in range(1, len(ids), window):
         end = min(start + window, len(ids))
@@ -18,10 +21,10 @@ def disjoint_windows(ids: np.ndarray, first: int, window: int, *, fill_last: boo
 
 
 def strided_windows(ids: np.ndarray, window: int, stride: int) -> Iterator[Request]:
-    """Windows that begin `stride` tokens apart, each scored where the one before it ended.
+    """Windows that begin `stride` tokens apart; each scores the tokens that the windows before it did not.
 
-    As in Hugging Face's guide to perplexity nothing stands before a window: the text's first token is scored nowhere,
-    nor, where `stride` is `window`, is that of any window.
+    As in Hugging Face's guide to perplexity, a window has no context before its first token. The first token of the
+    text is not scored, and with `stride` = `window` neither is that of any window.
     """
     ids, scored = ids.astype(np.int64), 0
     for start in range(0, len(ids), stride):
@@ -33,6 +36,6 @@ def strided_windows(ids: np.ndarray, window: int, stride: int) -> Iterator[Reque
         scored = end
 
 
-def after_what_fits(ids: np.ndarray, begin: int, window: int) -> Request:
-    """The tokens from `begin` on, after as many of those before them as the window holds, but one at least."""
+def left_truncated(ids: np.ndarray, begin: int, window: int) -> Request:
+    """The tokens from `begin` on, with as much context as the window holds, at least one token."""
     return Request(ids[min(max(0, len(ids) - 1 - window), begin - 1) : begin], ids[begin:])

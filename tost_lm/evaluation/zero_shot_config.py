@@ -12,56 +12,56 @@ class HeldoutConfig(TextConfig):
     """Protocol `heldout@bpb`."""
 
     max_documents: int = Field(default=0, ge=0)
-    """Score the first so many held-out documents; 0: all of them."""
+    """Number of held-out documents to score, from the first on; 0: all."""
     baseline_bytes: int = Field(default=100_000_000, gt=0)
-    """The byte n-gram baselines count at most this many bytes of the training text."""
+    """Maximum bytes of the training text that the byte n-gram baselines are trained on."""
 
 
 class ProtocolsConfig(Section):
     """What is measured."""
 
     protocols: list[str] = Field(default=["heldout@bpb"], min_length=1)
-    """By name, one after another; a name that is none is refused with a list of all."""
+    """Names of protocols. An unknown name is rejected with a list of all names."""
     window_tokens: int | None = Field(default=None, gt=0)
-    """Of test sets, tokens that stand before a scored one at most, and it; without it model.max_positions, or what a Hugging Face model's settings say."""
+    """Tokens that the model reads at once from a test set; default: model.max_positions, or the length in the configuration of a Hugging Face model."""
     batch_tokens: int | None = Field(default=None, gt=0)
-    """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
+    """Tokens of a batch for each copy of the model; default: 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
 
 
 class DataSetsConfig(Section):
-    """The file of each test set, in the format it is published in; in gzip where the name ends in .gz. Without one it is fetched from the Hugging Face hub, where there is such a set, into data/test_sets."""
+    """Test set files in their published format, compressed if the name ends in .gz. A set without a file is downloaded from the Hugging Face hub into data/test_sets, if the hub has it."""
 
     wikitext2: Path | None = None
     """wiki.test.raw of WikiText-2's raw release."""
     wikitext103: Path | None = None
     """wiki.test.raw of WikiText-103's raw release."""
     lambada_openai: Path | None = None
-    """JSON lines {"text": …}, 5,153 of them: OpenAI's variant."""
+    """OpenAI's variant of the LAMBADA test set: 5,153 JSON lines {"text": …}."""
     lambada_standard: Path | None = None
-    """JSON lines {"text": …} of the original, lower-case variant."""
+    """LAMBADA's original, lower-case test set as JSON lines {"text": …}."""
     ptb: Path | None = None
-    """ptb.test.txt, Mikolov's."""
+    """Mikolov's ptb.test.txt."""
     cbt_cn: Path | None = None
     """Common nouns of the Children's Book Test, cbtest_CN_valid_2000ex.txt."""
     cbt_ne: Path | None = None
-    """Named entities, cbtest_NE_valid_2000ex.txt."""
+    """Named entities of the Children's Book Test, cbtest_NE_valid_2000ex.txt."""
     owt: Path | None = None
-    """val.bin of OpenWebText as nanoGPT's preparation writes it: 4,434,897 ids of GPT-2's tokenizer, 16 bits each."""
+    """val.bin of OpenWebText from nanoGPT's preparation script: 4,434,897 ids of GPT-2's tokenizer, 16 bits each."""
     enwik8: Path | None = None
-    """enwik8 as it is; its last 5,000,000 bytes are the test part."""
+    """enwik8, the whole file; its last 5,000,000 bytes are the test set."""
     text8: Path | None = None
-    """text8 as it is; its last 5,000,000 characters are the test part."""
+    """text8, the whole file; its last 5,000,000 characters are the test set."""
 
 
 class VerifyConfig(Section):
-    """What `eval.verify` reads."""
+    """Settings of `eval.verify`."""
 
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class ZeroShotConfig(Section):
-    """What `eval.zero_shot` reads."""
+    """Settings of `eval.zero_shot`."""
 
     zero_shot: ProtocolsConfig = Field(default_factory=ProtocolsConfig)
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)

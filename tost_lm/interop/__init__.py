@@ -1,1 +1,1 @@
-"""Models as other libraries want to have them."""
+"""Interfaces to other libraries and checkpoint formats."""

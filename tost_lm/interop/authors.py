@@ -1,8 +1,14 @@
-"""Checkpoints of the released language code (arXiv 2412.17810, a fork of nanoGPT) to our weights, and back.
+"""Checkpoints of the released language code (arXiv 2412.17810, a fork of nanoGPT), read and written.
 
-Their ckpt.pt is a dictionary that torch.save wrote. `model` holds the weights: with `_orig_mod.` before the names where
-the model was compiled, the head beside the embedding that it is tied to, and from old versions of PyTorch the causal
-masks. `model_args` holds the sizes, `iter_num` and `best_val_loss` say how far training came. No optimizer is read.
+Their train.py saves ckpt.pt by torch.save, a dictionary of:
+
+    model          weights; `_orig_mod.` before the names in a compiled run; the tied head beside the embedding; causal
+                   masks from old versions of PyTorch
+    optimizer      state dict of torch.optim.AdamW with two groups: decayed matrices; temp, denom_bias and 1-D tensors
+    model_args     n_layer, n_head, n_embd, block_size, bias, vocab_size, dropout, TSSA
+    iter_num       updates so far
+    best_val_loss  nats per token of the validation set
+    config         settings of the run, not read here
 """
 
 import pickle
@@ -18,63 +24,71 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import discard_aside, folder_aside, publish_folder
-from tost_lm.interop.gpt2 import HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, matched, sizes
+from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
+from tost_lm.interop.gpt2 import HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
 from tost_lm.model import ModelConfig
+from tost_lm.optim.config import OptimConfig
 
-SIZES_HERE = {**SIZES, "block_size": "max_positions", "bias": "bias"}
-"""Arguments of their model, and what ours are called."""
-UNDERSTOOD = {*SIZES_HERE, "dropout"}
-"""Dropout is a matter of training, and ours has none."""
+MODEL_ARGS = {**SIZES, "block_size": "max_positions", "bias": "bias"}
+"""Their arguments, and our settings."""
+KNOWN_ARGS = {*MODEL_ARGS, "dropout", "TSSA"}
 TSSA = {"pattern": "T", "positions": "learned", "membership": "energy-share", "denom_bias": "position"}
 MODELS = {"T": {**TSSA, "gelu": "exact"}, "A": {**SOFTMAX, "gelu": "exact"}}
-"""What their two models compute, by the letter of the mixer."""
+"""Settings of their two models, by the letter of the mixer."""
 LAYER_SCALE = 1e-5
-"""What it is in the beginning; what has become of it is in the weights."""
+"""Its initial value; the trained one is among the weights."""
 COMPILED = "_orig_mod."
 NO_LOSS = 1e9
-"""What stands for the best loss before there is one."""
+"""best_val_loss before the first validation."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AuthorsModel(NamedTuple):
-    """What a ckpt.pt tells of a model."""
+    """The content of a ckpt.pt."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    """By our names, in float32."""
-    iterations: int | None
-    """Of its training; None: it does not say."""
+    """float32, by our names."""
+    iterations: int
     best_nats: float | None
-    """Of a token of their validation set; None: it was not measured."""
+    """Nats per token of their validation set; None: not measured."""
+    moments: dict[str, Tensor]
+    """AdamW's moments, float32, by the labels of our checkpoints (`exp_avg/NAME`); empty: none that fit the weights."""
+    updates: int
+    """AdamW's step count."""
 
 
 def read_authors(path: Path) -> AuthorsModel:
-    """The model in a ckpt.pt. Nothing that is in the file is run.
+    """Read a ckpt.pt without running anything in it.
 
     Raises:
-        CheckpointError: it is damaged or no checkpoint of theirs, or its weights are not those of its sizes.
-        ConfigError: its sizes do not go together.
+        CheckpointError: it is damaged or not such a checkpoint, or its weights do not fit its sizes.
+        ConfigError: its sizes are inconsistent.
     """
-    stored = _read(path)
+    stored = _load(path)
     for key in ("model", "model_args"):
         if not isinstance(stored, dict) or not isinstance(stored.get(key), dict):
-            raise CheckpointError(f"{path}: not a checkpoint of the released code: it holds no dictionary {key!r}")
-    names = {name: str(name).removeprefix(COMPILED).removeprefix(PREFIX) for name in stored["model"]}
-    found = {short: stored["model"][name] for name, short in names.items() if not short.endswith(MASKS)}
+            raise CheckpointError(f"{path}: not a checkpoint of the released code: it has no dictionary {key!r}")
+    short_names = {name: str(name).removeprefix(COMPILED).removeprefix(PREFIX) for name in stored["model"]}
+    found = {short: stored["model"][name] for name, short in short_names.items() if not short.endswith(MASKS)}
     if HEAD not in found:
-        raise CheckpointError(f"{path}: lacks {HEAD}")
-    config = _config(path, stored["model_args"], found)
-    theirs = matched(path, config, found, lambda name, shape: (*shape, 1) if _has_a_dim_more(name) else shape)
-    weights = {
-        name: (weight.squeeze(-1) if _has_a_dim_more(name) else weight).contiguous() for name, weight in theirs.items()
-    }
-    iterations, nats = stored.get("iter_num"), _number(stored.get("best_val_loss"))
-    iterations = iterations if isinstance(iterations, int) else None
-    return AuthorsModel(config, weights, iterations, None if nats == NO_LOSS else nats)
+        raise CheckpointError(f"{path}: lacks {HEAD}; give a checkpoint that train.py of the released code saved")
+    config = _model_config(path, stored["model_args"], found)
+    theirs = match_weights(path, config, found, lambda name, shape: (*shape, 1) if _has_extra_dim(name) else shape)
+    weights = {name: _squeezed(name, weight) for name, weight in theirs.items()}
+    moments, updates = _read_moments(stored.get("optimizer"), found, weights)
+    iterations, nats = _number(stored.get("iter_num")) or 0, _number(stored.get("best_val_loss"))
+    return AuthorsModel(config, weights, int(iterations), None if nats == NO_LOSS else nats, moments, updates)
 
 
-def to_authors(config: ModelConfig, weights: Mapping[str, Tensor], iterations: int) -> dict[str, Any]:
-    """What their code finds in a ckpt.pt; without an optimizer, so that it can sample and begin from it, not resume.
+def to_authors(
+    config: ModelConfig, weights: Mapping[str, Tensor], iterations: int, optim: OptimConfig | None = None
+) -> dict[str, Any]:
+    """The content of a ckpt.pt that their train.py resumes or evaluates.
+
+    Args:
+        weights: by our names.
+        optim: settings of AdamW, whose moments start from zero there; None: the defaults.
 
     Raises:
         ConfigError: the released code has no such model; a line for each setting.
@@ -85,77 +99,126 @@ def to_authors(config: ModelConfig, weights: Mapping[str, Tensor], iterations: i
     if differing:
         raise ConfigError(
             "\n".join(
-                f"model.{name} {getattr(config, name)!r}: the released code has no such model, only {value!r}"
+                f"model.{name} {getattr(config, name)!r}: the released code only has {value!r}; this model cannot be "
+                "converted"
                 for name, value in differing.items()
             )
         )
-    theirs = {
-        PREFIX + gpt2_name(name): weights[name][..., None] if _has_a_dim_more(name) else weights[name]
-        for name in weights
+    theirs = {gpt2_name(name): weights[name][..., None] if _has_extra_dim(name) else weights[name] for name in weights}
+    if not config.layer_scale:  # their blocks always have it
+        gammas = [f"h.{layer}.gamma{branch}" for layer in range(config.layers) for branch in (1, 2)]
+        theirs |= {name: torch.ones(config.width) for name in gammas}
+    arguments = {name: getattr(config, ours) for name, ours in MODEL_ARGS.items()}
+    optim = optim or OptimConfig()
+    groups = [
+        {"params": [theirs[name] for name in names], "weight_decay": weight_decay}
+        for names, weight_decay in zip(_optimizer_groups(theirs), (optim.weight_decay, 0.0), strict=True)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
+    return {
+        "model": {PREFIX + name: weight for name, weight in theirs.items()} | {HEAD: theirs["wte.weight"]},
+        "optimizer": adamw.state_dict(),
+        "model_args": {**arguments, "dropout": 0.0, "TSSA": kind == "T"},
+        "iter_num": iterations,
+        "best_val_loss": NO_LOSS,
+        "config": {},
     }
-    if kind == "T" and not config.layer_scale:  # theirs always scales: by 1 then
-        ones = torch.ones(config.width)
-        theirs |= {f"{PREFIX}h.{layer}.gamma{branch}": ones for layer in range(config.layers) for branch in (1, 2)}
-    theirs[HEAD] = theirs[f"{PREFIX}wte.weight"]
-    arguments = {name: getattr(config, ours) for name, ours in SIZES_HERE.items()} | {"dropout": 0.0}
-    return {"model": theirs, "model_args": arguments, "iter_num": iterations, "best_val_loss": NO_LOSS, "config": {}}
 
 
 def write_authors(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a folder with a ckpt.pt aside and rename it into place.
+    """Write a folder with a ckpt.pt, complete or not at all.
 
     Raises:
-        CheckpointError: the system refuses; nothing is left of it.
+        CheckpointError: the folder cannot be written.
     """
     try:
-        aside = folder_aside(folder)
-        with (aside / "ckpt.pt").open("wb") as file:
+        temporary = make_temp_folder(folder)
+        with (temporary / "ckpt.pt").open("wb") as file:
             torch.save(checkpoint, file)
-        publish_folder(aside, folder)
+        publish_folder(temporary, folder)
     except (OSError, RuntimeError) as error:
-        discard_aside(folder)
-        refusal = error.__context__ if isinstance(error, RuntimeError) else error  # torch fails again as it closes
-        if not isinstance(refusal, OSError):
+        remove_temp_folder(folder)
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch fails again when it closes
+        if not isinstance(cause, OSError):
             raise
-        raise CheckpointError(f"{folder}: cannot be written: {refusal.strerror}") from None
+        raise CheckpointError(f"{folder}: cannot be written: {cause.strerror}") from None
 
 
-def _read(path: Path) -> Any:
-    """What torch.save wrote, of types that hold no code."""
-    damaged = f"{path}: damaged, or not a file of torch.save: copy it again"
+def _load(path: Path) -> Any:
+    """Content of a file of torch.save, restricted to types without code."""
+    damaged = f"{path}: damaged, or not a file of torch.save; copy it again"
     if not zipfile.is_zipfile(path):
         raise CheckpointError(damaged)
     try:
         with zipfile.ZipFile(path) as archive:
-            wrong = archive.testzip()
+            bad_file = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{damaged} ({error})") from None
-    if wrong:
-        raise CheckpointError(f"{damaged} (the checksum of {wrong} is not right)")
+    if bad_file:
+        raise CheckpointError(f"{damaged} (wrong checksum of {bad_file})")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         called = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"reading it would run {called[1]}" if called else "it is more than numbers and texts"
-        raise CheckpointError(f"{path}: refused: {what}, which no weights need; nothing of it was run") from None
-    except Exception as error:  # whatever a pickle that is none leads torch to
+        reason = f"it would call {called[1]}" if called else "it holds more than tensors and plain values"
+        raise CheckpointError(f"{path}: refused: {reason}; nothing in it was run") from None
+    except Exception as error:  # a broken pickle raises errors of many types
         raise CheckpointError(f"{damaged} ({type(error).__name__})") from None
 
 
-def _config(path: Path, arguments: dict[str, Any], found: Mapping[str, Any]) -> ModelConfig:
-    """Of the model that the sizes and the names of the weights tell of."""
+def _model_config(path: Path, arguments: dict[str, Any], found: Mapping[str, Any]) -> ModelConfig:
+    """The model settings that the arguments and the names of the weights describe."""
     where = Path(f"{path}: model_args")
-    tree = sizes(arguments, SIZES_HERE, where)
-    if unknown := [name for name, value in arguments.items() if name not in UNDERSTOOD and value]:
-        raise CheckpointError(f"{where}: {unknown[0]} {arguments[unknown[0]]!r}: an option that is not understood")
-    kind = "T" if any(name.endswith(".attn.temp") for name in found) else "A"
-    scaled = any(name.endswith(".gamma1") for name in found)
-    return validate(ModelConfig, {**MODELS[kind], **tree, "layer_scale": LAYER_SCALE if scaled else 0.0}, str(where))
+    tree = read_sizes(arguments, MODEL_ARGS, where)
+    if unknown := [name for name, value in arguments.items() if name not in KNOWN_ARGS and value]:
+        raise CheckpointError(f"{where}: unknown option: {unknown[0]} {arguments[unknown[0]]!r}; train without it")
+    is_tssa = any(name.endswith(".attn.temp") for name in found)
+    if bool(arguments.get("TSSA", is_tssa)) != is_tssa:
+        kind = "TSSA" if is_tssa else "softmax attention"
+        raise CheckpointError(
+            f"{where}: TSSA {arguments['TSSA']!r} contradicts the weights, which are of {kind}; copy the file again"
+        )
+    layer_scale = LAYER_SCALE if any(name.endswith(".gamma1") for name in found) else 0.0
+    return validate(ModelConfig, {**MODELS["T" if is_tssa else "A"], **tree, "layer_scale": layer_scale}, str(where))
 
 
-def _has_a_dim_more(name: str) -> bool:
-    """temp is [H, 1] and denom_bias [H, positions, 1]."""
+def _read_moments(
+    optimizer: Any, found: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """Moments by our labels and the step count of their AdamW; nothing if they do not fit the weights."""
+    ours = {gpt2_name(name): name for name in weights}
+    groups = _optimizer_groups({name: weight for name, weight in found.items() if name != HEAD})
+    moments, updates = {}, 0
+    try:
+        indices = [group["params"] for group in optimizer["param_groups"]]
+        if not optimizer["state"] or [*map(len, indices)] != [*map(len, groups)]:
+            return {}, 0
+        for names, of_group in zip(groups, indices, strict=True):
+            for name, index in zip(names, of_group, strict=True):
+                state = optimizer["state"][index]
+                updates = int(state["step"])
+                for moment in MOMENTS:
+                    if state[moment].shape != found[name].shape:
+                        return {}, 0
+                    moments[f"{moment}/{ours[name]}"] = _squeezed(ours[name], state[moment].float())
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return {}, 0
+    return moments, updates
+
+
+def _optimizer_groups(theirs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The weights of their two groups, decayed and not decayed. AdamW numbers them in this order."""
+    decayed = [name for name, weight in theirs.items() if weight.dim() >= 2 and not _has_extra_dim(name)]
+    return decayed, [name for name in theirs if name not in decayed]
+
+
+def _has_extra_dim(name: str) -> bool:
+    """temp is [H, 1] there, denom_bias [H, positions, 1]."""
     return name.endswith((".temp", ".denom_bias"))
+
+
+def _squeezed(name: str, tensor: Tensor) -> Tensor:
+    return (tensor.squeeze(-1) if _has_extra_dim(name) else tensor).contiguous()
 
 
 def _number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""How a model that others wrote becomes one of ours, or one of ours theirs."""
+"""Settings of `tost_lm.convert`."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,23 +9,23 @@ from tost_lm.config import Section
 
 
 class ConversionConfig(Section):
-    """Where to, and with which tokenizer."""
+    """The target, and the tokenizer."""
 
     folder: Path
-    """The folder to write, which must not be there yet: a model folder as an export, or one with a ckpt.pt."""
+    """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
     to: Literal["ours", "authors"] = "ours"
-    """`ours` from an authors' ckpt.pt or a folder with GPT-2; `authors` from a run, step or export, a ckpt.pt."""
-    gpt2: Path | None = None
-    """Folder with GPT-2's encoder.json and vocab.bpe; without it they are what the source holds, or downloaded."""
+    """`ours`: from a ckpt.pt or a folder with GPT-2; `authors`: to a ckpt.pt, from a run, step folder or export."""
+    tokenizer: Path | None = None
+    """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or GPT-2's."""
 
     @model_validator(mode="after")
-    def _a_tokenizer_has_a_place(self) -> "ConversionConfig":
-        if self.to == "authors" and self.gpt2:
-            raise ValueError("convert.gpt2: a ckpt.pt holds no tokenizer; leave it out")
+    def _tokenizer_is_used(self) -> "ConversionConfig":
+        if self.to == "authors" and self.tokenizer:
+            raise ValueError(f"convert.tokenizer {self.tokenizer}: a ckpt.pt holds no tokenizer; leave it out")
         return self
 
 
 class ConvertConfig(Section):
-    """What `tost_lm.convert` reads."""
+    """Settings of `tost_lm.convert`."""
 
     convert: ConversionConfig = Field(default_factory=dict, validate_default=True)

@@ -1,7 +1,7 @@
-"""GPT-2 from a folder of the Hugging Face library to weights and tokenizer of ours, and the names of GPT-2's weights.
+"""GPT-2 from a folder of the Hugging Face library, and the names of GPT-2's weights.
 
-In the folder lie config.json, model.safetensors (or shards of it) and, where it was saved with the weights, the
-tokenizer: tokenizer.json, or vocab.json and merges.txt.
+The folder holds config.json, model.safetensors (or shards of it) and perhaps the tokenizer: tokenizer.json, or
+vocab.json and merges.txt.
 """
 
 import json
@@ -21,8 +21,7 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.model import ModelConfig, TostLM
 
-# Parts of our names and what they are called in GPT-2; one that contains another comes before it.
-PARTS = {
+NAMES = {
     "blocks.": "h.",
     "mixer_norm.": "ln_1.",
     "mixer_scale.gamma": "gamma1",
@@ -37,14 +36,14 @@ PARTS = {
     "positions.": "wpe.",
     "norm.": "ln_f.",
 }
+"""Fragments of our parameter names, and GPT-2's; a fragment comes before those that it contains."""
 PREFIX, HEAD, MASKS = "transformer.", "lm_head.weight", (".attn.bias", ".attn.masked_bias")
-"""Before the names, unless the head was left away; the weight tied to the embedding; constants of old versions."""
+"""Prefix of all names in a model with its head; the tied head; constants of old versions."""
 SIZES = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "vocab_size": "vocab_size"}
-"""What GPT-2's settings call ours."""
-SOFTMAX = {"pattern": "A", "positions": "learned", "rope_theta": 0.0, "window": 0, "layer_scale": 0.0}
-"""What GPT-2 computes."""
+"""GPT-2's settings, and ours."""
+SOFTMAX = {"pattern": "A", "positions": "learned", "rope_theta": 0.0, "window": 0}
+"""Our settings of GPT-2, beside LayerScale, which it lacks."""
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-# Settings of the library for which ours has one value; those that are not there have it as well.
 FIXED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -53,6 +52,7 @@ FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
+"""Settings of the library with one supported value, which is also their default."""
 CONFIG = "config.json"
 
 
@@ -60,37 +60,41 @@ def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The settings and the weights [float32, by our names] of GPT-2 in a folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, it is no GPT-2, or its weights are not those of its settings.
-        ConfigError: its sizes do not go together.
+        CheckpointError: a file is missing or damaged, the model is not GPT-2, or its weights do not fit its settings.
+        ConfigError: its sizes are inconsistent.
     """
     where, settings = folder / CONFIG, _read_json(folder / CONFIG)
     for name, value in FIXED.items():
         if settings.get(name, value) != value:
-            raise CheckpointError(f"{where}: {name} is {settings[name]!r}, and only {value!r} is understood")
+            raise CheckpointError(f"{where}: unsupported {name}: {settings[name]!r}; give a model with {value!r}")
     activation = settings.get("activation_function", "gelu_new")
     if activation not in GELU:
-        raise CheckpointError(f"{where}: activation_function {activation!r}: must be one of {', '.join(GELU)}")
-    tree = sizes(settings, {**SIZES, "n_positions": "max_positions"}, where)
+        raise CheckpointError(
+            f"{where}: unsupported activation_function: {activation!r}; give a model with {' or '.join(GELU)}"
+        )
+    tree = read_sizes(settings, {**SIZES, "n_positions": "max_positions"}, where)
     if settings.get("n_inner") not in (None, 4 * tree["width"]):
-        raise CheckpointError(f"{where}: n_inner is {settings['n_inner']}, and the MLP is four times as wide as n_embd")
-    config = validate(ModelConfig, {**SOFTMAX, **tree, "bias": True, "gelu": GELU[activation]}, str(where))
-    # A projection's weight is [in, out], that of nn.Linear [out, in].
-    theirs = matched(folder, config, _read_weights(folder), lambda name, shape: shape[::-1] if _turned(name) else shape)
-    return config, {name: weight.T.contiguous() if _turned(name) else weight for name, weight in theirs.items()}
+        raise CheckpointError(f"{where}: unsupported n_inner: {settings['n_inner']}; give a model with 4 × n_embd")
+    config = validate(
+        ModelConfig, {**SOFTMAX, **tree, "layer_scale": 0.0, "bias": True, "gelu": GELU[activation]}, str(where)
+    )
+    found = _read_weights(folder)
+    theirs = match_weights(folder, config, found, lambda name, shape: shape[::-1] if _is_transposed(name) else shape)
+    return config, {name: weight.T.contiguous() if _is_transposed(name) else weight for name, weight in theirs.items()}
 
 
 def read_gpt2_tokenizer(folder: Path) -> Gpt2Tokenizer | None:
-    """The tokenizer in a folder; None: there is none.
+    """The tokenizer in a folder; None if there is none.
 
     Raises:
-        DataError: it is not GPT-2's to the byte.
+        DataError: it differs from GPT-2's.
     """
-    parts = _tokenizer_parts(folder)
-    if parts is None:
+    found = _read_vocab_and_merges(folder)
+    if found is None:
         return None
-    ids, merges = parts
+    ids, merges = found
     with TemporaryDirectory(prefix="tost_lm_gpt2_") as name:
-        # The files that GPT-2 was published with are these, written anew, and the hashes of those are known.
+        # Restores the two published files, whose hashes are known.
         published = Path(name)
         try:
             (published / "encoder.json").write_text(json.dumps(dict(sorted(ids.items(), key=lambda item: item[1]))))
@@ -98,19 +102,19 @@ def read_gpt2_tokenizer(folder: Path) -> Gpt2Tokenizer | None:
             return gpt2_tokenizer(published)
         except (DataError, TypeError, AttributeError):
             raise DataError(
-                f"{folder}: its tokenizer is not GPT-2's; if the model reads GPT-2's tokens all the same, give "
-                "convert.gpt2, a folder with GPT-2's encoder.json and vocab.bpe"
+                f"{folder}: its tokenizer is not GPT-2's; if the model uses GPT-2's ids, set convert.tokenizer to a "
+                "folder with GPT-2's encoder.json and vocab.bpe"
             ) from None
 
 
-def sizes(settings: dict[str, Any], names: dict[str, str], where: Path) -> dict[str, Any]:
-    """Settings of ours from some of theirs. Raises CheckpointError if one is missing."""
+def read_sizes(settings: dict[str, Any], names: dict[str, str], where: Path) -> dict[str, Any]:
+    """Our settings, by a table from their names to ours. Raises CheckpointError if one is missing."""
     if missing := [name for name in names if name not in settings]:
-        raise CheckpointError(f"{where}: says nothing of {', '.join(missing)}")
+        raise CheckpointError(f"{where}: lacks {', '.join(missing)}; add the model's values")
     return {ours: settings[name] for name, ours in names.items()}
 
 
-def matched(
+def match_weights(
     where: Path,
     config: ModelConfig,
     found: dict[str, Any],
@@ -119,43 +123,44 @@ def matched(
     """The weights of a model by our names, in float32 and still in their shapes.
 
     Args:
-        found: by their names, without PREFIX; perhaps with the head.
-        their_shape: of a weight, from our name and shape of it.
+        found: by their names, without PREFIX; the head is optional.
+        their_shape: maps our name and shape of a weight to its shape there.
 
     Raises:
-        CheckpointError: one is missing, is too many or is of another shape, or the head is not tied to the embedding.
+        CheckpointError: a weight is missing, unexpected or of another shape, or the head is not tied to the embedding.
     """
     layers = len({name.split(".")[1] for name in found if name.startswith("h.")})
     if layers != config.layers:
-        raise CheckpointError(f"{where}: is said to have {config.layers} layers, and holds weights of {layers}")
+        raise CheckpointError(f"{where}: its settings say {config.layers} layers, its weights {layers}; copy it again")
     with torch.device("meta"):
         expected = {name: tuple(weight.shape) for name, weight in TostLM(config).state_dict().items()}
     theirs = {name: gpt2_name(name) for name in expected}
     if missing := [name for name in theirs.values() if name not in found]:
-        raise CheckpointError(f"{where}: lacks {_listed(missing)}")
+        raise CheckpointError(f"{where}: lacks weights: {_listed(missing)}; copy it again")
     if unexpected := [name for name in found if name not in {HEAD, *theirs.values()}]:
-        raise CheckpointError(f"{where}: holds what such a model does not have: {_listed(unexpected)}")
+        raise CheckpointError(f"{where}: unexpected weights: {_listed(unexpected)}; give a model without them")
     for name, shape in expected.items():
         weight, wanted = found[theirs[name]], list(their_shape(name, shape))
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise CheckpointError(f"{where}: {theirs[name]} is no tensor of floating point numbers")
+            raise CheckpointError(f"{where}: {theirs[name]} is not a floating-point tensor; copy it again")
         if list(weight.shape) != wanted:
             raise CheckpointError(
-                f"{where}: {theirs[name]} is of shape {list(weight.shape)}, and the sizes that go with it say {wanted}"
+                f"{where}: {theirs[name]} has shape {list(weight.shape)}, its settings say {wanted}; copy it again"
             )
     if HEAD in found and not torch.equal(found[HEAD], found["wte.weight"]):
-        raise CheckpointError(f"{where}: {HEAD} is not the token embedding, to which our head is tied")
+        raise CheckpointError(f"{where}: {HEAD} differs from the token embedding; give a model with a tied head")
     return {name: found[theirs[name]].float() for name in expected}
 
 
 def gpt2_name(name: str) -> str:
-    """What a weight of ours is called in GPT-2, without PREFIX."""
-    for ours, theirs in PARTS.items():
+    """GPT-2's name of a weight of ours, without PREFIX."""
+    for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
 
 
-def _turned(name: str) -> bool:
+def _is_transposed(name: str) -> bool:
+    """A projection is [in, out] in GPT-2, [out, in] in nn.Linear."""
     return name.endswith("_proj.weight")
 
 
@@ -165,11 +170,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """By their names without PREFIX, without the causal masks."""
+    """Weights by their names without PREFIX; no causal masks."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{folder}: holds no model.safetensors; transformers' save_pretrained writes one from what it reads"
+            f"{folder}: no model.safetensors; load the model in transformers and write it with save_pretrained"
         )
     found = {}
     for path in files:
@@ -177,18 +182,18 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 found |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: damaged, or not a safetensors file: {error}") from None
+            raise CheckpointError(f"{path}: damaged, or not a safetensors file: {error}; copy it again") from None
     return {name: weight for name, weight in found.items() if not name.endswith(MASKS)}
 
 
-def _tokenizer_parts(folder: Path) -> tuple[dict[str, int], list[str]] | None:
-    """The id of each token, and the merges in their order as lines; None: there is no tokenizer."""
+def _read_vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[str]] | None:
+    """The id of each token, and the merges in order, one line each; None if there is no tokenizer."""
     whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
         tree = _read_json(whole)
         with suppress(KeyError, TypeError, AttributeError):
-            cut = tree["pre_tokenizer"]
-            as_published = cut["type"] == "ByteLevel" and not cut["add_prefix_space"] and tree["normalizer"] is None
+            pre = tree["pre_tokenizer"]
+            as_published = pre["type"] == "ByteLevel" and not pre["add_prefix_space"] and tree["normalizer"] is None
             pairs = tree["model"]["merges"] if as_published else []
             return tree["model"]["vocab"], [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
         return {}, []
@@ -201,9 +206,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
+        raise CheckpointError(f"{path}: no such file; give a folder of the Hugging Face library") from None
     except ValueError:
         tree = None
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: damaged: not a JSON object")
+        raise CheckpointError(f"{path}: damaged: not a JSON object; copy it again")
     return tree

@@ -1,51 +1,47 @@
-"""Models and tokenizers of whatever we or the authors' code wrote, and of GPT-2 in the Hugging Face library."""
+"""Loading of models and tokenizers: ours, the released code's, and GPT-2 from the Hugging Face library."""
 
+import json
+import pickle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import DataError
-from tost_lm.interop.authors import read_authors
+from tost_lm.interop.authors import AuthorsModel, read_authors
 from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import MANIFEST, find_checkpoint
 from tost_lm.model.checkpoint import load as load_ours
 
 
-class Foreign(NamedTuple):
-    """A model that others wrote."""
-
-    config: ModelConfig
-    weights: dict[str, Tensor]
-    """By our names, in float32."""
-    trained: str
-    """How far, in words behind a comma; empty where it does not say."""
-
-
 def load(path: str | Path, device: str = "cpu") -> TostLM:
-    """A model in evaluation mode: of a run folder (its newest valid checkpoint), a step folder, an export, a folder
-    that `tost_lm.interop.hf` wrote, a ckpt.pt of the authors' code, or a folder with GPT-2.
+    """Load a model in evaluation mode. Nothing in a file is run.
+
+    Args:
+        path: a run folder (its newest valid checkpoint), a step folder, an export, a folder that `tost_lm.interop.hf`
+            wrote, a ckpt.pt of the released code, or a folder with GPT-2.
 
     Raises:
-        CheckpointError: there is none, or a file of it is damaged. Nothing that is in a file is run.
-        ConfigError: the sizes of a model that others wrote do not go together.
+        CheckpointError: no such model, or a file is damaged.
+        ConfigError: the sizes of a ckpt.pt or of GPT-2 are inconsistent.
     """
     foreign = read_foreign(Path(path))
     if foreign is None:
         return load_ours(path, device)
-    model = TostLM(foreign.config)
-    model.load_state_dict(foreign.weights)
+    model = TostLM(foreign[0])
+    model.load_state_dict(foreign[1])
     return model.to(device).eval()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model that `load` takes.
+    """The tokenizer of a model that `load` accepts.
 
     Raises:
-        CheckpointError: there is no model.
-        DataError: there is no tokenizer with it, or it is damaged; a ckpt.pt has none.
+        CheckpointError: no such model.
+        DataError: the tokenizer is missing or damaged; a ckpt.pt has none.
     """
     source = Path(path)
     if not _is_foreign(source):
@@ -53,27 +49,66 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer = read_gpt2_tokenizer(source) if source.is_dir() else None
     if tokenizer is None:
         raise DataError(
-            f"{source}: holds no tokenizer; python -m tost_lm.convert {source} convert.folder=FOLDER "
-            "convert.gpt2=FOLDER makes a model folder with GPT-2's"
+            f"{source}: no tokenizer; make a model folder with python -m tost_lm.convert {source} "
+            "convert.folder=FOLDER convert.tokenizer=FOLDER"
         )
     return tokenizer
 
 
-def read_foreign(source: Path) -> Foreign | None:
-    """The model in a ckpt.pt of the authors' code or in a folder with GPT-2; None: it is neither.
+def read_foreign(source: Path) -> tuple[ModelConfig, dict[str, Tensor]] | AuthorsModel | None:
+    """Settings and weights of a ckpt.pt of the released code or a folder with GPT-2; None if it is neither.
 
     Raises:
         CheckpointError: it is damaged, or of another kind.
-        ConfigError: its sizes do not go together.
+        ConfigError: its sizes are inconsistent.
     """
     if not _is_foreign(source):
         return None
-    if source.is_dir():
-        return Foreign(*read_gpt2(source), trained="")
-    config, weights, iterations, nats = read_authors(source)
-    trained = "" if iterations is None else f" after {iterations:,} iterations"
-    trained += "" if nats is None else f", {nats:.4f} nats per token of their validation set"
-    return Foreign(config, weights, trained)
+    return read_gpt2(source) if source.is_dir() else read_authors(source)
+
+
+def read_tokenizer_folder(folder: Path) -> Tokenizer:
+    """The tokenizer in `convert.tokenizer`.
+
+    Raises:
+        DataError: it is missing or damaged, or meta.pkl holds anything but plain tables.
+    """
+    if (folder / "meta.pkl").is_file():
+        return _read_characters(folder / "meta.pkl")
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return read_tokenizer(find_tokenizer(folder))
+    if any((folder / name).is_file() for name in SOURCES_SHA256):
+        try:
+            return gpt2_tokenizer(folder)
+        except DataError as error:
+            raise DataError(str(error).replace("tokenizer.path", "convert.tokenizer")) from None
+    raise DataError(
+        f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2), "
+        f"{', '.join(TOKENIZER_FILES)} or meta.pkl (a character-level run)"
+    )
+
+
+def _read_characters(path: Path) -> CharacterTokenizer:
+    """The characters of a meta.pkl: {"itos": {id: character}, …}."""
+    try:
+        with path.open("rb") as file:
+            names: Any = _PlainUnpickler(file).load()["itos"]
+        characters = [names[i] for i in range(len(names))]
+        if any(len(character) != 1 for character in characters):
+            raise ValueError
+        return CharacterTokenizer(json.dumps("".join(characters)).encode())
+    except Exception as error:  # a broken pickle raises errors of many types
+        reason = str(error) if isinstance(error, pickle.UnpicklingError) else "no table itos from ids to characters"
+        raise DataError(
+            f"convert.tokenizer {path}: refused: {reason}; give the meta.pkl of a character-level run"
+        ) from None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; nothing is imported or called."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it would call {module_name}.{global_name}")
 
 
 def _is_foreign(source: Path) -> bool:

@@ -1,7 +1,7 @@
 """The language model.
 
-Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (those of earlier
-tokens and of these), N documents (N = B unless packed).
+Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (of earlier tokens
+and of these), N documents (N = B unless packed).
 """
 
 from typing import TYPE_CHECKING
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from tost_lm.model.lm import LMOutput as LMOutput
-    from tost_lm.model.lm import LMState as LMState
     from tost_lm.model.lm import TostLM as TostLM
+    from tost_lm.model.output import LMOutput as LMOutput
+    from tost_lm.model.output import LMState as LMState
 
 __all__ = ["LMOutput", "LMState", "ModelConfig", "TostLM"]
 
 
 def __getattr__(name: str):
-    # Settings are read without torch.
+    # The settings do not need torch.
     if name in __all__:
         from tost_lm.model import lm
 

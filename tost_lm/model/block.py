@@ -1,4 +1,4 @@
-"""A block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x))."""
+"""The transformer block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x))."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn.functional import gelu
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
-from tost_lm.model.positions import Places
+from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
@@ -19,16 +19,16 @@ MixerState = TssaState | KeyValueState | GatedState
 MIXER_OF = {"T": TssaMixer, "A": SoftmaxMixer, "G": GatedMixer}
 STATE_OF = {"T": TssaState, "A": KeyValueState, "G": GatedState}
 
-Way = Callable[..., Any]
-"""How to compute something: called with a function and its arguments, gives what the function gives."""
+CheckpointWrapper = Callable[..., Any]
+"""Takes a function and its arguments and returns the function's result. May compute it again in the backward."""
 
 
-def plainly(compute: Callable[..., Any], *arguments: Any) -> Any:
+def no_checkpoint(compute: Callable[..., Any], *arguments: Any) -> Any:
     return compute(*arguments)
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel around a branch of the block."""
+    """A learned factor per channel of a branch's output."""
 
     def __init__(self, width: int, initial: float):
         super().__init__()
@@ -60,17 +60,17 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)
         self.mlp_scale = _layer_scale(config)
-        self.way: Way = plainly
-        """Of all of it."""
-        self.mlp_way: Way = plainly
-        """Of the MLP's branch, whose tokens know nothing of each other: it may be called on some of them."""
+        self.checkpoint: CheckpointWrapper = no_checkpoint
+        """Wraps the whole block."""
+        self.mlp_checkpoint: CheckpointWrapper = no_checkpoint
+        """Wraps the MLP branch, where tokens do not interact: it may call the function on tiles of tokens."""
 
-    def forward(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState | None]:
-        return self.way(self._compute, x_BTC, state, places)
+    def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
+        return self.checkpoint(self._compute, x_BTC, state, info)
 
-    def _compute(self, x_BTC: Tensor, state: MixerState | None, places: Places) -> tuple[Tensor, MixerState | None]:
-        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, places)
-        return self.mlp_way(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
+    def _compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
+        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, info)
+        return self.mlp_checkpoint(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
 
     def _add_mlp(self, x_BTC: Tensor) -> Tensor:
         return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC)))

@@ -1,9 +1,9 @@
-"""Model folders: weights, settings and tokenizer with a hash of every file; reading any checkpoint of ours.
+"""Model folders: weights, settings and tokenizer, with a hash of every file.
 
-A model folder (an export) holds the weights in shards with an index, as Hugging Face names them, model.json, the
-tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer beside it, so everything
-that reads one reads the other. A folder that `tost_lm.interop.hf` wrote is a model folder too: its settings lie in the
-Hugging Face library's config.json, and its weights have "model." before their names.
+A model folder (an export) holds the weights in safetensors shards with an index, as in the Hugging Face library,
+model.json, the tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer state
+added, so code that reads one reads the other. A folder from `tost_lm.interop.hf` is a model folder as well. Its
+settings are in the Hugging Face library's config.json, and the names of its weights start with "model.".
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.files import discard_aside, flush, folder_aside, manifest_bytes, publish_folder, xxh3_file
+from tost_lm.files import flush, make_temp_folder, manifest_bytes, publish_folder, remove_temp_folder, xxh3_file
 from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ FORMAT = "tost_lm.checkpoint.v2"
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 HUGGING_FACE_MODEL, HUGGING_FACE_PREFIX = "config.json", "model."
+GIVE = "give a run folder, a step folder or an export"
+REPLACE = "delete the checkpoint or copy it again"
 
 FileEntry = dict[str, Any]
-"""What the manifest says of a file: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
+"""A file in the manifest: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
 
 
 class TokenizerFile(Protocol):
-    """What a checkpoint keeps of a tokenizer."""
+    """The file of a tokenizer in a checkpoint."""
 
     @property
     def file_name(self) -> str: ...
@@ -42,11 +44,10 @@ class TokenizerFile(Protocol):
 
 
 def load(path: str | Path, device: str = "cpu") -> "TostLM":
-    """The model of a run folder (its newest valid checkpoint), a step folder, an export or a folder that
-    `tost_lm.interop.hf` wrote, in evaluation mode.
+    """Load a model in evaluation mode from a run folder (its newest valid checkpoint), a step folder or a model folder.
 
     Raises:
-        CheckpointError: there is none, or a file of it is not what its manifest says.
+        CheckpointError: there is no checkpoint, or one of its files does not match the manifest.
     """
     from tost_lm.model.lm import TostLM
 
@@ -67,10 +68,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
-    """The tensors of a checkpoint folder's shards by name, each read from its file when it is asked for."""
+    """The tensors of a checkpoint folder's shards by name, each read from its file on access."""
 
     def __init__(self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt") -> None:
-        """`framework` "np" needs no torch and gives NumPy arrays."""
+        """`framework` "np" returns NumPy arrays and does not need torch."""
         from safetensors import safe_open
 
         shards = [name for name in read_entries(folder) if re.fullmatch(rf"{kind}(-.*)?\.safetensors", name)]
@@ -78,7 +79,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
         self._files = {
             name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
             for file in files
-            for name in file.keys()  # noqa: SIM118, it is no dict
+            for name in file.keys()  # noqa: SIM118, not a dict
         }
 
     def __getitem__(self, name: str) -> "Tensor":
@@ -92,7 +93,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
         return len(self._files)
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor, which is not read."""
+        """The shape of a tensor, without reading it."""
         file, stored = self._files[name]
         return file.get_slice(stored).get_shape()
 
@@ -102,57 +103,57 @@ def write_checkpoint(
     config: ModelConfig,
     weights: dict[str, "Tensor"],
     tokenizer: TokenizerFile,
-    write_more: Callable[[Path], None] = lambda folder: None,
+    write_extra: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write a model folder aside, hash it and rename it into place. `write_more(folder)` adds files to it.
+    """Write a model folder under a temporary name, hash its files and rename it. `write_extra(folder)` adds files.
 
     Raises:
-        CheckpointError: the system refuses; nothing is left of it.
+        CheckpointError: writing failed; the temporary folder is removed.
     """
     from safetensors import SafetensorError
 
     shard = shard_name("model", 0, 1)
     total_bytes = sum(tensor.nbytes for tensor in weights.values())
     try:
-        aside = folder_aside(folder)
-        write_tensors(aside / shard, weights)
-        for name, content in describe(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
-            (aside / name).write_bytes(content)
-        write_more(aside)
-        publish_checkpoint(aside, folder, {file.name: sealed(file) for file in aside.iterdir()})
+        temp = make_temp_folder(folder)
+        write_tensors(temp / shard, weights)
+        for name, content in metadata_files(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
+            (temp / name).write_bytes(content)
+        write_extra(temp)
+        publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})
     except (OSError, SafetensorError) as error:
-        discard_aside(folder)
-        raise CheckpointError(f"{folder}: cannot be written: {why_not_written(error)[1]}") from None
+        remove_temp_folder(folder)
+        raise CheckpointError(f"{folder}: cannot be written: {write_failure(error)[1]}") from None
 
 
-def why_not_written(error: Exception) -> tuple[int, str]:
-    """The system's number of an error of a file's writer, 0 if there is none, and what it means."""
-    found = re.search(r"os error (\d+)", str(error))  # safetensors' errors are no OSErrors
+def write_failure(error: Exception) -> tuple[int, str]:
+    """errno of an error from writing a file (0 if unknown) and its meaning."""
+    found = re.search(r"os error (\d+)", str(error))  # an error of safetensors is not an OSError
     number = (error.errno or 0) if isinstance(error, OSError) else int(found[1]) if found else 0
     return number, os.strerror(number) if number else str(error)
 
 
 def shard_name(kind: Literal["model", "optimizer"], index: int, count: int) -> str:
-    """The file name of one of so many shards, the first of index 0."""
+    """The file name of shard `index` (from 0) of `count`."""
     return f"{kind}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_tensors(path: Path, tensors: dict[str, "Tensor"]) -> None:
-    """Write a safetensors file while other threads go on: safetensors holds no lock on Python meanwhile."""
+    """Write a safetensors file. Other threads continue, because safetensors releases the GIL."""
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+    save_file(tensors, path, metadata={"format": "pt"})  # required by transformers
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by the owner only
 
 
-def describe(
+def metadata_files(
     config: ModelConfig, tokenizer: TokenizerFile, shard_of: Mapping[str, str], total_bytes: int
 ) -> dict[str, bytes]:
-    """The files of a model folder but for the shards and the manifest.
+    """The contents of a model folder's files except the shards and the manifest, by name.
 
     Args:
-        shard_of: the file of each weight, by name.
-        total_bytes: of all weights.
+        shard_of: the shard of each weight.
+        total_bytes: size of all weights.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(shard_of.items()))}
     return {
@@ -162,29 +163,29 @@ def describe(
     }
 
 
-def sealed(path: Path) -> FileEntry:
-    """Bring a file to disk; what the manifest is to say of it."""
+def flush_and_hash(path: Path) -> FileEntry:
+    """Flush a file to disk and return its manifest entry."""
     flush(path)
     return {"bytes": path.stat().st_size, "xxh3": xxh3_file(path)}
 
 
-def publish_checkpoint(aside: Path, folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write the manifest of a folder that is complete but for it, and rename the folder into its place."""
+def publish_checkpoint(temp: Path, folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write the manifest of a complete temporary folder and rename the folder to `folder`."""
     files = {name: entries[name] for name in sorted(entries)}
-    (aside / MANIFEST).write_bytes(manifest_bytes({"format": FORMAT, "files": files}))
-    publish_folder(aside, folder)
+    (temp / MANIFEST).write_bytes(manifest_bytes({"format": FORMAT, "files": files}))
+    publish_folder(temp, folder)
 
 
 def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
-    """The newest valid checkpoint folder that `path` (run folder, step folder or export) stands for.
+    """The checkpoint folder of `path`: a step folder or export itself, or the newest valid checkpoint of a run folder.
 
-    In a run folder a damaged checkpoint is passed over for the one before it; `warn` is told so.
+    Damaged checkpoints of a run folder are skipped with a message to `warn`.
 
     Raises:
-        CheckpointError: there is none, or `path` itself is a damaged one.
+        CheckpointError: there is no valid checkpoint.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: no such folder; give a run folder, a step folder or an export")
+        raise CheckpointError(f"{path}: no such folder; {GIVE}")
     if (path / MANIFEST).is_file():
         verify_checkpoint(path)
         return path
@@ -194,9 +195,14 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
             verify_checkpoint(step)
             return step
         except CheckpointError as error:
-            warn(f"{error}; trying the checkpoint before it")
+            warn(f"skipped checkpoint: {error}")
     reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
-    raise CheckpointError(f"{path}: not a checkpoint: {reason}")
+    raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """The folder of a run's checkpoint after `step` steps."""
+    return run_folder / "checkpoints" / f"step_{step:08d}"
 
 
 def step_folders(run_folder: Path) -> list[Path]:
@@ -205,23 +211,24 @@ def step_folders(run_folder: Path) -> list[Path]:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check every file against the manifest. Raises CheckpointError naming the first that differs."""
+    """Check every file against the manifest. Raises CheckpointError that names the first difference."""
     for name, entry in read_entries(folder).items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
+            raise CheckpointError(f"{path}: missing; {REPLACE}")
         if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path}: damaged ({path.stat().st_size:,} bytes instead of {entry['bytes']:,})")
+            sizes = f"{path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+            raise CheckpointError(f"{path}: damaged, {sizes}; {REPLACE}")
         if xxh3_file(path) != entry["xxh3"]:
-            raise CheckpointError(f"{path}: damaged (its XXH3 hash is not the manifest's)")
+            raise CheckpointError(f"{path}: damaged, its XXH3 hash differs from the manifest; {REPLACE}")
 
 
 def read_entries(folder: Path) -> dict[str, FileEntry]:
-    """What a checkpoint's manifest says of each other file. Raises CheckpointError unless it is as it was written."""
+    """The files in a checkpoint's manifest. Raises CheckpointError if the manifest is missing or damaged."""
     try:
         data = (folder / MANIFEST).read_bytes()
     except OSError:
-        raise CheckpointError(f"{folder}: not a checkpoint (it has no {MANIFEST})") from None
+        raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}; {GIVE}") from None
     try:
         manifest = json.loads(data)
         found = manifest["format"]
@@ -229,7 +236,7 @@ def read_entries(folder: Path) -> dict[str, FileEntry]:
     except (ValueError, KeyError, TypeError):
         manifest = found = None
     if found != FORMAT and str(found).startswith("tost_lm.checkpoint."):
-        raise CheckpointError(f"{folder / MANIFEST}: of format {found}, which this version does not read ({FORMAT})")
+        raise CheckpointError(f"{folder / MANIFEST}: format {found} instead of {FORMAT}; use the version that wrote it")
     if manifest is None or manifest_bytes(manifest) != data:
-        raise CheckpointError(f"{folder / MANIFEST}: damaged (it is not as it was written)")
+        raise CheckpointError(f"{folder / MANIFEST}: damaged, its hash differs from its content; {REPLACE}")
     return manifest["files"]

@@ -1,4 +1,4 @@
-"""A trained model that is to read longer sequences: what becomes of all that it has learned for each position.
+"""Context extension: a trained model with weights for more positions.
 
 Shape suffixes: P positions, X channels or heads.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_file
 from tost_lm.model.checkpoint import (
     MANIFEST,
@@ -26,34 +26,37 @@ from tost_lm.model.extension_config import ExtensionConfig
 from tost_lm.version import VERSION
 
 RECORD = "extension.json"
-"""The file of a model folder that says what it was made from, and how."""
+"""File of a model folder that records the source and the settings of an extension."""
 
-STRETCHED = "stretched over the new length: position p has what p · {old} / {new} had, linear between two"
+INTERPOLATED = "interpolated linearly: position p has the value at p · {old} / {new}"
 CHOICES: dict[str, dict[str, str]] = {
     "positions": {
-        "keep": "its rows stay, and further positions have their mean",
-        "interpolate": STRETCHED,
-        "sinusoidal": "dropped for sines, which there are for any position",
-        "none": "dropped for nothing",
+        "keep": "unchanged; new positions have the mean",
+        "interpolate": INTERPOLATED,
+        "sinusoidal": "replaced by sinusoidal positions, which are unlimited",
+        "none": "removed",
     },
     "denom_bias": {
-        "keep": "it stays, and further positions have the mean of each head",
-        "interpolate": STRETCHED,
-        "head": "each head's mean for any position, which of all such numbers moves the scores least",
-        "none": "dropped for nothing",
+        "keep": "unchanged; new positions have the mean of each head",
+        "interpolate": INTERPOLATED,
+        "head": "the mean of each head at all positions, the constant that changes the scores least",
+        "none": "removed",
     },
 }
-"""What becomes of each table, by the setting that says so. A mean is over the positions that were trained."""
+"""What each choice of a setting does to its table. Means are over the positions that were trained."""
 
 
 def extend(source: Path, settings: ExtensionConfig, tokenizer: TokenizerFile) -> list[str]:
-    """Write a checkpoint folder's model, made to read longer sequences, as a model folder; what to tell of it.
+    """Write the model of a checkpoint folder, extended to more positions, as a model folder.
 
-    A folder that this very extension has written already is left as it is.
+    A folder with the result of the same extension is reused.
+
+    Returns:
+        The report, in lines.
 
     Raises:
-        ConfigError: as `extended_config`, or something else is in the place of the folder.
-        CheckpointError: what is there is damaged.
+        ConfigError: as `extended_config`, or the folder exists and holds something else.
+        CheckpointError: the existing folder is damaged.
     """
     old, folder = read_model_config(source), settings.folder
     new = extended_config(old, settings)
@@ -62,44 +65,44 @@ def extend(source: Path, settings: ExtensionConfig, tokenizer: TokenizerFile) ->
         "manifest_sha256": sha256_file(source / MANIFEST),
         "extend": settings.model_dump(mode="json", exclude={"folder"}),
     }
-    if _is_there(folder, record):
-        return [f"reusing {folder} (made from the same weights with the same settings)"]
+    if _is_complete(folder, record):
+        return [f"reusing {folder} (same weights, same settings)"]
     stored = StoredTensors(source, "model")
 
-    def write_record(aside: Path) -> None:
-        (aside / RECORD).write_text(json.dumps({**record, "source": str(source)}, indent=1))
+    def write_record(temp: Path) -> None:
+        (temp / RECORD).write_text(json.dumps({**record, "source": str(source)}, indent=1))
 
     write_checkpoint(folder, new, extended_weights(stored, old, settings), tokenizer, write_record)
-    return _account(old, new, settings, trained_positions(stored, old))
+    return _report(old, new, settings, trained_positions(stored, old))
 
 
 def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
-    """The shape of the extended model.
+    """The settings of the extended model.
 
     Raises:
-        ConfigError: a line for each setting that is missing, or has nothing to change.
+        ConfigError: a line for each setting that is missing or has no effect.
     """
     problems = []
     if settings.max_positions <= old.max_positions:
         problems.append(
-            f"extend.max_positions {settings.max_positions}: the model's is {old.max_positions} already; give more"
+            f"extend.max_positions {settings.max_positions} is not more than the model's {old.max_positions}; give more"
         )
     changes: dict[str, Any] = {"max_positions": settings.max_positions}
     for name, choices in CHOICES.items():
-        mode, missing = getattr(settings, name), _no_table(old, name)
-        if missing is None and mode is None:
+        mode, no_table = getattr(settings, name), _no_table(old, name)
+        if no_table is None and mode is None:
             listed = "; ".join(f"{choice} ({_filled_in(text, old, settings)})" for choice, text in choices.items())
             problems.append(
-                f"extend.{name}: must be set, as the model has learned something for each of {old.max_positions} "
-                f"positions: {listed}. With keep alone the logits of the first {old.max_positions} positions stay as "
-                "they are, to the bit"
+                f"extend.{name}: must be set, because the model has a learned table of {old.max_positions} positions; "
+                f"choose {listed}. The logits of the first {old.max_positions} positions stay bitwise identical only "
+                "with keep"
             )
-        if missing is not None and mode not in (None, "keep"):
-            problems.append(f"extend.{name} {mode}: {missing}, so there is nothing to change; leave it out")
+        if no_table is not None and mode not in (None, "keep"):
+            problems.append(f"extend.{name} {mode}: {no_table}, so there is nothing to change; leave it out")
         if mode not in (None, "keep", "interpolate"):
             changes[name] = mode
     if settings.rope_theta is not None:
-        if not _turns(old):
+        if not _has_rotary(old):
             problems.append(
                 f"extend.rope_theta {settings.rope_theta:g}: the model has no rotary embedding; leave it out"
             )
@@ -110,7 +113,7 @@ def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
 
 
 def extended_weights(weights: Mapping[str, Tensor], old: ModelConfig, settings: ExtensionConfig) -> dict[str, Tensor]:
-    """The weights by name, those for each position treated as the settings say, which `extended_config` has passed."""
+    """The weights of the extended model by name; `extended_config` must accept the settings."""
     trained = trained_positions(weights, old) or old.max_positions
     extended = {}
     for name in weights:
@@ -126,9 +129,9 @@ def extended_weights(weights: Mapping[str, Tensor], old: ModelConfig, settings: 
 
 
 def trained_positions(weights: Mapping[str, Tensor], config: ModelConfig) -> int | None:
-    """How many positions training has reached, as a denom_bias for each tells; None: nothing tells.
+    """The number of positions that training has reached, found in a denom_bias for each position; None: unknown.
 
-    Behind them it is 0 to the bit, as in the beginning: AdamW moves nothing without a gradient, and it does not decay.
+    The denom_bias of later positions is still exactly 0: AdamW does not change it without a gradient or weight decay.
     """
     if _no_table(config, "denom_bias"):
         return None
@@ -137,62 +140,59 @@ def trained_positions(weights: Mapping[str, Tensor], config: ModelConfig) -> int
 
 
 def _extended_table(old_PX: Tensor, trained: int, mode: str | None, positions: int) -> Tensor | None:
-    """The table [positions, X] or, for `head`, [X]; None: it is dropped.
+    """The table [positions, X] or, for `head`, [X]; None: removed.
 
-    The mean of what was trained stands for a position that was not, or, with `head`, for each. It is nearest to the
-    trained ones by the sum of squares: to what is added to the stream, and, scores being linear in the bias, to scores
-    and to their differences between heads, which are all that memberships see.
+    New positions, and with `head` all positions, have the mean of the trained ones. It has the least sum of squared
+    differences to them: in the residual stream, and, because scores are linear in the bias, in the scores and in their
+    differences between heads, which determine the memberships.
     """
     if mode == "interpolate":
-        return _stretched(old_PX, positions)
+        return _interpolated(old_PX, positions)
     if mode not in ("keep", "head"):
         return None
     mean_X = old_PX[:trained].double().mean(0).to(old_PX.dtype)
     return mean_X if mode == "head" else torch.cat([old_PX, mean_X.expand(positions - len(old_PX), -1)])
 
 
-def _stretched(old_PX: Tensor, positions: int) -> Tensor:
-    """Rows at P/positions of their distance (arXiv 2306.15595); behind the last old one, that one."""
-    place = torch.arange(positions) * len(old_PX)
-    left = place // positions
+def _interpolated(old_PX: Tensor, positions: int) -> Tensor:
+    """Position interpolation (arXiv 2306.15595); the last row is used beyond the last old position."""
+    scaled = torch.arange(positions) * len(old_PX)
+    left = scaled // positions
     right = (left + 1).clamp(max=len(old_PX) - 1)
-    share = ((place % positions).double() / positions)[:, None]
-    return torch.lerp(old_PX[left].double(), old_PX[right].double(), share).to(old_PX.dtype)
+    weight = ((scaled % positions).double() / positions)[:, None]
+    return torch.lerp(old_PX[left].double(), old_PX[right].double(), weight).to(old_PX.dtype)
 
 
-def _account(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig, trained: int | None) -> list[str]:
-    """What was done, what it promises, and how training goes on."""
-    before, after = (f"{n:,} tokens" if n else "any length" for n in (old.position_limit, new.position_limit))
-    lines = [f"{settings.folder}: reads {after}; the model that it is made from, {before}"]
+def _report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig, trained: int | None) -> list[str]:
+    before, after = (f"{n:,} tokens" if n else "unlimited" for n in (old.position_limit, new.position_limit))
+    lines = [f"{settings.folder}: sequence length {after} (before: {before})"]
     if trained is not None and trained < old.max_positions:
         lines.append(
-            f"of the model's {old.max_positions:,} positions only the first {trained:,} were trained; behind "
-            "them its tables are as in the beginning"
+            f"only the first {trained:,} of {old.max_positions:,} positions were trained; the rest have initial values"
         )
     for name, choices in CHOICES.items():
-        missing, mode = _no_table(old, name), getattr(settings, name)
-        said = f"nothing to do: {missing}" if missing else f"{mode}: {_filled_in(choices[mode], old, settings)}"
-        lines.append(f"{name}: {said}")
-    if _turns(old):
-        how = "stays" if new.rope_theta == old.rope_theta else f"was {old.rope_theta:g}"
+        no_table, mode = _no_table(old, name), getattr(settings, name)
+        lines.append(f"{name}: " + (f"no change: {no_table}" if no_table else _filled_in(choices[mode], old, settings)))
+    if _has_rotary(old):
+        change = "unchanged" if new.rope_theta == old.rope_theta else f"before: {old.rope_theta:g}"
         lines.append(
-            f"rotary embedding: base {new.rope_theta:g} ({how}); positions from {old.max_positions:,} on turn by "
-            "angles that were not trained"
+            f"rotary embedding: base {new.rope_theta:g} ({change}); the angles of positions from {old.max_positions:,} "
+            "on were not trained"
         )
     kept = all(getattr(settings, name) in (None, "keep") for name in CHOICES) and new.rope_theta == old.rope_theta
     lines.append(
-        f"the logits of the first {old.max_positions:,} positions are what they were, to the bit"
+        f"the logits of the first {old.max_positions:,} positions are bitwise identical"
         if kept
-        else "the logits are not what they were: train on, and measure"
+        else "the logits have changed; continue training and evaluate"
     )
     changed = {name: getattr(new, name) for name in ("max_positions", "positions", "denom_bias", "rope_theta")
                if getattr(new, name) != getattr(old, name)}  # fmt: skip
     words = " ".join(f"model.{name}={value}" for name, value in changed.items())
-    return [*lines, f"to train on: train.initial_weights={settings.folder} {words}"]
+    return [*lines, f"to continue training: train.initial_weights={settings.folder} {words}"]
 
 
 def _no_table(config: ModelConfig, name: str) -> str | None:
-    """Why the model has no table for a setting; None: it has."""
+    """The reason why the model has no table of positions for a setting, or None."""
     if name == "positions":
         return None if config.positions == "learned" else f"model.positions is {config.positions!r}"
     if "T" not in config.pattern:
@@ -200,7 +200,7 @@ def _no_table(config: ModelConfig, name: str) -> str | None:
     return None if config.denom_bias == "position" else f"model.denom_bias is {config.denom_bias!r}"
 
 
-def _turns(config: ModelConfig) -> bool:
+def _has_rotary(config: ModelConfig) -> bool:
     return "A" in config.pattern and config.rope_theta > 0
 
 
@@ -208,8 +208,8 @@ def _filled_in(text: str, old: ModelConfig, settings: ExtensionConfig) -> str:
     return text.format(old=old.max_positions, new=settings.max_positions)
 
 
-def _is_there(folder: Path, record: dict[str, Any]) -> bool:
-    """Whether a folder is what this record tells of, whole."""
+def _is_complete(folder: Path, record: dict[str, Any]) -> bool:
+    """Whether a folder holds the undamaged result of the extension that `record` describes."""
     if not folder.exists():
         return False
     try:
@@ -218,11 +218,6 @@ def _is_there(folder: Path, record: dict[str, Any]) -> bool:
     except (OSError, ValueError, AttributeError):
         same = False
     if not same:
-        raise ConfigError(
-            f"{folder}: exists, and is not what these settings make of this model; give another extend.folder"
-        )
-    try:
-        verify_checkpoint(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; remove {folder}, and it is made again") from None
+        raise ConfigError(f"{folder}: exists and is not the result of this extension; give another extend.folder")
+    verify_checkpoint(folder)
     return True

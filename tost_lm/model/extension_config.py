@@ -1,4 +1,4 @@
-"""How a trained model comes to read longer sequences."""
+"""Settings of context extension."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,21 +9,21 @@ from tost_lm.config import Section
 
 
 class ExtensionConfig(Section):
-    """What becomes of all that is sized by a number of positions."""
+    """How the learned tables of positions change."""
 
     folder: Path
-    """The model folder to write; weights and tokenizer, as an export."""
+    """Model folder to write: weights and tokenizer, as in an export."""
     max_positions: int = Field(gt=0)
-    """What model.max_positions becomes."""
+    """The new model.max_positions."""
     positions: Literal["keep", "interpolate", "sinusoidal", "none"] | None = None
-    """What becomes of a learned table of positions; must be set where there is one: `keep` its rows, and give further positions their mean; `interpolate`: stretch it over the new length; `sinusoidal` or `none` in its place."""
+    """Learned position embedding; required if the model has one. `keep` keeps its rows and sets new positions to their mean; `interpolate` interpolates the rows linearly over the new length; `sinusoidal` and `none` replace the table."""
     denom_bias: Literal["keep", "interpolate", "head", "none"] | None = None
-    """T layers, what becomes of a denom_bias for each position; must be set where there is one: `keep` it, and give further positions the mean of each head; `interpolate`: stretch it over the new length; `head`: that mean everywhere; `none` in its place."""
+    """T layers: denom_bias for each position; required if the model has one. `keep` keeps it and sets new positions to the mean of each head; `interpolate` interpolates it linearly over the new length; `head` uses the mean of each head at all positions; `none` removes it."""
     rope_theta: float | None = Field(default=None, gt=0)
-    """A layers, another base of the rotary embedding; a larger one turns far positions by angles that are nearer to those trained (arXiv 2309.16039 takes 500000 for 32k tokens); without it the base stays."""
+    """A layers: new base of the rotary embedding; unset: unchanged. With a larger base, new positions have angles closer to those of training (arXiv 2309.16039 uses 500000 for 32k tokens)."""
 
 
 class ExtendConfig(Section):
-    """What `pretrain.extend` reads."""
+    """The settings of `pretrain.extend`."""
 
     extend: ExtensionConfig = Field(default_factory=dict, validate_default=True)

@@ -1,18 +1,19 @@
-"""Parameters and floating-point operations of a model, counted exactly from its settings; and what GPUs can do.
+"""Parameters and floating-point operations (FLOPs) of a model, counted exactly from its settings; peak FLOP/s of GPUs.
 
-An operation is an addition, subtraction, multiplication, division or exponential; a product of matrices of M×K and K×N
-has 2·M·K·N. Counted are the products of the linear layers and the head, softmax attention's own products, and the
-arithmetic of causal TSSA and of gated linear attention. Not counted: norms, GELU, LayerScale, rotary embedding, softmax
-and loss, the optimizer, and what is only computed again (sums over time in the operator's backward, scores in
-attention's).
+An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
+has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
+arithmetic of causal TSSA and of gated linear attention. Not counted: norms, GELU, LayerScale, rotary embedding, the
+softmax of attention, the loss, the optimizer, and recomputation in the backward (sums over time in TSSA, scores in
+attention).
 
-**Products.** Forward 2 a token and weight; backward twice that, for the gradients of input and weight.
+**Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
 
-**Softmax attention**, for a token that sees p tokens: q·k and Π·v, 4·C·p; backward twice that. Over a document of T
-tokens p is (T + 1)/2 on average, with a window W < T it is W − W·(W − 1)/(2T). There is no such term in a T layer.
+**Softmax attention.** Forward: 4·C·p for a token that attends to p tokens (q·k and Π·v). Backward: twice that. Over a
+document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). T layers have no such
+term.
 
-**Causal TSSA**, for each token and layer with C channels in H heads, whatever the length (`ops/chunked.py`; signs and
-comparisons are free):
+**Causal TSSA**, for each token and layer with C channels in H heads, for any length (`ops/chunked.py`; signs and
+comparisons are not counted):
 
     forward                                          C    H         backward                            C    H
     w²                                               1              dy·a                                2
@@ -32,11 +33,11 @@ comparisons are free):
                                                                     … times D (energy-share)                (1)
                                                      9    7         22   8
 
-So 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, and H for each bracket that applies: for tost-base less than 0.1 %
-of the products. `uniform` computes scores like `energy-share` and drops them.
+The sum is 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, plus H for each parenthesis that applies. For tost-base
+this is less than 0.1 % of the products. `uniform` computes the scores of `energy-share` and does not use them.
 
-**Gated linear attention**, one token after another: S = α·S + k·v and o = q·S take 5 operations for each of the
-C²/(2·H) numbers of S, the gradients of q, k, v, α and S 11. Kernels do more of them, in chunks.
+**Gated linear attention**, one token at a time: S = α·S + k·v and o = q·S have 5 operations for each of the C²/(2·H)
+numbers of S, the gradients of q, k, v, α and S have 11. The chunked kernels execute more.
 """
 
 import re
@@ -46,10 +47,10 @@ from tost_lm.model.config import GATE_CHANNELS, MIXERS, ModelConfig
 
 
 class Parameters(NamedTuple):
-    """How many numbers are trained, by part."""
+    """Parameter counts by component."""
 
     embedding: int
-    """Of tokens; the head is the same matrix."""
+    """Token embedding, shared with the head."""
     positions: int
     mixers: int
     """Projections, temp and denom_bias."""
@@ -63,7 +64,7 @@ class Parameters(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Operations a token, forward and backward."""
+    """Operations per token."""
 
     forward: float
     backward: float
@@ -74,7 +75,7 @@ class Flops(NamedTuple):
 
 
 class FlopsPerToken(NamedTuple):
-    """Of the whole model, by kind."""
+    """FLOPs per token of the whole model, by kind."""
 
     products: Flops
     attention: Flops
@@ -82,7 +83,7 @@ class FlopsPerToken(NamedTuple):
 
     @property
     def total(self) -> float:
-        return sum(part.total for part in self)
+        return sum(kind.total for kind in self)
 
 
 def parameters(config: ModelConfig) -> Parameters:
@@ -101,18 +102,13 @@ def parameters(config: ModelConfig) -> Parameters:
 
 
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
-    """How many layers have each mixer, {"T": …, "A": …, "G": …}."""
+    """Number of layers of each mixer, {"T": …, "A": …, "G": …}."""
     return {letter: config.letters.count(letter) for letter in MIXERS}
 
 
 def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
-    """Of training on documents of so many tokens."""
+    """FLOPs per token of training on documents of `tokens` tokens."""
     return FlopsPerToken(_products(config), _attention(config, tokens), _operator(config))
-
-
-def training_flops_per_token(config: ModelConfig, tokens: int) -> float:
-    """Forward and backward, of a token of documents of so many."""
-    return flops_per_token(config, tokens).total
 
 
 def _products(config: ModelConfig) -> Flops:
@@ -143,9 +139,9 @@ def _bias_numbers(config: ModelConfig) -> int:
     return {"position": config.heads * config.max_positions, "head": config.heads, "none": 0}[config.denom_bias]
 
 
-# TFLOP/s of dense products, {dtype: …}, by words of the name that torch.cuda.get_device_name() gives. bfloat16 on
-# tensor cores, where data sheets print twice that "with sparsity"; float32 without TF32, which torch leaves off.
-# Sources: NVIDIA's data sheets of each product (B200: of HGX). The first row whose words are all there counts.
+# Dense TFLOP/s for each dtype, by words of the name from torch.cuda.get_device_name(). bfloat16 on tensor cores; data
+# sheets print twice that "with sparsity". float32 without TF32, which torch disables by default. Sources: NVIDIA's data
+# sheets of each product (B200: of HGX). The first row whose words are all in the name applies.
 _PEAKS: list[tuple[set[str], dict[str, float]]] = [
     ({"GB200"}, {"bfloat16": 2500, "float32": 80}),
     ({"B200"}, {"bfloat16": 2250, "float32": 75}),
@@ -165,7 +161,7 @@ _PEAKS: list[tuple[set[str], dict[str, float]]] = [
 
 
 def peak_flops(device_name: str, dtype: Literal["float32", "bfloat16"]) -> float | None:
-    """Operations a second of dense products on a GPU, as published; None for one not known, or a part of one (MIG)."""
+    """Published peak FLOP/s of dense products on a GPU; None for an unknown GPU or a slice of one (MIG)."""
     words = set(re.split(r"[\s-]+", device_name))
     if "MIG" in words:
         return None

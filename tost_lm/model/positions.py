@@ -1,4 +1,4 @@
-"""Where tokens stand in their documents, and what is computed from that: sinusoidal and rotary embeddings."""
+"""Positions of tokens in their documents; sinusoidal and rotary embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,132 +8,126 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tost_lm.ops.phases import SequenceShard
-from tost_lm.ops.split import Pieces
+from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 SINUSOIDAL_BASE = 10000.0
-FIRST_END = 8
+FIRST_BIN = 8
 
-Sums = TypeVar("Sums", bound=tuple[Any, ...])
-"""A layer's state in a named tuple of tensors, [N, …] each."""
+State = TypeVar("State", bound=tuple[Any, ...])
+"""A layer's state: a named tuple of tensors, [N, …] each."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens of one call stand; made once and read by every layer.
+class SequenceInfo:
+    """Documents and positions of the tokens of one call, computed once for all layers.
 
-    n documents have tokens on this rank, of N in the whole sequences; all of them unless sequences are split.
+    n documents have tokens on this rank, of the N documents of the whole sequences.
     """
 
-    starts: tuple[int, ...]
+    start_positions: tuple[int, ...]
     """Tokens of each document before this call, [N]."""
-    pieces: Pieces
-    """The parts of documents that are here."""
+    local: LocalDocuments
+    """The documents of this rank's tokens."""
     cu_seqlens: Tensor | None
     """Offsets of the packed documents in the whole sequence, [N + 1], on the host; None: each row is a document."""
     position: Tensor
-    """Of each token here in its document, int64: [T] if all rows are alike, else [B, T]."""
+    """Position of each of this rank's tokens in its document, int64: [T] if all rows are equal, else [B, T]."""
     shard: SequenceShard | None = None
-    """The tokens here among those of whole sequences; None: they are all here."""
+    """None: all tokens of the sequences are on this rank."""
     output_state: bool | Literal["last"] = True
-    """Whether the state after the last token is wanted, of all documents or of the last of packed ones."""
-    turn: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: there is no
-    such embedding."""
+    """Whether to return the state after the last token: of all documents, or (`last`) of the last packed document."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: not used."""
 
     @classmethod
     def of(
         cls,
         tokens_BT: Tensor,
-        starts: Sequence[int] | None,
+        start_positions: Sequence[int] | None,
         cu_seqlens: Tensor | None,
         shard: SequenceShard | None = None,
         output_state: bool | Literal["last"] = True,
-    ) -> "Places":
-        """Places of tokens that go on from `starts` (None: documents begin), without a rotary embedding.
+    ) -> "SequenceInfo":
+        """SequenceInfo of tokens from `start_positions` on (None: 0 for all documents), without a rotary embedding.
 
-        One start for several packed documents is that of the first, the others begin.
+        A single start position for several packed documents is that of the first; the others start at 0.
 
         Raises:
-            ValueError: cu_seqlens or the shard does not fit the tokens, or `starts` not the documents.
+            ValueError: cu_seqlens or the shard does not fit the tokens, or start_positions the documents.
         """
         B, T = tokens_BT.shape
         if not B * T:
             raise ValueError(f"tokens must be [B, T] with B, T ≥ 1, got {[B, T]}")
         if cu_seqlens is not None:
             cu_seqlens = torch.tensor(cu_seqlens.tolist())  # on the host, where every layer reads them without waiting
-        pieces = Pieces.of(cu_seqlens, B, T, shard.split if shard else None)
-        documents = len(pieces.whole_lengths)
-        starts = tuple(starts or (0,) * documents)
+        local = LocalDocuments.of(cu_seqlens, B, T, shard.split if shard else None)
+        documents = len(local.whole_lengths)
+        starts = tuple(start_positions or (0,) * documents)
         if cu_seqlens is not None and len(starts) == 1:
             starts += (0,) * (documents - 1)
         if len(starts) != documents:
-            raise ValueError(f"state holds {len(starts)} rows, the input {documents}: give a row for each document")
-        first_n = [start + before for start, before in zip(starts[pieces.documents], pieces.before, strict=True)]
+            raise ValueError(f"state holds {len(starts)} rows, the input {documents}; give a row for each document")
+        first_n = [start + before for start, before in zip(starts[local.documents], local.before, strict=True)]
         if cu_seqlens is not None:
-            position = torch.cat([torch.arange(s, s + n) for s, n in zip(first_n, pieces.lengths, strict=True)])
+            position = torch.cat([torch.arange(s, s + n) for s, n in zip(first_n, local.lengths, strict=True)])
         elif len(set(first_n)) == 1:
             position = torch.arange(first_n[0], first_n[0] + T, device=tokens_BT.device)
         else:
             position = torch.tensor(first_n)[:, None] + torch.arange(T)
-        return cls(starts, pieces, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
+        return cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document here, [n]; all T unless packed."""
-        return self.pieces.lengths
-
-    @property
-    def ends(self) -> tuple[int, ...]:
+    def end_positions(self) -> tuple[int, ...]:
         """Tokens of each document after this call, [N]."""
-        return tuple(start + length for start, length in zip(self.starts, self.pieces.whole_lengths, strict=True))
+        lengths = self.local.whole_lengths
+        return tuple(start + length for start, length in zip(self.start_positions, lengths, strict=True))
 
-    def with_all_documents(self, state: Sums | None) -> Sums | None:
-        """With empty rows, which are zero, for the documents that begin."""
-        if state is None or len(state[0]) == len(self.starts):
+    def pad_state(self, state: State | None) -> State | None:
+        """Add rows of zeros, the empty state, for the documents that start in this call."""
+        if state is None or len(state[0]) == len(self.start_positions):
             return state
-        begin = len(self.starts) - len(state[0])
-        return type(state)(*(pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, begin)) for x_N in state))
+        rows = len(self.start_positions) - len(state[0])
+        return type(state)(*(pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, rows)) for x_N in state))
 
-    def wanted(self, state: Sums) -> Sums:
-        """The rows of `output_state`, of a state after this call."""
+    def select_state(self, state: State) -> State:
+        """The rows of a state after this call that `output_state` requests."""
         return type(state)(*(x_N[-1:] for x_N in state)) if self.output_state == "last" else state
 
 
 def position_ends(tokens: int) -> list[int]:
-    """8, 16, 32, …, `tokens`: where stretches of positions end that things are told of, each before its number."""
-    ends = [FIRST_END]
+    """The ends (exclusive) of the bins of positions that results are reported for: 8, 16, 32, …, `tokens`."""
+    ends = [FIRST_BIN]
     while ends[-1] * 2 < tokens:
         ends.append(ends[-1] * 2)
     return [end for end in ends if end < tokens] + [tokens]
 
 
 def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines of each position, […, width]; mean square 1 over channels."""
-    cos, sin = _circle(position, (width + 1) // 2, SINUSOIDAL_BASE, dtype)
+    """Sinusoidal embedding of each position, […, width]; mean square 1 over channels."""
+    cos, sin = _cos_sin(position, (width + 1) // 2, SINUSOIDAL_BASE, dtype)
     return 2**0.5 * torch.cat([sin, cos], -1)[..., :width]
 
 
-def rotation(position: Tensor, channels: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine by which each position turns the channels/2 pairs of a head, each [T, D/2] or [B, 1, T, D/2].
+def rotary_cos_sin(position: Tensor, channels: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary embedding of a head's `channels`, each [T, D/2] or [B, 1, T, D/2].
 
-    In float64 for a float64 `dtype`, else in float32.
+    float64 for a float64 `dtype`, else float32.
     """
     position = position if position.dim() == 1 else position[:, None]
-    return _circle(position, channels // 2, theta, torch.float64 if dtype == torch.float64 else torch.float32)
+    return _cos_sin(position, channels // 2, theta, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def rotate(x_BHTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864), channel d paired with d + D/2; in x's dtype."""
-    cos, sin = turn
+def apply_rotary(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of channel pairs (d, d + D/2), in x's dtype."""
+    cos, sin = rotary
     first, second = x_BHTD.to(cos.dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BHTD.dtype)
 
 
-def _circle(position: Tensor, frequencies: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin(position: Tensor, frequencies: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position · base^(−i / frequencies), each […, frequencies].
 
-    The angle is float64: at position 10⁶ a float32 one is wrong by up to 0.03 radians. mps has no float64.
+    Angles are float64: at position 10⁶, float32 has errors of up to 0.03 radians. mps has no float64.
     """
     angle_dtype = torch.float32 if position.device.type == "mps" else torch.float64
     exponents = torch.arange(frequencies, device=position.device, dtype=angle_dtype) / frequencies

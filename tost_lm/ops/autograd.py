@@ -1,8 +1,10 @@
 """Causal TSSA as one differentiable function of w, temp, bias and the initial statistics.
 
-Keeps w, Π and the sums before each chunk for the backward. Shapes as in `phases`.
+It stores w, Π and the sums before each chunk for the backward. Shapes as in `phases`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -14,10 +16,10 @@ from tost_lm.ops.phases import HeadSoftmax, Scoring, Statistics
 
 
 class Passes(Protocol):
-    """The whole forward and the whole backward of one backend: `chunked`, or phases composed (`composed`)."""
+    """The forward and the backward pass of one backend: the module `chunked`, or a `PhasedBackend`."""
 
     def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
-        """How long the layout's chunks must be."""
+        """Tokens in each chunk of the layout."""
         ...
 
     def forward(
@@ -41,16 +43,35 @@ class Passes(Protocol):
         ...
 
 
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Run torch's CPU operations in the calling thread.
+
+    The passes consist of operations of 10 to 100 µs. Split over OpenMP threads, each one would end in a barrier, and a
+    barrier takes milliseconds once another process uses one of the cores (`benchmarks.operator` measures it).
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class CausalTssa(torch.autograd.Function):
     """apply(passes, layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
 
-    The statistics have a row for each of the N documents of whole sequences, the count for the n with tokens here.
+    The statistics have a row for each of the N documents of the whole sequences, count_n for the n on this rank.
     """
 
     @staticmethod
     def forward(ctx, passes: Passes, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial):
         scoring = Scoring(membership, temp_H, bias_BHT, count_n)
-        y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), softmax)
+        with _one_thread(w_MHD.device):
+            y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), softmax)
         ctx.save_for_backward(count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before)
         ctx.passes, ctx.layout, ctx.softmax, ctx.membership = passes, layout, softmax, membership
         return y_MHD, *final
@@ -60,7 +81,7 @@ class CausalTssa(torch.autograd.Function):
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
         count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
         scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_n)
-        with torch.autocast(w_MHD.device.type, enabled=False):
+        with torch.autocast(w_MHD.device.type, enabled=False), _one_thread(w_MHD.device):
             dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
                 dy_MHD.contiguous(),
                 w_MHD,
@@ -80,7 +101,7 @@ class CausalTssa(torch.autograd.Function):
 
 
 class SoftmaxOverHeads(torch.autograd.Function):
-    """apply(softmax, z_MH) → Π: a `HeadSoftmax` by itself."""
+    """apply(softmax, z_MH) → Π: a differentiable `HeadSoftmax`."""
 
     @staticmethod
     def forward(ctx, softmax: HeadSoftmax, z_MH):

@@ -1,7 +1,7 @@
-"""Causal TSSA in PyTorch, chunk by chunk with its closed-form backward; keeps w, Π and the sums before each chunk.
+"""Causal TSSA in PyTorch, chunk by chunk, with its closed-form backward; it stores w, Π and the sums before each chunk.
 
-One walk over the chunks forward and one back, each chunk small enough for the cache: w is read once forward, w and dy
-once backward. `chunked_phases` makes separate phases of the same functions of one chunk.
+The forward is one pass over the chunks, the backward one pass in reverse. A chunk fits the cache, so w is read once
+forward, and w and dy once backward. `chunked_phases` builds separate phases from the same functions of one chunk.
 
 Source: arXiv 2412.17810, released causal form; the backward is derived from it. With a = 1/(1 + S2/N′), N′ = N + 1e-8
 and u = scale·temp·dz:
@@ -11,8 +11,8 @@ and u = scale·temp·dz:
     r  = −u·w²/S1²              R1 = Σ_{s>t} r
     dw = −dy·Π·a + 2w·(Π·R2 + u·(S1 − w²)/S1² + R1)
 
-The token's own share of S1's gradient stands beside that of w²/S1, since the two cancel at a document's first token;
-R1 therefore sums later tokens only. Where S1 is below its floor, the floor stands for it and has no gradient.
+The token's own term of S1's gradient is combined with that of w²/S1, because the two cancel at a document's first
+token; so R1 sums later tokens only. Where S1 is below its floor, the floor replaces it and has no gradient.
 
 Shapes: t tokens of a chunk, H heads, D channels a head; M, N and K as in `phases`.
 """
@@ -22,24 +22,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.ops.chunk import ROWS_IN_STEP, Chunk, chunks, running_sum_
+from tost_lm.ops.chunk import SCAN_ROWS, Chunk, chunks, running_sum_
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR, statistics_dtype
+from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Statistics
-
-# Elements of a chunk: its steps outlast their launch, and on a CPU its temporaries stay in the cache.
-CPU_CHUNK_ELEMENTS = 1 << 19
-DEVICE_CHUNK_ELEMENTS = 1 << 22
+from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
-    """Tokens of a chunk: at least 32, so that what is kept for each is about 1/16 of a float32 w at most, where
-    documents are no shorter."""
-    return max(32, _chunk_elements(device) // (heads * channels) // ROWS_IN_STEP * ROWS_IN_STEP)
+    """Tokens of a chunk. At least 32: the sums stored for each chunk then take at most about 1/16 of the memory of a
+    float32 w (more if documents are shorter)."""
+    return max(32, _chunk_elements(device) // (heads * channels) // SCAN_ROWS * SCAN_ROWS)
 
 
 def rows_in_chunk(w_BTHD: Tensor) -> int:
-    """How many rows fill a chunk."""
+    """Rows that fit one chunk."""
     return _chunk_elements(w_BTHD.device) // w_BTHD[0].numel()
 
 
@@ -56,17 +53,19 @@ def forward(
     pi_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=dtype)
     before = Statistics(*(x.new_empty(len(layout.start_K), *x.shape[1:], dtype=dtype) for x in initial))
     final = Statistics(*map(torch.empty_like, initial))
-    running = _wide(initial, 0)
+    running = _running(initial, 0)
     D = w_MHD.shape[-1]
     for chunk in chunks(w_MHD, layout):
         if chunk.is_first:
-            running = _wide(initial, chunk.document)
+            running = _running(initial, chunk.document)
         k = chunk.index
         _store(before, k, running)
         w = chunk.read(w_MHD)
         w_sq, energy = chunk.product(w, w), chunk.product(w, w)
         energy_total = running_sum_(energy, before.energy[k])
-        pi = pi_MH[chunk.tokens] = softmax.forward(scoring.temp_H * scores(chunk, shares(w_sq, energy), scoring, D))
+        pi = pi_MH[chunk.tokens] = softmax.forward(
+            scoring.temp_H * scores(chunk, energy_shares(w_sq, energy), scoring, D)
+        )
         weighted = w_sq.mul_(pi[..., None])
         weighted_total = running_sum_(weighted, before.weighted[k])
         mass, mass_total = prefix(pi, before.mass[k])
@@ -91,12 +90,12 @@ def backward(
     dtype, softmax = statistics_dtype(w_MHD), softmax or LocalSoftmax()
     dw_MHD = torch.empty_like(w_MHD)
     d_z_MH = torch.empty_like(pi_MH)
-    d_temp_H = torch.zeros_like(scoring.temp_H, dtype=_wide_dtype(scoring.temp_H))
+    d_temp_H = torch.zeros_like(scoring.temp_H, dtype=running_dtype(w_MHD.device))
     d_initial = Statistics(*map(torch.empty_like, d_final))
-    running = _wide(d_final, 0)
+    running = _running(d_final, 0)
     for chunk in chunks(w_MHD, layout, newest_first=True):
         if chunk.is_last:
-            running = _wide(d_final, chunk.document)
+            running = _running(d_final, chunk.document)
         k, after = chunk.index, Statistics(*(x.to(dtype) for x in running))
         w, dy, pi = chunk.read(w_MHD), chunk.read(dy_MHD), pi_MH[chunk.tokens]
         out = output_gradients(chunk, dy, w, pi, before.weighted[k], before.mass[k])
@@ -113,7 +112,7 @@ def backward(
     return dw_MHD, d_z_MH, d_temp_H.to(dtype), d_initial
 
 
-# --- One chunk: [t, H, D] and [t, H]. Tensors of w's size live in the chunk's scratch memory.
+# --- Functions of one chunk: [t, H, D] and [t, H]. Tensors of w's size are in the chunk's scratch memory.
 
 
 def prefix(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +127,8 @@ def suffix(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return sums + after, sums[0]
 
 
-def shares(w_sq: Tensor, energy: Tensor) -> Tensor:
-    """Σ_d w²/S1, [t, H]; `energy` is overwritten."""
+def energy_shares(w_sq: Tensor, energy: Tensor) -> Tensor:
+    """Σ_d w²/S1, [t, H]; overwrites `energy`."""
     return torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=energy).sum(-1)
 
 
@@ -139,17 +138,19 @@ def scores(chunk: Chunk, shares_tH: Tensor, scoring: Scoring, channels: int) -> 
 
 
 def output_of(w: Tensor, pi: Tensor, weighted: Tensor, mass: Tensor, out: Tensor) -> Tensor:
-    """y = −Π·w / (1 + S2/N′), into `out`; `weighted` is overwritten."""
+    """y = −Π·w / (1 + S2/N′), into `out`; overwrites `weighted`."""
     mass = mass + MASS_FLOOR
     return torch.mul(w, (-pi * mass)[..., None], out=out).div_(weighted.add_(mass[..., None]))
 
 
 class OutputGradients(NamedTuple):
-    """What dy tells: dy·a and dy·w·a, and the gradients of S2 and N as they enter at each token."""
+    """Gradients computed from dy, and w². The gradients of S2 and N are the terms of each token."""
 
     w_sq: Tensor
     dy_a: Tensor
+    """dy·a, [t, H, D]."""
     dy_a_w: Tensor
+    """dy·w·a, [t, H, D]."""
     d_weighted: Tensor
     """q, [t, H, D]."""
     d_mass: Tensor
@@ -172,17 +173,17 @@ def output_gradients(
 
 
 def membership_gradient(chunk: Chunk, out: OutputGradients, d_mass: Tensor) -> Tensor:
-    """dΠ [t, H], once `out.d_weighted` is R2, and given RN at each token."""
+    """dΠ [t, H], given RN at each token. `out.d_weighted` must be R2 by now."""
     return chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
 
 
 class ScoreGradients(NamedTuple):
-    """What dz tells about w² and S1."""
+    """Gradients of w² and S1, computed from dz."""
 
     minus_d_w_sq: Tensor
-    """Through the token's own share, its part of S1 included: −u·(S1 − w²)/S1², [t, H, D]."""
+    """Through the token's own w²/S1, including its own term of S1: −u·(S1 − w²)/S1², [t, H, D]."""
     d_energy: Tensor
-    """r: through S1, as far as earlier tokens make it up, [t, H, D]."""
+    """r: through S1, without the token's own term, [t, H, D]."""
     d_temp: Tensor
     """[H], summed over the chunk."""
 
@@ -192,7 +193,7 @@ def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tens
     channels = w_sq.shape[-1]
     energy = chunk.new().copy_(w_sq)
     running_sum_(energy, energy_before)
-    # S1 never falls, so the chunk's first token tells whether any is below the floor.
+    # S1 never decreases, so if any token is below the floor, the chunk's first is.
     constant = energy < ENERGY_FLOOR if bool((energy[0] < ENERGY_FLOOR).any()) else None
     share = torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=chunk.new())
     d_temp = (d_z * scores(chunk, share.sum(-1), scoring, channels)).sum(0)
@@ -207,9 +208,9 @@ def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tens
 def token_gradient(
     w: Tensor, pi: Tensor, out: OutputGradients, score: ScoreGradients, d_energy_after: Tensor
 ) -> Tensor:
-    """dw, once `out.d_weighted` is R2 and `score.d_energy` sums it from each token on; overwrites both.
+    """dw; overwrites `out` and `score`. `out.d_weighted` must be R2, and `score.d_energy` summed from each token on.
 
-    R1 at a token is the sum from the next one on: taken from there, for a difference would cancel.
+    R1 at a token is the sum from the next token on. It is read there, because a subtraction would cancel.
     """
     through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
     through_w_sq[:-1] += score.d_energy[1:]
@@ -217,15 +218,11 @@ def token_gradient(
     return torch.addcmul(out.dy_a.mul_(-pi[..., None]), through_w_sq, w, value=2, out=out.dy_a)
 
 
-# --- Running sums over many chunks: float64 wherever there is such a thing.
+# --- Running sums over many chunks.
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if x.device.type == "mps" else torch.float64
-
-
-def _wide(statistics: Statistics, n: int) -> Statistics:
-    return Statistics(*(x[n].to(_wide_dtype(x)) for x in statistics))
+def _running(statistics: Statistics, n: int) -> Statistics:
+    return Statistics(*(x[n].to(running_dtype(x.device)) for x in statistics))
 
 
 def _add(running: Statistics, more: Statistics) -> Statistics:

@@ -1,6 +1,7 @@
-"""The phases of the chunked backend: `chunked` taken apart where carries and heads from elsewhere come in.
+"""The phases of the chunked backend: `chunked` split where carries and the softmax over other ranks' heads enter.
 
-Each walks over all chunks, so what `chunked` reads once is read three times here. Interface and shapes: `phases`.
+Each phase is a pass over all chunks, so w is read three times where `chunked` reads it once. Interface and shapes as in
+`phases`.
 """
 
 import dataclasses
@@ -12,13 +13,13 @@ from torch import Tensor
 from tost_lm.ops.chunk import Chunk, chunks, running_sum_
 from tost_lm.ops.chunked import (
     OutputGradients,
+    energy_shares,
     membership_gradient,
     output_gradients,
     output_of,
     prefix,
     score_gradients,
     scores,
-    shares,
     suffix,
     token_gradient,
 )
@@ -46,7 +47,7 @@ def memberships(
         w = chunk.read(w_MHD)
         w_sq, energy_t = chunk.product(w, w), chunk.product(w, w)
         running_sum_(energy_t, energy_KHD[chunk.index])
-        z_MH[chunk.tokens] = scoring.temp_H * scores(chunk, shares(w_sq, energy_t), scoring, w.shape[-1])
+        z_MH[chunk.tokens] = scoring.temp_H * scores(chunk, energy_shares(w_sq, energy_t), scoring, w.shape[-1])
     pi_MH = (softmax or LocalSoftmax()).forward(z_MH)
     weighted_KHD = _rows(w_MHD, layout)
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
@@ -160,7 +161,6 @@ def _over_earlier_chunks(rows_K: Tensor, layout: Layout) -> Sums:
 
 
 def _over_later_chunks(rows_K: Tensor, layout: Layout) -> Sums:
-    chunks_in_all = len(rows_K)
-    turned = dataclasses.replace(layout, first_chunk_N1=chunks_in_all - layout.first_chunk_N1.flip(0))
-    sums = _over_earlier_chunks(rows_K.flip(0), turned)
+    reverse = dataclasses.replace(layout, first_chunk_N1=len(rows_K) - layout.first_chunk_N1.flip(0))
+    sums = _over_earlier_chunks(rows_K.flip(0), reverse)
     return Sums(sums.chunk.flip(0), sums.document.flip(0))

@@ -1,4 +1,4 @@
-"""Where documents and chunks lie in the flat sequence of B·T tokens that the fast backends work on.
+"""The positions of documents and chunks in the flat sequence of B·T tokens that the fast backends process.
 
 A chunk never crosses a document. Shapes: M = B·T tokens, N documents (N = B unless packed), K chunks.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Documents cut into chunks of at most `chunk_tokens` tokens, in order of time."""
+    """Documents split into chunks of at most `chunk_tokens` tokens, in time order."""
 
     chunk_tokens: int
     offsets: tuple[int, ...]
@@ -21,7 +21,7 @@ class Layout:
     start_K: Tensor
     """First token of each chunk, int64."""
     end_K: Tensor
-    """One past its last token, int64."""
+    """One past the last token of each chunk, int64."""
     document_K: Tensor
     """Document of each chunk, int64, ascending."""
     first_chunk_N1: Tensor
@@ -36,7 +36,7 @@ class Layout:
 
 @lru_cache(maxsize=32)
 def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.device) -> Layout:
-    """The layout of documents that lie at `offsets`; made once for each batch shape and kept."""
+    """The layout of documents at `offsets`, cached for each batch shape."""
     offsets_N1 = torch.tensor(offsets)
     chunks_N = (offsets_N1.diff() + chunk_tokens - 1) // chunk_tokens
     first_chunk_N1 = torch.cat([chunks_N.new_zeros(1), chunks_N.cumsum(0)])
@@ -49,21 +49,19 @@ def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.d
 
 
 @lru_cache(maxsize=128)
-def whole_numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """`values` on the device, int64, made once: a copy from the host would wait for what the device has to do."""
+def int64_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """`values` on the device, cached: a copy from the host waits until the device has finished its queue."""
     return torch.tensor(values, device=device)
 
 
 def read_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
-    """The offsets of documents packed into one row, as Python integers. Waits for the device that holds them.
+    """The offsets of documents packed into one row, as Python integers. Synchronizes with the device of `cu_seqlens`.
 
     Raises:
-        ValueError: they do not cut [1, T] into documents.
+        ValueError: they do not split [1, T] into documents.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens must be whole numbers [N + 1], N ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
+        raise ValueError(f"cu_seqlens must be integers [N + 1], N ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     offsets = tuple(cu_seqlens.tolist())
     rising = all(start < end for start, end in pairwise(offsets))
     if B != 1 or offsets[0] != 0 or offsets[-1] != T or not rising:

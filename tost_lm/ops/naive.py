@@ -1,4 +1,4 @@
-"""TSSA as the formulas say it, in plain PyTorch: the truth every faster path is compared with.
+"""TSSA as the formulas are written, in plain PyTorch: the reference of every faster backend.
 
 Source: Token Statistics Transformer (arXiv 2412.17810) and its released language model.
 Shapes: B sequences, T tokens, H heads, D channels per head, N documents (N = B unless packed).
@@ -16,9 +16,9 @@ MASS_FLOOR = 1e-8
 
 
 class TssaState(NamedTuple):
-    """All that TSSA keeps of the past, per document: 2·H·D + H statistics (and a token count).
+    """The state of TSSA after some tokens: 2·H·D + H statistics and a token count for each document.
 
-    float64 for float64 inputs, float32 otherwise.
+    float64 for float64 inputs, else float32.
     """
 
     energy: Tensor
@@ -28,7 +28,7 @@ class TssaState(NamedTuple):
     mass: Tensor
     """Σ Π, [N, H]."""
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Tokens seen, [N], int64."""
+    """Tokens so far, [N], int64."""
 
     @staticmethod
     def empty(documents: int, heads: int, channels: int, like: Tensor) -> "TssaState":
@@ -39,7 +39,7 @@ class TssaState(NamedTuple):
 
 
 def check_state(state: TssaState, documents: int, heads: int, channels: int) -> None:
-    """Raises ValueError unless `state` holds that many documents, heads and channels."""
+    """Raises ValueError if `state` has other numbers of documents, heads or channels."""
     if len(state.mass) != documents:
         raise ValueError(f"the state holds {len(state.mass)} documents, the input {documents}")
     full = (documents, heads, channels)
@@ -47,18 +47,23 @@ def check_state(state: TssaState, documents: int, heads: int, channels: int) -> 
         if getattr(state, name).shape != shape:
             raise ValueError(f"{name} of the state must be {list(shape)}, got {list(getattr(state, name).shape)}")
     if state.count.is_floating_point():
-        raise ValueError(f"count of the state must be whole numbers, got {state.count.dtype}")
+        raise ValueError(f"count of the state must be integers, got {state.count.dtype}")
 
 
 def check_membership(membership: str) -> None:
-    """Raises ValueError unless it is one of the choices."""
+    """Raises ValueError if `membership` is unknown."""
     if membership not in get_args(Membership):
-        raise ValueError(f"membership {membership!r} is none of {', '.join(get_args(Membership))}")
+        raise ValueError(f"unknown membership: {membership!r}; use one of {', '.join(get_args(Membership))}")
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, else float32: statistics, scores and memberships are never kept in less."""
+    """The dtype of statistics, scores and memberships: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def running_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums over any number of tokens: float64, or float32 on mps, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def token_scores(
@@ -69,11 +74,11 @@ def token_scores(
     bias_BTH: Tensor | None,
     membership: Membership,
 ) -> Tensor:
-    """z = temp · Σ_d(w²/S1 + bias) of each token and head, [B, T, H]; S1 and the count include the token itself."""
+    """Scores z = temp · Σ_d(w²/S1 + bias), [B, T, H]. S1 and the count include the token itself."""
     shares_BTHD = w_sq_BTHD / energy_BTHD.clamp_min(ENERGY_FLOOR)
     if membership == "energy-share":
         z_BTH = shares_BTHD.sum(-1)
-        if bias_BTH is not None:  # the bias sits inside the sum over channels
+        if bias_BTH is not None:  # inside the sum over channels
             z_BTH = z_BTH + bias_BTH * w_sq_BTHD.shape[-1]
     else:
         z_BTH = shares_BTHD.mean(-1) * count_BT[..., None]
@@ -83,7 +88,7 @@ def token_scores(
 
 
 def memberships(z_BTH: Tensor, membership: Membership) -> Tensor:
-    """Π: the share of each head in each token, [B, T, H]; sums to 1 over heads."""
+    """Π [B, T, H]: the softmax of the scores over heads, or 1/H."""
     return torch.full_like(z_BTH, 1 / z_BTH.shape[-1]) if membership == "uniform" else z_BTH.softmax(-1)
 
 
@@ -94,7 +99,7 @@ def causal_tssa(
     membership: Membership,
     initial_state: TssaState,
 ) -> tuple[Tensor, TssaState]:
-    """Causal TSSA of B separate documents, each going on from its state; y [B, T, H, D] and the state after T."""
+    """Causal TSSA of B documents, each after the tokens of its initial state: y [B, T, H, D] and the final state."""
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
     count_BT = initial_state.count[:, None] + torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device)
@@ -112,12 +117,12 @@ def causal_tssa(
 
 
 def tssa(w_BTHD: Tensor, temp_H: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """Bidirectional TSSA, the paper's operator.
+    """Bidirectional TSSA, the operator of the paper.
 
     Args:
         w_BTHD: the projected tokens.
         temp_H: temperature of each head.
-        mask_BT: True where a token is real; padding has no influence and gets 0. None: all are real.
+        mask_BT: False at padding, which has no influence and the output 0. None: no padding.
 
     Returns:
         y [B, T, H, D] in the dtype of `w_BTHD`.

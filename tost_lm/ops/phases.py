@@ -1,7 +1,7 @@
-"""The phases every fast backend offers, and causal TSSA composed of them.
+"""The interface of a backend in phases: the kernels of causal TSSA between the points where ranks communicate.
 
-Between phases only sums over tokens pass: that is where a carry from elsewhere (an initial state, another rank)
-comes in, and the softmax over heads is where heads on other ranks do. Both enter here; no kernel knows of them.
+Phases exchange sums over tokens only. A carry (from an initial state or another rank) is added to these sums, and the
+softmax over heads includes heads on other ranks. Both happen outside the kernels.
 
     forward    energy ─ carry S1 → memberships ─ carry S2, N → output
     backward   output_backward ─ carry R2, RN → memberships_backward ─ carry R1 → energy_backward
@@ -10,7 +10,6 @@ Shapes: M = B·T tokens of a flat sequence, H heads, D channels a head, N docume
 scores and memberships are float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,28 +18,24 @@ from torch import Tensor
 
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.naive import Membership
-from tost_lm.ops.split import Pieces, SequenceSplit
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of each document, as far as each chunk.
-
-    In the forward direction `chunk` is the sum over the document's earlier chunks (an exclusive prefix), in the
-    backward direction over its later chunks (an exclusive suffix). Neither holds anything from outside this call.
-    """
+    """Sums over the tokens of this call: before (backward: after) each chunk of a document, and over each document."""
 
     chunk: Tensor
-    """[K, H, D] or [K, H]."""
+    """The exclusive prefix sum over the document's earlier chunks (backward: the exclusive suffix sum over its later
+    chunks), [K, H, D] or [K, H]."""
     document: Tensor
-    """The sum over each whole document, [N, H, D] or [N, H]."""
+    """[N, H, D] or [N, H]."""
 
-    def carried(self, carry_N: Tensor, layout: Layout) -> Tensor:
-        """The chunks' sums with what each document brings along, [K, …]."""
+    def with_carry(self, carry_N: Tensor, layout: Layout) -> Tensor:
+        """`chunk` plus the carry of each chunk's document, [K, …]."""
         return self.chunk + (carry_N if layout.documents == 1 else carry_N[layout.document_K])
 
 
 class Statistics(NamedTuple):
-    """S1, S2 and N, or the gradients R1, R2 and RN of them: [·, H, D], [·, H, D] and [·, H]."""
+    """S1, S2 and N, or their gradients R1, R2 and RN: [·, H, D], [·, H, D] and [·, H]."""
 
     energy: Tensor
     weighted: Tensor
@@ -48,22 +43,22 @@ class Statistics(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores come about: z = temp · (scale_t · Σ_d w²/S1 + bias_scale · bias)."""
+    """The parameters of the scores z = temp · (scale_t · Σ_d w²/S1 + bias_scale · bias)."""
 
     membership: Membership
     temp_H: Tensor
     bias_BHT: Tensor | None
-    """Any strides (an expanded view is fine); token m of the flat sequence is [m // T, :, m % T]."""
+    """Any strides, so an expanded view needs no copy. Token m of the flat sequence is [m // T, :, m % T]."""
     count_N: Tensor
-    """Tokens of each document before these, int64; `energy-mean` needs it."""
+    """Tokens of each document before these, int64; used by `energy-mean`."""
 
     def bias_scale(self, channels: int) -> int:
-        """How often the bias counts: it sits inside the published sum over channels, beside a mean it counts once."""
+        """The factor of the bias: it is inside the published sum over channels, but outside the mean over them."""
         return 1 if self.membership == "energy-mean" else channels
 
 
 class HeadSoftmax(Protocol):
-    """The softmax over heads, where the heads on this rank are not all."""
+    """The softmax over heads, of one rank or several."""
 
     def forward(self, z_MH: Tensor) -> Tensor:
         """Scores → memberships."""
@@ -72,14 +67,14 @@ class HeadSoftmax(Protocol):
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
         """Memberships and their gradient → gradient of the scores, Π·(dΠ − Σ_h Π·dΠ).
 
-        dΠ counts only up to what is subtracted from all heads. Subtract that of the largest Π first: where it is nearly
-        1, as at a document's first token, the two terms are the same number otherwise, and float32 loses the rest.
+        The result does not change when a number is subtracted from dΠ of all heads. Subtract dΠ of the largest Π:
+        where Π is nearly 1, as at a document's first token, the two terms are else equal, and float32 cancels.
         """
         ...
 
 
 class LocalSoftmax:
-    """All heads are here."""
+    """The softmax over heads of one rank."""
 
     def forward(self, z_MH: Tensor) -> Tensor:
         return z_MH.softmax(-1)
@@ -89,43 +84,14 @@ class LocalSoftmax:
         return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
 
 
-class SequenceShard(Protocol):
-    """The tokens of this call among those of whole sequences that lie on other ranks too."""
-
-    @property
-    def split(self) -> SequenceSplit: ...
-
-    def join(
-        self, pieces: Pieces, outside_N: Sequence[Tensor], here_n: Sequence[Tensor], *, later: bool, rows: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sums over other ranks' tokens, in one exchange.
-
-        Args:
-            pieces: the documents here.
-            outside_N: what comes before the sequence (with `later`: after it), a row for each of its N documents.
-            here_n: sums over the tokens here, a row for each of the n documents here.
-            later: the sums run from the end.
-            rows: every document's sum is wanted everywhere; else only what documents across ranks need is sent, and
-                `outside_N` is 0.
-
-        Returns:
-            For each of the n documents what comes before (after) its tokens here, and for each of the N `outside_N`
-            with the sum over all its tokens (without `rows`: `outside_N` as it is).
-        """
-        ...
-
-    def gather(self, x_BHTD: Tensor) -> Tensor:
-        """All tokens of the sequence, [B, H, T, D] of every rank in their order, differentiable."""
-        ...
-
-
 @dataclass(frozen=True)
 class HeadsOfRows:
-    """The softmax over the heads of each of several rows that stand side by side, [M, rows · heads]."""
+    """The softmax over the heads of each of several rows side by side, [M, rows · heads]."""
 
     heads: int
-    softmax: HeadSoftmax
     """Of one row."""
+    softmax: HeadSoftmax
+    """Over the heads of one row."""
 
     def forward(self, z_MH: Tensor) -> Tensor:
         return self.softmax.forward(z_MH.view(-1, self.heads)).view(z_MH.shape)
@@ -137,10 +103,10 @@ class HeadsOfRows:
 
 @dataclass(frozen=True)
 class UniformMemberships:
-    """The ablation Π = 1/H, whatever the scores."""
+    """The ablation Π = 1/H for any scores."""
 
     heads: int
-    """All there are, those elsewhere included."""
+    """Heads of all ranks."""
 
     def forward(self, z_MH: Tensor) -> Tensor:
         return torch.full_like(z_MH, 1 / self.heads)
@@ -150,10 +116,10 @@ class UniformMemberships:
 
 
 class Phases(Protocol):
-    """One backend: a module with these functions. `softmax` None: all heads are here, computed in the same pass."""
+    """A module with these functions. `softmax` None: the softmax over the heads of this rank, in the same pass."""
 
     def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
-        """How long the layout's chunks must be."""
+        """Tokens in each chunk of the layout."""
         ...
 
     def energy(self, w_MHD: Tensor, layout: Layout) -> Sums:

@@ -1,4 +1,4 @@
-"""Causal TSSA one token at a time, in constant memory."""
+"""Causal TSSA one token at a time, with a state of constant size."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tost_lm.ops.naive import (
     check_membership,
     check_state,
     memberships,
+    running_dtype,
     statistics_dtype,
     token_scores,
 )
@@ -26,10 +27,10 @@ def tssa_step(
     membership: Membership = "energy-share",
     heads: HeadSoftmax | None = None,
 ) -> tuple[Tensor, TssaState]:
-    """One token after those of `state`: what `causal_tssa` gives for T = 1, differentiable.
+    """One token after those of `state`: the result of `causal_tssa` for T = 1, differentiable.
 
-    The returned state is float64 (float32 on mps, which has none): a float32 sum stops taking in tokens that are
-    small beside it, which shows after some hundred thousand of them.
+    The returned state is float64 (float32 on mps, which has no float64): after some hundred thousand tokens, a new
+    token is too small to change a float32 sum.
 
     Args:
         w_t: [B, H, D].
@@ -48,7 +49,8 @@ def tssa_step(
     check_state(state, B, H, D)
     check_membership(membership)
     if temp.shape != (H,) or (bias_t is not None and bias_t.shape not in ((H,), (B, H))):
-        raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_t}")
+        bias_shape = None if bias_t is None else list(bias_t.shape)
+        raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_shape}")
     dtype = statistics_dtype(w_t)
     running = running_dtype(w_t.device)
     with torch.autocast(w_t.device.type, enabled=False):
@@ -64,8 +66,3 @@ def tssa_step(
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
         y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
     return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
-
-
-def running_dtype(device: torch.device) -> torch.dtype:
-    """Of sums that go on for good: float64, or float32 on mps, which has no other."""
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -12,19 +12,21 @@ class OptimConfig(Section):
     """Peak learning rate."""
     min_lr: float = Field(default=6e-5, ge=0)
     """Learning rate at the last step."""
-    warmup_steps: int = Field(default=2000, ge=0)
-    """Steps of linear warm-up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps of linear warm-up; unset: a tenth of train.steps, at most 2,000."""
+    warmup_from_zero: bool = False
+    """Start the warm-up at a learning rate of 0, as in nanoGPT, instead of lr / (warmup_steps + 1)."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices (not of temp, denom_bias, norms, LayerScale and biases)."""
+    """Decoupled weight decay of weight matrices. temp, denom_bias, norms, LayerScale and biases do not decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay of the gradient's running mean."""
+    """Decay rate of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the squared gradient's running mean."""
+    """Decay rate of AdamW's second moment."""
     grad_clip: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0: no clipping."""
+    """Gradient clipping: largest global norm; 0: no clipping."""
 
     @model_validator(mode="after")
     def _rate_falls(self) -> "OptimConfig":
         if self.min_lr > self.lr:
-            raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}: lower it")
+            raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}; lower it")
         return self

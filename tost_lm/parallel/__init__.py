@@ -1,1 +1,1 @@
-"""The only place that knows of ranks: process groups and DeepSpeed."""
+"""Parallelism over ranks: the only package that uses torch.distributed, megatron-core and DeepSpeed."""

@@ -1,6 +1,6 @@
-"""What ranks must agree on, compared before they work together: all end with the same lines, none waits for the others.
+"""Comparison of settings, shards and versions between ranks; every rank gets the same result.
 
-What travels is JSON in uint8 tensors, so no rank runs what another has sent.
+Values travel as JSON in uint8 tensors, not as pickles: no rank executes code that another rank sent.
 """
 
 import json
@@ -23,45 +23,43 @@ from tost_lm.errors import ConfigError, TostError
 Facts = Mapping[str, str]
 
 
-def require_agreement(facts: Facts, what_to_do: str) -> None:
-    """Compare named facts of all ranks; the process group must exist, and all ranks call it.
+def require_agreement(facts: Facts, fix: str) -> None:
+    """Compare named facts between ranks; a collective call.
 
     Raises:
-        ConfigError: on every rank, with the lines of `disagreements`.
+        ConfigError: on every rank, with the lines of `find_mismatches`.
     """
-    lines = disagreements(facts, what_to_do)
-    if lines:
+    if lines := find_mismatches(facts, fix):
         raise error_of_all_ranks(lines)
 
 
 def error_of_all_ranks(lines: Sequence[str], kind: type[TostError] = ConfigError) -> TostError:
-    """To be raised by all ranks; the first of each node prints it."""
+    """An error that all ranks raise; the first rank of each node prints it."""
     error = kind("\n".join(lines))
     error.printed_here = os.environ.get("LOCAL_RANK", "0") == "0"
     return error
 
 
-def disagreements(facts: Facts, what_to_do: str) -> list[str]:
-    """A line for each fact in which ranks differ, the same lines on every rank; all ranks call it.
+def find_mismatches(facts: Facts, fix: str) -> list[str]:
+    """One line for each fact that differs between ranks; a collective call.
 
-    A line names the ranks that differ from most others (in a tie, from rank 0), both values, and ends with
-    `what_to_do`. Values are shown whole: give them in one line.
+    A line has the values of the ranks that differ from the majority (in a tie: from rank 0), then the majority's, then
+    `fix`. Values are not shortened and must not contain line breaks.
     """
-    told = gather((socket.gethostname(), dict(facts)))
-    hosts = [host for host, _ in told]
-    names = dict.fromkeys(name for _, facts_of_rank in told for name in facts_of_rank)
-    values = {name: [facts_of_rank.get(name) for _, facts_of_rank in told] for name in names}
-    return [f"{_deviation(name, values[name], hosts)}: {what_to_do}" for name in names if len(set(values[name])) > 1]
+    hosts, facts_of_ranks = zip(*all_gather_object((socket.gethostname(), dict(facts))), strict=True)
+    names = dict.fromkeys(name for facts_of_rank in facts_of_ranks for name in facts_of_rank)
+    values = {name: [facts_of_rank.get(name) for facts_of_rank in facts_of_ranks] for name in names}
+    return [f"{_mismatch(name, values[name], hosts)}; {fix}" for name in names if len(set(values[name])) > 1]
 
 
 def settings_as_facts(settings: Section) -> dict[str, str]:
-    """Every setting by its path, `section.key`, as TOML shows it."""
+    """Every setting in TOML by its path, `section.key`."""
     tree = settings.model_dump(mode="json")
     return {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(tree)}
 
 
-def gather(value: Any) -> list[Any]:
-    """What JSON makes of each rank's `value`, in order of rank; all ranks call it."""
+def all_gather_object(value: Any) -> list[Any]:
+    """`value` of each rank after a round trip through JSON, in rank order; a collective call."""
     message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [int(length) for length in _all_gather(torch.tensor(len(message)))]
     padded = _all_gather(pad(message, (0, max(lengths) - len(message))))
@@ -69,39 +67,40 @@ def gather(value: Any) -> list[Any]:
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`ranks 8-15 (node-b), rank 17 (node-c)`, where `hosts` has the host of every rank of the world."""
-    parts = []
+    """`ranks 8-15 (node-b), rank 17 (node-c)`; `hosts` has the host of every rank of the world."""
+    names = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
         here = [rank for rank in ranks if hosts[rank] == host]
-        parts.append(f"{'ranks' if here[1:] else 'rank'} {rank_numbers(here)} ({host})")
-    return ", ".join(parts)
+        names.append(f"{'ranks' if here[1:] else 'rank'} {rank_numbers(here)} ({host})")
+    return ", ".join(names)
 
 
 def rank_numbers(ranks: Iterable[int]) -> str:
-    """Ascending numbers with neighbours drawn together: `0-3, 5`."""
-    stretches = [[rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{ranks[0]}-{ranks[-1]}" if ranks[1:] else f"{ranks[0]}" for ranks in stretches)
+    """Ascending numbers as ranges: `0-3, 5`."""
+    ranges = [[rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{ranks[0]}-{ranks[-1]}" if ranks[1:] else f"{ranks[0]}" for ranks in ranges)
 
 
-def wire_device() -> torch.device:
-    """Where tensors that travel must be: NCCL sends from GPUs only, gloo from the CPU."""
+def communication_device() -> torch.device:
+    """The device for tensors in collectives: NCCL needs a GPU, gloo the CPU."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _all_gather(tensor: Tensor) -> list[Tensor]:
-    sent = tensor.to(wire_device())
+    sent = tensor.to(communication_device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(received, sent)
     return [row.cpu() for row in received]
 
 
-def _deviation(name: str, values: Sequence[str | None], hosts: Sequence[str]) -> str:
-    [(expected, count)] = Counter(values).most_common(1)  # the first met, rank 0's, where several are as common
-    odd = [
-        f"{name_ranks([rank for rank, other in enumerate(values) if other == value], hosts)}: {name} is "
-        f"{'missing' if value is None else value}"
-        for value in dict.fromkeys(values)
-        if value != expected
-    ]
-    rest = f"the other {count} ranks have" if count > 1 else f"rank {values.index(expected)} has"
-    return f"{'; '.join(odd)} where {rest} {'none' if expected is None else expected}"
+def _mismatch(name: str, values: Sequence[str | None], hosts: Sequence[str]) -> str:
+    [(majority, count)] = Counter(values).most_common(1)  # the first of equally frequent values, so rank 0's
+    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
+    agreeing = ranks.pop(majority)
+    others = f"the other {count} ranks" if count > 1 else f"rank {agreeing[0]}"
+    minority = [f"{_shown(value)} on {name_ranks(differing, hosts)}" for value, differing in ranks.items()]
+    return f"{name} differs between ranks: {', '.join(minority)}, {_shown(majority)} on {others}"
+
+
+def _shown(value: str | None) -> str:
+    return "missing" if value is None else value

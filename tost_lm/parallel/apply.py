@@ -1,4 +1,4 @@
-"""The one order in which a model is spread over ranks."""
+"""Apply tensor and sequence parallelism to a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,40 +6,40 @@ from typing import Any
 from torch.utils.checkpoint import noop_context_fn
 
 from tost_lm.model.lm import TostLM
-from tost_lm.ops.split import SequenceSplit
+from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.parallel.collectives import keep_received
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
 
 
 def parallelize(model: TostLM, mesh: Mesh) -> TostLM:
-    """Turn a whole model, the same on every rank, into this rank's part of it, in place.
+    """Shard a model, equal on all ranks, in place.
 
-    1. Tensor: heads, MLP and vocabulary keep this rank's part, and gradients of what stays whole are summed.
-    2. Sequence: nothing to wrap; shards of the tokens come with each call (`shard_of`).
-    3. Data: DeepSpeed around all of it (`zero.build_engine`), over data × sequence ranks.
+    1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
+    2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
+    3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
 
     Raises:
-        ConfigError: heads or vocabulary cannot be shared out evenly.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
     if mesh.tensor.size > 1:
-        from tost_lm.parallel.tensor import split_over_heads  # megatron-core takes seconds to import
+        from tost_lm.parallel.tensor import apply_tensor_parallelism  # megatron-core takes seconds to import
 
-        split_over_heads(model, mesh.tensor)
+        apply_tensor_parallelism(model, mesh.tensor)
     return model
 
 
-def kept_of_blocks(mesh: Mesh) -> Callable[[], Any]:
-    """What `hold_less` is to keep of blocks that are computed again (its `context_fn`): what they received."""
-    # To look at each operation takes as long as a small one: not where nothing is received.
+def checkpoint_context(mesh: Mesh) -> Callable[[], Any]:
+    """`context_fn` of `apply_activation_checkpointing`: with several ranks, blocks keep received tensors."""
+    # Without communication it is off, since inspecting each operation costs as much as a small operation.
     return keep_received if mesh.tensor.size * mesh.sequence.size > 1 else noop_context_fn
 
 
 def shard_of(mesh: Mesh, split: SequenceSplit) -> RankShard | None:
-    """What a call of the model is told of the other ranks' tokens; None: it has them all."""
+    """The `shard` argument of the model on this rank; None: the rank has all tokens."""
     return RankShard(mesh.sequence, split) if mesh.sequence.size > 1 else None
 
 
 def even_split(mesh: Mesh, tokens: int) -> SequenceSplit:
-    """Sequences of so many tokens over the sequence ranks."""
+    """Sequences of `tokens` tokens over the sequence ranks."""
     return SequenceSplit.even(tokens, mesh.sequence.size, mesh.sequence.rank)

@@ -1,7 +1,7 @@
-"""Memory that changes by itself, found by sums over the bits of weights and optimizer state.
+"""Detection of silent data corruption by checksums of weights and optimizer state.
 
-Replicas (ZeRO stage 0) are compared between ranks. Partitions (stages 1 to 3) have no second copy, and what changes in
-one goes to all ranks with the next update: so each rank sums its own after an update and again before the next.
+At ZeRO stage 0 ranks compare their replicas. Partitions (stages 1 to 3) have no second copy, and the next update sends
+a changed value to all ranks. So each rank sums its own partitions after an update and again before the next one.
 """
 
 import socket
@@ -15,73 +15,73 @@ import xxhash
 from torch import Tensor
 
 from tost_lm.errors import CorruptionError
-from tost_lm.parallel.agreement import error_of_all_ranks, gather, name_ranks
+from tost_lm.parallel.agreement import all_gather_object, error_of_all_ranks, name_ranks
 from tost_lm.parallel.zero import own_state
 
-WHAT_TO_DO = "the run goes on from its newest checkpoint with the same command; test that machine's memory"
-SHOWN = 3  # tensors in a message
+FIX = "test that machine's memory, and run the same command to resume from the newest checkpoint"
+MAX_NAMED = 3  # tensors in a message
 
 Sums = Mapping[str, int]
 
 
 class Checksums:
-    """Watches over what an engine's optimizer works on; all ranks build it, after `zero.restore`.
+    """Checks the state of an engine's optimizer; all ranks build it, after `zero.restore`.
 
-    Any one flipped bit is found for certain. A rank that has no replica at stage 0 sums its own, as in stages 1 to 3.
+    Any single flipped bit is detected. A stage-0 rank without replica sums its own state as in stages 1 to 3.
 
     Args:
-        every: steps between comparisons of replicas; 0 turns this off, and the sums of stages 1 to 3, too.
+        interval: steps between comparisons of replicas; 0 turns all checks off, also those of stages 1 to 3.
     """
 
-    def __init__(self, engine: Any, every: int) -> None:
-        self._engine, self._every = engine, every
+    def __init__(self, engine: Any, interval: int) -> None:
+        self._engine, self._interval = engine, interval
         self._has_replicas = engine.zero_optimization_stage() == 0 and engine.mesh.replicas.size > 1
         self._expected: Sums = {}
-        self._expect_these()
+        self._record()
 
     def before_update(self) -> None:
-        """In each step, right before the update. Raises CorruptionError on the rank whose memory it is."""
+        """Right before each update. Raises CorruptionError on the rank whose memory changed."""
         if not self._has_replicas:
             self.check()
 
     def after_update(self, step: int) -> None:
-        """When `step` steps are done, the last of them maybe skipped.
+        """After `step` steps, of which the last may have been skipped.
 
         Raises:
-            CorruptionError: on all ranks alike, where replicas differ.
+            CorruptionError: replicas differ; on all ranks.
         """
-        self._expect_these()
-        if self._has_replicas and self._every and step % self._every == 0:
+        self._record()
+        if self._has_replicas and self._interval and step % self._interval == 0:
             self.check()
 
     def check(self) -> None:
-        """Look now, on all ranks: after a checkpoint's copy was taken, say, so that it cannot hold what is damaged.
+        """Check now; a collective call. After a checkpoint's copy it proves that the copy is undamaged.
 
         Raises:
-            CorruptionError: on all ranks alike, where replicas differ; else on the rank whose memory it is.
+            CorruptionError: on all ranks if replicas differ; otherwise on the rank whose memory changed.
         """
-        if not self._every:
+        if not self._interval:
             return
         if self._has_replicas:
             _compare(self._sums(), self._engine.mesh.tensor.rank)
             return
-        now = self._sums()
-        changed = [what for what, expected in self._expected.items() if now[what] != expected]
+        sums = self._sums()
+        changed = [name for name, expected in self._expected.items() if sums[name] != expected]
         if changed:
             here = f"rank {dist.get_rank()} ({socket.gethostname()})"
-            raise CorruptionError(f"{_finding(here, changed)}: {WHAT_TO_DO}")
+            raise CorruptionError(f"{_corruption(here, changed)}; {FIX}")
 
-    def _expect_these(self) -> None:
-        if self._every and not self._has_replicas:
+    def _record(self) -> None:
+        if self._interval and not self._has_replicas:
             self._expected = self._sums()
 
     def _sums(self) -> Sums:
         names, tensors = zip(*own_state(self._engine), strict=True)
-        return dict(zip(names, torch.stack([bit_sum(x) for x in tensors]).tolist(), strict=True))  # one wait for a GPU
+        return dict(zip(names, torch.stack([bit_sum(x) for x in tensors]).tolist(), strict=True))  # one GPU sync
 
 
 def bit_sum(x: Tensor) -> Tensor:
-    """The sum of x's memory as 64-bit words, modulo 2⁶⁴, [] int64: one pass, and a flipped bit is ± a power of 2."""
+    """The sum of x's memory as 64-bit words modulo 2⁶⁴, [] int64, in one pass. A flipped bit changes it by ± 2ⁿ."""
     octets = x.contiguous().view(-1).view(torch.uint8)
     start = -octets.storage_offset() % 8
     words = (len(octets) - start) // 8
@@ -93,33 +93,33 @@ def bit_sum(x: Tensor) -> Tensor:
 
 
 def _compare(sums: Sums, tensor_rank: int) -> None:
-    """Raise CorruptionError on all ranks unless those of the same tensor rank have the same sums."""
+    """Raise CorruptionError on all ranks if ranks with the same tensor rank differ."""
     digest = xxhash.xxh3_128_hexdigest(repr(sums).encode())
-    told = [(tensor_rank, digest) for tensor_rank, digest in gather((tensor_rank, digest))]
-    if len(set(told)) == len({tensor_rank for tensor_rank, _ in told}):
+    digests = {tuple(pair) for pair in all_gather_object((tensor_rank, digest))}
+    if len(digests) == len({rank for rank, _ in digests}):
         return
-    hosts, tensor_ranks, sums_of_ranks = zip(*gather((socket.gethostname(), tensor_rank, sums)), strict=True)
-    findings = []
-    for place in sorted(set(tensor_ranks)):
-        replicas = {rank: sums_of_ranks[rank] for rank, other in enumerate(tensor_ranks) if other == place}
-        findings += _findings(replicas, hosts)
-    raise error_of_all_ranks([f"{'; '.join(findings)}: {WHAT_TO_DO}"], CorruptionError)
+    hosts, tensor_ranks, sums_of_ranks = zip(*all_gather_object((socket.gethostname(), tensor_rank, sums)), strict=True)
+    corruptions = []
+    for group in sorted(set(tensor_ranks)):
+        replicas = {rank: sums_of_ranks[rank] for rank, other in enumerate(tensor_ranks) if other == group}
+        corruptions += _corruptions(replicas, hosts)
+    raise error_of_all_ranks([f"{'; '.join(corruptions)}; {FIX}"], CorruptionError)
 
 
-def _findings(replicas: Mapping[int, Sums], hosts: Sequence[str]) -> list[str]:
-    """Which of the ranks that should have the same sums differ from most of them, and in what."""
+def _corruptions(replicas: Mapping[int, Sums], hosts: Sequence[str]) -> list[str]:
+    """The replicas that differ from the majority, and their differing tensors."""
     differing: dict[str, list[str]] = defaultdict(list)
-    for what in next(iter(replicas.values())):
-        [(usual, count)] = Counter(sums[what] for sums in replicas.values()).most_common(1)
+    for name in next(iter(replicas.values())):
+        [(majority, count)] = Counter(sums[name] for sums in replicas.values()).most_common(1)
         if 2 * count > len(replicas):
-            who = name_ranks([rank for rank, sums in replicas.items() if sums[what] != usual], hosts)
+            ranks = name_ranks([rank for rank, sums in replicas.items() if sums[name] != majority], hosts)
         else:
-            who = f"one of {name_ranks([*replicas], hosts)}, it cannot be told which"
+            ranks = f"one of {name_ranks([*replicas], hosts)}, which have no majority"
         if count < len(replicas):
-            differing[who].append(what)
-    return [_finding(who, whats) for who, whats in differing.items()]
+            differing[ranks].append(name)
+    return [_corruption(ranks, names) for ranks, names in differing.items()]
 
 
-def _finding(who: str, whats: Sequence[str]) -> str:
-    more = f" and {len(whats) - SHOWN} tensors more" if len(whats) > SHOWN else ""
-    return f"memory changed by itself on {who}, in {', '.join(whats[:SHOWN])}{more}"
+def _corruption(ranks: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more tensors" if len(names) > MAX_NAMED else ""
+    return f"silent data corruption on {ranks}: {', '.join(names[:MAX_NAMED])}{more}"

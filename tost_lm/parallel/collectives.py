@@ -1,8 +1,7 @@
-"""The collectives of the model, each with its axis passed explicitly.
+"""The collectives of the model, each over an explicit axis.
 
-They are torch's functional collectives, operators that the dispatcher sees: started without waiting, counted in tests,
-and kept by selective activation checkpointing, so that recomputation sends none of them again. (megatron-core's own
-calls, between tensor ranks, it repeats.)
+They are torch's functional collectives: asynchronous operators of the dispatcher. So tests can count them, and
+selective activation checkpointing keeps their results. (Recomputation does repeat megatron-core's own collectives.)
 """
 
 from collections.abc import Callable
@@ -21,19 +20,19 @@ Pending = Callable[[], Tensor]
 
 
 def all_gather(x: Tensor, axis: Axis) -> Pending:
-    """Start gathering equally shaped x of every rank; the call waits for them, [R, …] in order of rank."""
+    """Start gathering x, equally shaped on all R ranks. The returned function waits for the result [R, …]."""
     gathered = OPERATORS.all_gather_into_tensor(x.contiguous(), axis.size, axis.group.group_name)
     return lambda: OPERATORS.wait_tensor(gathered).view(axis.size, *x.shape)
 
 
 def reduce_scatter(x_R: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks of what each has for this one: x_R is [R, …], the result […]."""
+    """The sum over ranks of row r of x_R [R, …], on rank r: […]."""
     scattered = OPERATORS.reduce_scatter_tensor(x_R.flatten(0, 1).contiguous(), "sum", axis.size, axis.group.group_name)
     return OPERATORS.wait_tensor(scattered).view(x_R.shape[1:])
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks; one rank sends nothing, so it may be on a device that no backend serves."""
+    """The sum over ranks. A single rank communicates nothing, so any device works."""
     if axis.size == 1:
         return x
     return OPERATORS.wait_tensor(OPERATORS.all_reduce(x.contiguous(), "sum", axis.group.group_name))
@@ -45,4 +44,4 @@ def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> Check
 
 
 keep_received = partial(create_selective_checkpoint_contexts, _keep)
-"""`torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=keep_received)` keeps what was received."""
+"""`context_fn` of `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`: results of collectives are kept."""

@@ -1,6 +1,7 @@
-"""Which ranks share what: the axes of a run, from megatron-core's process groups."""
+"""The device mesh: tensor, sequence and data axes, from megatron-core's process groups."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +10,12 @@ import torch.distributed as dist
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.world import World
 
-# Packages that megatron-core can do without.
+# Optional for megatron-core.
 warnings.filterwarnings("ignore", message=".*Apex are not installed.*")
 
 
 class Axis(NamedTuple):
-    """This rank's place in one of its groups."""
+    """A process group and this rank's position in it."""
 
     rank: int
     size: int
@@ -23,26 +24,26 @@ class Axis(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Ranks = tensor × sequence × data; rank r stands at (r mod tensor, r div tensor mod sequence, the rest)."""
+    """Ranks = tensor × sequence × data; tensor varies fastest, then sequence."""
 
     tensor: Axis
-    """Ranks that hold other heads, channels of the MLP and words of the same model, for the same tokens."""
+    """Ranks with different heads, MLP channels and words of the vocabulary, and the same tokens."""
     sequence: Axis
-    """Ranks that hold other tokens of the same sequences."""
+    """Ranks with different tokens of the same sequences."""
     data: Axis
-    """Ranks that hold other sequences."""
+    """Ranks with different sequences."""
     replicas: Axis
-    """data × sequence: ranks that hold the same weights, over which gradients are averaged and ZeRO partitions."""
+    """data × sequence: ranks with the same weights. Gradients are averaged and ZeRO partitions over them."""
     device: torch.device
 
 
 def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
-    """The axes of this rank; the process group must exist.
+    """The axes of this rank; the process group must be initialized.
 
-    A run over data alone asks megatron-core for nothing: importing it takes seconds.
+    Pure data parallelism does not import megatron-core, which takes seconds.
 
     Raises:
-        ConfigError: tensor × sequence does not divide the world.
+        ConfigError: tensor × sequence does not divide the world size.
     """
     data = parallel.data_ranks(world.size)
     if parallel.tensor * parallel.sequence == 1:
@@ -66,32 +67,19 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     )
 
 
-class FlatMpu:
-    """The axes as DeepSpeed asks for them: tensor is its model parallelism, data × sequence its data parallelism.
+def deepspeed_mpu(mesh: Mesh) -> SimpleNamespace:
+    """The axes for DeepSpeed: tensor is its model parallelism, data × sequence its data parallelism.
 
-    It has no get_sequence_…: told of a sequence axis, ZeRO 3 partitions over data alone and forgets a factor.
+    It has no get_sequence_… functions: with them, ZeRO 3 partitions over data alone and scales gradients wrongly.
     """
-
-    def __init__(self, mesh: Mesh):
-        self._tensor, self._replicas = mesh.tensor, mesh.replicas
-
-    def get_model_parallel_rank(self) -> int:
-        return self._tensor.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._tensor.size
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor.group
-
-    def get_data_parallel_rank(self) -> int:
-        return self._replicas.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._replicas.size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._replicas.group
+    return SimpleNamespace(
+        get_model_parallel_rank=lambda: mesh.tensor.rank,
+        get_model_parallel_world_size=lambda: mesh.tensor.size,
+        get_model_parallel_group=lambda: mesh.tensor.group,
+        get_data_parallel_rank=lambda: mesh.replicas.rank,
+        get_data_parallel_world_size=lambda: mesh.replicas.size,
+        get_data_parallel_group=lambda: mesh.replicas.group,
+    )
 
 
 def _axis(group: Any) -> Axis:

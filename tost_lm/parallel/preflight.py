@@ -1,4 +1,4 @@
-"""What can be wrong between the nodes of a run, looked at on every rank before the first step."""
+"""Checks of all nodes before a run: versions, settings, shards, disk space, shared folder, network bandwidth."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,61 +23,69 @@ from torch.cuda import nccl
 from tost_lm.config import Section
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.parallel.agreement import disagreements, gather, name_ranks, rank_numbers, settings_as_facts, wire_device
-from tost_lm.parallel.failures import naming_lost_ranks
+from tost_lm.parallel.agreement import (
+    all_gather_object,
+    communication_device,
+    find_mismatches,
+    name_ranks,
+    rank_numbers,
+    settings_as_facts,
+)
+from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import start_world, stop_world
 from tost_lm.version import VERSION, git_commit
 
-LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # enough to measure bandwidth and not latency
+LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # large enough to measure bandwidth, not latency
 REPETITIONS = 3
 LOOPBACK = "127."
-OUTSIDE = "192.0.2.1"  # kept for documentation, so what leads there is the default route
+TEST_NET_ADDRESS = "192.0.2.1"  # reserved for documentation, so reached over the default route
 
 
-class Findings(NamedTuple):
-    """The same on every rank."""
+class PreflightResult(NamedTuple):
+    """Equal on every rank."""
 
     table: str
-    """A row for each node, and what an all_reduce over all ranks reaches."""
+    """A row for each node, then bandwidth and latency of an all_reduce over all ranks."""
     problems: list[str]
-    """A line for each thing that a run would fail of."""
+    """A line for each problem that would make a run fail."""
     warnings: list[str]
-    """A line for each rank or node that is slower than the others; machines are noisy."""
+    """A line for each slow rank or node. Measurements are noisy."""
 
 
-def look_at_nodes(
+def check_nodes(
     settings: Section,
     *,
     device: Literal["auto", "cuda", "mps", "cpu"],
     shards_folders: Iterable[Path],
     runs_folder: Path,
     disk_bytes: int,
-) -> Findings:
-    """Join the process group, look at this rank, compare it with the others, measure the links, leave the group.
+) -> PreflightResult:
+    """Create the process group, check and compare all ranks, measure the links, and destroy the group.
 
     Args:
-        settings: what all ranks must have alike.
-        runs_folder: must be one folder for all nodes, with `disk_bytes` free; it need not exist.
+        settings: must be equal on all ranks.
+        runs_folder: must be shared by all nodes, with `disk_bytes` free; need not exist.
 
     Raises:
-        ConfigError: there is no such device, or the ranks do not reach each other over the network in use.
-        LostRankError: a rank failed on the way.
+        ConfigError: the device does not exist, or the ranks cannot communicate.
+        LostRankError: a rank failed.
     """
     host = socket.gethostname()
     network = network_in_use("nccl" if device in ("auto", "cuda") and torch.cuda.is_available() else "gloo")
     try:
         world = start_world(device)
-        dist.barrier()  # only now does NCCL connect the ranks
+        dist.barrier()  # NCCL connects lazily
     except RuntimeError as error:
-        raise ConfigError(f"{host}: no process group over {network}: {str(error).splitlines()[0]}") from None
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{host}: no process group over {network}: {first_line}; check the firewall") from None
 
-    with naming_lost_ranks():
-        problems = _problems_of_sharing(runs_folder)
+    with watch_ranks():
+        problems = _check_shared_folder(runs_folder)
         free_bytes = next(shutil.disk_usage(path).free for path in (runs_folder, *runs_folder.parents) if path.exists())
         if free_bytes < disk_bytes:
             problems.append(
-                f"{runs_folder} has {_gb(free_bytes)} free, {_gb(disk_bytes - free_bytes)} less than the "
-                f"{_gb(disk_bytes)} that the run's checkpoints take: free that much, or lower checkpoint.keep"
+                f"{runs_folder}: {_gb(free_bytes)} free, but checkpoints need {_gb(disk_bytes)}; free "
+                f"{_gb(disk_bytes - free_bytes)} or lower checkpoint.keep_latest_k"
             )
         shards = {}
         for folder in shards_folders:
@@ -87,33 +95,33 @@ def look_at_nodes(
                 problems.append(str(error))
 
         bandwidth, latency = measure_all_reduce()
-        about_me = {
+        this_rank = {
             "host": host,
-            "node": f"{os.environ.get('GROUP_RANK', '0')} {host}",  # as torchrun counts nodes
+            "node": f"{os.environ.get('GROUP_RANK', '0')} {host}",  # torchrun's number of the node
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type,
             "free_bytes": free_bytes,
             "network": network,
             "bandwidth": measure_link(),
             "problems": problems,
         }
-        ranks = gather(about_me)
+        ranks = all_gather_object(this_rank)
         lines = [
-            *_lines_of_problems(ranks),
-            *disagreements(settings_as_facts(settings), "start every node with the same file and overrides"),
-            *disagreements(shards, "put the same shards on all nodes"),
-            *disagreements(_versions(), "put the same on all nodes"),
+            *_problem_lines(ranks),
+            *find_mismatches(settings_as_facts(settings), "start every node with the same file and overrides"),
+            *find_mismatches(shards, "copy the same shards to all nodes"),
+            *find_mismatches(_versions(), "install the same version on all nodes"),
         ]
         stop_world()
     speed = f"all_reduce over all ranks: {_gb(bandwidth)}/s, {latency * 1e6:.0f} µs for one number"
-    return Findings(f"{_table(ranks)}\n{speed}", lines, slow_links(ranks))
+    return PreflightResult(f"{_table(ranks)}\n{speed}", lines, slow_links(ranks))
 
 
 def network_in_use(backend: Literal["gloo", "nccl"]) -> str:
-    """The interface and address at which this node's ranks are reached: `eth0 10.0.0.2`.
+    """The interface and address of this node's ranks: `eth0 10.0.0.2`.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface of this node, or the loopback
-            interface would be taken though there are other nodes.
+        ConfigError: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface of this node, or the backend would use
+            the loopback interface with several nodes.
     """
     host, variable = socket.gethostname(), f"{backend.upper()}_SOCKET_IFNAME"
     interfaces = {
@@ -123,41 +131,38 @@ def network_in_use(backend: Literal["gloo", "nccl"]) -> str:
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
     wanted = os.environ.get(variable, "")
-    route = _address_towards(os.environ.get("MASTER_ADDR", OUTSIDE))
-    if wanted and not wanted.startswith("^"):  # NCCL's sign for all but these
+    route = _address_towards(os.environ.get("MASTER_ADDR", TEST_NET_ADDRESS))
+    if wanted and not wanted.startswith("^"):  # NCCL's syntax for exclusion
         names = tuple(wanted.removeprefix("=").split(","))
-        exactly = backend == "gloo" or wanted.startswith("=")  # else NCCL takes names as prefixes
-        fits = (lambda name: name in names) if exactly else (lambda name: name.startswith(names))
-        address = next((address for address, name in interfaces.items() if fits(name)), None)
+        exactly = backend == "gloo" or wanted.startswith("=")  # otherwise NCCL treats names as prefixes
+        matches = (lambda name: name in names) if exactly else (lambda name: name.startswith(names))
+        address = next((address for address, name in interfaces.items() if matches(name)), None)
         if not address:
-            there = ", ".join(dict.fromkeys(interfaces.values()))
-            raise ConfigError(f"{variable}={wanted}: {host} has no such interface; it has {there}")
+            available = ", ".join(dict.fromkeys(interfaces.values()))
+            raise ConfigError(f"{variable}={wanted}: {host} has no such interface; choose one of {available}")
     else:
         address = _address_of_name(host) if backend == "gloo" else route
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-    if several and address.startswith(LOOPBACK) and not route.startswith(LOOPBACK):
+    several_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    if several_nodes and address.startswith(LOOPBACK) and not route.startswith(LOOPBACK):
         raise ConfigError(
-            f"{host}: {backend} would listen on {address}, where other nodes do not reach it: "
-            f"set {variable}={interfaces.get(route, 'an interface that they reach')}"
+            f"{host}: {backend} would listen on {address}, which other nodes cannot reach; "
+            f"set {variable}={interfaces.get(route, 'an interface that they can reach')}"
         )
     return f"{interfaces.get(address, 'lo')} {address}"
 
 
 def measure_all_reduce() -> tuple[float, float]:
-    """Bytes a second that each rank sends and receives while a large tensor is summed, and seconds for one number.
-
-    All ranks call it.
-    """
-    size, large, small = dist.get_world_size(), _large_tensor(), torch.zeros(1, device=wire_device())
+    """Bandwidth of a large all_reduce [bytes/s per rank and direction] and latency of one number [s]; collective."""
+    size, large, small = dist.get_world_size(), _large_tensor(), torch.zeros(1, device=communication_device())
     seconds = _median_seconds(lambda: dist.all_reduce(large))
     return 2 * (size - 1) / size * large.nbytes / seconds, _median_seconds(lambda: dist.all_reduce(small))
 
 
 def measure_link() -> float:
-    """Bytes a second that this rank receives from the one before it in the ring of all; 0 where it is alone.
+    """Bandwidth [bytes/s] from the previous rank in the ring of all ranks; 0 for a single rank. A collective call.
 
-    All ranks call it. Links that share a rank take turns: those from even ranks, those from odd ones, and where the
-    number of ranks is odd, the one that closes the ring.
+    Links that share a rank are measured one after the other: from even ranks, from odd ranks, and, if the world size is
+    odd, the link that closes the ring.
     """
     rank, size, large, bandwidth = dist.get_rank(), dist.get_world_size(), _large_tensor(), 0.0
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -173,10 +178,10 @@ def measure_link() -> float:
 
 
 def slow_links(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each rank, within nodes, and each node, between them, that has only slow links; then for other ones.
+    """A line for each rank (links within nodes) or node (links between nodes) with slow links only; then other links.
 
-    Slow is less than half of the median that ranks (or nodes) reach on the better of their two links. `ranks` has of
-    each rank its host, its node and its bandwidth [bytes/s] from the rank before it in the ring of all.
+    A link is slow below half the median, over ranks or nodes, of the faster of their two links. `ranks` has the host,
+    node and bandwidth [bytes/s] from the previous rank in the ring, for each rank.
     """
     hosts, nodes = [rank["host"] for rank in ranks], [rank["node"] for rank in ranks]
     lines = []
@@ -190,33 +195,34 @@ def slow_links(ranks: Sequence[dict[str, Any]]) -> list[str]:
         best: dict[tuple[int, ...], float] = {}
         for sender, receiver, bandwidth in links:
             best |= {end: max(best.get(end, 0.0), bandwidth) for end in (sender, receiver)}
-        usual = statistics.median(best.values()) if best else 0.0
-        compared = f"where {_gb(usual)}/s is usual {place} nodes"
-        slow = {end: bandwidth for end, bandwidth in best.items() if bandwidth < usual / 2}
+        median = statistics.median(best.values()) if best else 0.0
+        compared = f"the median {place} nodes is {_gb(median)}/s"
+        slow = {end: bandwidth for end, bandwidth in best.items() if bandwidth < median / 2}
         for end, bandwidth in slow.items():
-            lines.append(f"{name_ranks(end, hosts)}: {_gb(bandwidth)}/s at best with its neighbours, {compared}")
+            lines.append(f"{name_ranks(end, hosts)}: slow links, at most {_gb(bandwidth)}/s; {compared}")
         for sender, receiver, bandwidth in links:
-            if bandwidth < usual / 2 and not {sender, receiver} & slow.keys():
+            if bandwidth < median / 2 and not {sender, receiver} & slow.keys():
                 lines.append(
-                    f"{name_ranks(receiver, hosts)}: {_gb(bandwidth)}/s from {name_ranks(sender, hosts)}, {compared}"
+                    f"{name_ranks(receiver, hosts)}: slow link, {_gb(bandwidth)}/s from {name_ranks(sender, hosts)}; "
+                    f"{compared}"
                 )
     return lines
 
 
-def _problems_of_sharing(folder: Path) -> list[str]:
-    """Rank 0 puts a file into the folder, and every rank looks for it; all ranks call it."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    token, problems = None, []
-    with contextlib.ExitStack() as until_all_have_looked:
+def _check_shared_folder(folder: Path) -> list[str]:
+    """Rank 0 creates a file in the folder, and every rank checks that it exists; a collective call."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    name, problems = None, []
+    with contextlib.ExitStack() as stack:
         if dist.get_rank() == 0:
             try:
-                file = until_all_have_looked.enter_context(tempfile.NamedTemporaryFile(dir=there, prefix=".preflight_"))
-                token = Path(file.name).name
+                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=existing, prefix=".preflight_"))
+                name = Path(file.name).name
             except OSError as error:
-                problems.append(f"{folder} cannot be written: {error.strerror}")
-        token = gather(token)[0]
-        if token and not (there / token).exists():
-            problems.append(f"{folder.resolve()} is not the folder of rank 0: put it on a disk that all nodes share")
+                problems.append(f"{folder} cannot be written: {error.strerror}; choose a writable folder")
+        name = all_gather_object(name)[0]
+        if name and not (existing / name).exists():
+            problems.append(f"{folder.resolve()} is not the folder of rank 0; use a file system shared by all nodes")
         dist.barrier()
     return problems
 
@@ -227,17 +233,19 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     versions["commit"] = git_commit() or "unknown"
-    if wire_device().type == "cuda":
+    if communication_device().type == "cuda":
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version()))}
     return versions
 
 
-def _lines_of_problems(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Each problem once, behind the names of the ranks that have it."""
+def _problem_lines(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """Each problem once, after the names of its ranks."""
     hosts = [rank["host"] for rank in ranks]
-    problems = dict.fromkeys(problem for rank in ranks for problem in rank["problems"])
-    having = {problem: [i for i, rank in enumerate(ranks) if problem in rank["problems"]] for problem in problems}
-    return [f"{name_ranks(having[problem], hosts)}: {problem}" for problem in problems]
+    affected: dict[str, list[int]] = defaultdict(list)
+    for i, rank in enumerate(ranks):
+        for problem in dict.fromkeys(rank["problems"]):
+            affected[problem].append(i)
+    return [f"{name_ranks(indices, hosts)}: {problem}" for problem, indices in affected.items()]
 
 
 def _table(ranks: Sequence[dict[str, Any]]) -> str:
@@ -270,27 +278,27 @@ def _median_seconds(action: Callable[[], Any]) -> float:
         dist.barrier()
         started = time.perf_counter()
         action()
-        if wire_device().type == "cuda":
+        if communication_device().type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])  # the first one connects
+    return statistics.median(seconds[1:])  # the first one includes connection setup
 
 
 def _transfer(direction: Callable[..., Any], tensor: Tensor, peer: int) -> None:
-    # A batch of one: for a bare send NCCL would set up a communicator of that pair.
+    # A batch, since NCCL creates an extra communicator for a single send.
     for work in dist.batch_isend_irecv([dist.P2POp(direction, tensor, peer)]):
         work.wait()
 
 
 def _large_tensor() -> Tensor:
-    device = wire_device()
+    device = communication_device()
     return torch.zeros(LARGE_BYTES[device.type] // 4, device=device)
 
 
 def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing, but chooses the route
+            probe.connect((host, 9))  # sends nothing, but selects the route
         except OSError:
             return "127.0.0.1"
         return probe.getsockname()[0]
@@ -300,7 +308,7 @@ def _address_of_name(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError:
-        return "127.0.0.1"  # gloo's own way out
+        return "127.0.0.1"  # as gloo does
 
 
 def _gb(size: float) -> str:

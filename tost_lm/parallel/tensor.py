@@ -1,9 +1,8 @@
-"""Tensor parallelism: heads, MLP and vocabulary of a model over ranks, with megatron-core's layers.
+"""Tensor parallelism of heads, MLP and vocabulary, with megatron-core's layers.
 
-Megatron's sequence parallelism is always on: between the layers the residual stream [B, T/R, C] is split over the
-same ranks by tokens (after a column-parallel layer they are all here, [B, T, …]). Megatron splits the first dimension,
-ours is the second: what it gets is transposed. A T that R does not divide is filled up, and what fills it is seen by
-no mixer and no loss.
+Megatron's sequence parallelism is always on: each of R ranks holds T/R tokens of the residual stream, [B, T/R, C]. A
+column-parallel layer gathers all of them, [B, T, …]. Megatron splits the first dimension, so its inputs are transposed.
+If R does not divide T, the stream is padded; mixers and loss do not see the padding.
 """
 
 import warnings
@@ -34,26 +33,26 @@ from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.parallel.mesh import Axis
-from tost_lm.parallel.part import Part, mark, part_of
+from tost_lm.parallel.tensor_slice import TensorSlice, mark_slice, slice_of
 
 if not torch.cuda.is_available():
-    # megatron-core asks for it wherever it makes a buffer.
+    # megatron-core calls it for every buffer.
     torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 
 
-def split_over_heads(model: TostLM, axis: Axis) -> None:
-    """Put this rank's part of every layer in the place of the whole one, and sum the gradients of what stays whole.
+def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
+    """Replace each layer by this rank's slice of it, and sum the gradients of replicated parameters over ranks.
 
     Raises:
-        ConfigError: heads or vocabulary cannot be shared out evenly.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
     if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
         raise ConfigError(obstacle)
     residual = Residual(axis)
     model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
     model.set_submodule("head", VocabularyHead(model.config, residual))
-    model.share_of_residual = residual.share
+    model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
         if isinstance(module, TssaMixer | SoftmaxMixer):
             _split_heads(module, residual)
@@ -62,37 +61,36 @@ def split_over_heads(model: TostLM, axis: Axis) -> None:
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
     for parameter in model.parameters():
-        if part_of(parameter) is None:
-            # Each rank's gradient is of its own share of the tokens.
+        if slice_of(parameter) is None:
+            # Each rank's gradient covers its own tokens only.
             parameter.register_hook(lambda d: all_reduce(d.to(statistics_dtype(d)), axis).to(d.dtype))
 
 
 class Residual:
-    """How the residual stream of the current call is split over tensor ranks."""
+    """The split of the current call's residual stream over tensor ranks."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
         self.tokens = 0
-        """Of the current call, before filling up; so with recomputed blocks, backward before the next call."""
+        """T of the current call without padding. Activation checkpointing needs it until the backward is done."""
 
     @property
-    def filling(self) -> int:
+    def padding(self) -> int:
         return -self.tokens % self.axis.size
 
-    def fill(self, x_BTC: Tensor) -> Tensor:
-        """Of all tokens, or of a portion of the stream on each rank, which is as it was gathered."""
-        filling = -x_BTC.shape[1] % self.axis.size
-        return pad(x_BTC, (0, 0, 0, filling)) if filling else x_BTC
+    def pad(self, x_BTC: Tensor) -> Tensor:
+        """Pad T, of the whole call or of a tile, to a multiple of the ranks."""
+        padding = -x_BTC.shape[1] % self.axis.size
+        return pad(x_BTC, (0, 0, 0, padding)) if padding else x_BTC
 
-    def share(self, position_T: Tensor) -> Tensor:
-        """Positions [T] or [B, T] of the tokens that stand here in the stream; those that fill up have the last."""
-        last = position_T[..., -1:]
-        filled = torch.cat([position_T, *[last] * self.filling], -1)
-        return filled.chunk(self.axis.size, -1)[self.axis.rank]
+    def shard(self, position_T: Tensor) -> Tensor:
+        """This rank's tokens of positions [T] or [B, T]; padding repeats the last position."""
+        padded = torch.cat([position_T, *[position_T[..., -1:]] * self.padding], -1)
+        return padded.chunk(self.axis.size, -1)[self.axis.rank]
 
 
 class Column(ColumnParallelLinear):
-    """[B, T/R, in] → [B, T, out/R]; `groups`: q, k and v lie one after the other in `out`."""
+    """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups` groups (q, k and v)."""
 
     def __init__(self, whole: Any, residual: Residual, groups: int = 1):
         out, width = whole.weight.shape
@@ -101,16 +99,16 @@ class Column(ColumnParallelLinear):
             bias=whole.bias is not None, gather_output=False, tp_group=residual.axis.group,
         )  # fmt: skip
         self.residual = residual
-        _take_parts(self, whole, residual.axis, weight=Part(0, groups), bias=Part(0, groups))
+        _set_slices(self, whole, residual.axis, weight=TensorSlice(0, groups), bias=TensorSlice(0, groups))
 
     def forward(self, x_BTC: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Contiguous: Megatron gathers it as it is, and NCCL wants it so.
+        # Megatron gathers it unchanged, and NCCL needs contiguous memory.
         y_TBC, _ = super().forward(x_BTC.transpose(0, 1).contiguous())
         return y_TBC.transpose(0, 1)[:, : self.residual.tokens]
 
 
 class Row(RowParallelLinear):
-    """[B, T, in/R] → [B, T/R, out], the sum over ranks scattered."""
+    """[B, T, in/R] → [B, T/R, out], by a reduce-scatter."""
 
     def __init__(self, whole: Any, residual: Residual):
         out, width = whole.weight.shape
@@ -119,15 +117,15 @@ class Row(RowParallelLinear):
             bias=whole.bias is not None, input_is_parallel=True, skip_bias_add=False, tp_group=residual.axis.group,
         )  # fmt: skip
         self.residual = residual
-        _take_parts(self, whole, residual.axis, weight=Part(1), bias=None)
+        _set_slices(self, whole, residual.axis, weight=TensorSlice(1), bias=None)
 
     def forward(self, x_BTC: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y_TBC, _ = super().forward(self.residual.fill(x_BTC).transpose(0, 1))
+        y_TBC, _ = super().forward(self.residual.pad(x_BTC).transpose(0, 1))
         return y_TBC.transpose(0, 1)
 
 
 class VocabularyEmbedding(VocabParallelEmbedding):
-    """Tokens [B, T] → this rank's share of their embeddings, [B, T/R, C]. A call of the model begins here."""
+    """Tokens [B, T] → embeddings of this rank's tokens, [B, T/R, C]. The first layer of a call: it sets `Residual`."""
 
     def __init__(self, whole: Any, residual: Residual):
         super().__init__(
@@ -135,15 +133,15 @@ class VocabularyEmbedding(VocabParallelEmbedding):
             config=_megatron(residual.axis, whole.weight.dtype), tp_group=residual.axis.group,
         )  # fmt: skip
         self.residual = residual
-        _take_parts(self, whole, residual.axis, weight=Part(0))
+        _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.residual.tokens = tokens_BT.shape[1]
-        return super().forward(pad(tokens_BT, (0, self.residual.filling))).transpose(0, 1)
+        return super().forward(pad(tokens_BT, (0, self.residual.padding))).transpose(0, 1)
 
 
 class VocabularyHead(nn.Module):
-    """The tied head: the loss from logits that stay where they are, and the logits of all words, on every rank."""
+    """The tied head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
 
     def __init__(self, config: ModelConfig, residual: Residual):
         super().__init__()
@@ -151,35 +149,35 @@ class VocabularyHead(nn.Module):
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
     def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `TiedHead.forward`, the same on all ranks."""
-        x_MC = self._gathered(x_BTC, labels_BT.shape[1]).flatten(0, 1)
+        """As `TiedHead.forward`, equal on all ranks."""
+        x_MC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1)
         total, nats_M, is_top_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
         shape_TB = labels_BT.T.shape
         return total, nats_M.view(shape_TB).T, None if is_top_M is None else is_top_M.view(shape_TB).T
 
     def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
         """As `TiedHead.logits`."""
-        logits_TBV = linear(self._gathered(x_BTC, tokens), weight_VC)
+        logits_TBV = linear(self._gather(x_BTC, tokens), weight_VC)
         return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
 
-    def _gathered(self, x_BTC: Tensor, tokens: int) -> Tensor:
-        """[B, T/R, C] → [T, B, C]; its gradient is summed over the ranks."""
+    def _gather(self, x_BTC: Tensor, tokens: int) -> Tensor:
+        """[B, T/R, C] → [T, B, C]; the gradient is summed over ranks."""
         x_TBC = x_BTC.transpose(0, 1).contiguous()
         return gather_from_sequence_parallel_region(x_TBC, group=self.residual.axis.group)[:tokens]
 
 
 class VocabularyOverRanks:
-    """The words of each rank one after another (a `tost_lm.ops.cross_entropy.VocabularyShard`)."""
+    """Contiguous vocabulary shards in rank order (a `tost_lm.ops.cross_entropy.VocabularyShard`)."""
 
     def __init__(self, axis: Axis, words: int):
-        self.axis, self.first_word = axis, axis.rank * words
+        self.axis, self.vocab_start = axis, axis.rank * words
 
-    def join(self, log_sum_m: Tensor, label_m: Tensor) -> tuple[Tensor, Tensor]:
-        """As `VocabularyShard.join`; two numbers a token are gathered."""
+    def combine_log_sum_exp(self, log_sum_m: Tensor, label_m: Tensor) -> tuple[Tensor, Tensor]:
+        """As `VocabularyShard.combine_log_sum_exp`; gathers two numbers per token."""
         log_sum_Rm, label_Rm = all_gather(torch.stack([log_sum_m, label_m]), self.axis)().unbind(1)
         return log_sum_Rm.logsumexp(0), label_Rm.sum(0)
 
-    def largest(self, logit_m: Tensor) -> Tensor:
+    def max_logit(self, logit_m: Tensor) -> Tensor:
         return all_gather(logit_m, self.axis)().amax(0)
 
 
@@ -190,16 +188,16 @@ class SoftmaxOverRanks:
         self.axis = axis
 
     def forward(self, z_MH: Tensor) -> Tensor:
-        """One log-sum-exp a token is gathered, while the softmax of the heads here is computed."""
+        """Gathers one log-sum-exp per token while the softmax over the local heads is computed."""
         here_M1 = z_MH.logsumexp(-1, keepdim=True)
         pending = all_gather(here_M1, self.axis)
         pi_MH = (z_MH - here_M1).exp_()
         return pi_MH.mul_((here_M1 - pending().logsumexp(0)).exp_())
 
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        """Three numbers a token are gathered: dΠ of the largest Π here, and Σ Π and Σ Π·dΠ, the latter beside that dΠ.
+        """Gathers three numbers per token: c = dΠ of the largest local Π, Σ Π and Σ Π·(dΠ − c).
 
-        Of the sum Σ Π·dΠ alone float32 loses what counts, where one head takes nearly all of a token.
+        Where one head has nearly all of a token, Σ Π·dΠ alone cancels in float32.
         """
         centre_M1 = d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
         d_pi_MH = d_pi_MH - centre_M1
@@ -215,20 +213,21 @@ def _split_heads(mixer: TssaMixer | SoftmaxMixer, residual: Residual) -> None:
     mixer.heads = whole // axis.size
     if isinstance(mixer, TssaMixer):
         mixer.softmax = UniformMemberships(whole) if mixer.membership == "uniform" else SoftmaxOverRanks(axis)
-        _take_parts(mixer, mixer, axis, temp=Part(0), denom_bias=Part(0))
+        _set_slices(mixer, mixer, axis, temp=TensorSlice(0), denom_bias=TensorSlice(0))
 
 
-def _take_parts(module: nn.Module, whole: nn.Module, axis: Axis, **parts: Part | None) -> None:
-    """Give `module` this rank's parts of the parameters of `whole`; None: all of it."""
-    for name, part in parts.items():
-        parameter = getattr(whole, name)
-        if parameter is None:
+def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: TensorSlice | None) -> None:
+    """Set the parameters of `module` to this rank's slices of those of `whole`; None: replicated."""
+    for name, tensor_slice in slices.items():
+        if (parameter := getattr(whole, name)) is None:
             continue
-        kept = nn.Parameter(parameter.detach().clone() if part is None else part.of(parameter.detach(), axis))
-        if part is not None:
-            set_tensor_model_parallel_attributes(kept, True, part.dim, part.groups)
-            mark(kept, part)
-        setattr(module, name, kept)
+        if tensor_slice is None:
+            local = nn.Parameter(parameter.detach().clone())
+        else:
+            local = nn.Parameter(tensor_slice.local(parameter.detach(), axis))
+            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, tensor_slice.groups)
+            mark_slice(local, tensor_slice)
+        setattr(module, name, local)
 
 
 def _megatron(axis: Axis, dtype: torch.dtype) -> ModelParallelConfig:

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, forked from one server that has torch, DeepSpeed and megatron-core loaded."""
+"""Run a function on several gloo ranks, forked from a server that has imported torch, DeepSpeed and megatron-core."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# tost_lm.parallel.mesh silences what megatron-core says on its import.
+GRACE_S = 10.0
+"""Time to exit that other ranks have after one failed."""
+# tost_lm.parallel.mesh silences the warnings of megatron-core's import.
 PRELOADED = [
     "torch",
     "deepspeed",
@@ -22,15 +24,18 @@ PRELOADED = [
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Call `fn(*args)` on `world_size` gloo processes that share a process group; the results in order of rank.
+    """Call `fn(*args)` on `world_size` processes of one gloo process group.
 
-    `fn` and `args` must be picklable (a function at a module's top level). The ranks meet through a file, not a
-    port, and compute with one thread each.
+    `fn` and `args` must be picklable (a function at a module's top level). The store of the group is a file, not a
+    port. Each rank has one thread.
+
+    Returns:
+        The results in the order of the ranks.
 
     Raises:
-        RuntimeError: a rank failed (its traceback is in the message) or did not finish within `timeout_s`.
+        RuntimeError: a rank failed, with its traceback in the message, or did not finish within `timeout_s`.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for a device once, when the server imports it
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed chooses its device once, when the server imports it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="tost_lm_ranks_") as folder:
@@ -52,7 +57,7 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # What DeepSpeed reads. Not RANK and WORLD_SIZE: those would say that a launcher's store is there.
+    # DeepSpeed reads it. RANK and WORLD_SIZE would imply a launcher's store.
     os.environ["LOCAL_RANK"] = str(rank)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -65,17 +70,17 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     aside.write_bytes(pickle.dumps(outcome))
     aside.rename(Path(folder, f"{rank}.result"))
     if not outcome[0]:
-        os._exit(1)  # peers may be waiting for this rank: leave without a collective farewell
+        os._exit(1)  # other ranks may wait for this one: exit without a collective
 
 
 def _collect(ranks: list[Any], folder: Path, timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if any(process.exitcode for process in ranks):
-            deadline = min(deadline, time.monotonic() + 2)  # its peers may have something to say
+            deadline = min(deadline, time.monotonic() + GRACE_S)
         multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=0.5)
     outcomes = [_outcome(rank, process, folder, timeout_s) for rank, process in enumerate(ranks)]
-    # A rank that died comes first: the tracebacks of its peers only say that it is gone.
+    # A rank that died comes first: it is the cause of the other tracebacks.
     failures = sorted((report for ok, report in outcomes if not ok), key=lambda report: "died" not in report[:20])
     if failures:
         raise RuntimeError("\n".join(failures))

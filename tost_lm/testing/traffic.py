@@ -1,4 +1,4 @@
-"""A record of what a rank sends, taken where every collective passes: in torch's dispatcher."""
+"""A record of the messages that a rank sends, from torch's dispatcher, which sees every collective."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,26 +9,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACES = ("_c10d_functional", "c10d")
 SENDING_NOTHING = {"wait_tensor", "check_for_nan", "irecv", "recv_", "recv_any_source_"}
-"""Operators of these namespaces that are no collectives, or only receive."""
+"""Operators of these namespaces that are not collectives or only receive."""
 
 
 class Sent(NamedTuple):
-    """One collective, as this rank takes part in it."""
+    """One message: a collective or a point-to-point send of this rank."""
 
     kind: str
-    """The operator: all_gather_into_tensor, reduce_scatter_tensor, all_reduce, … of torch's functional collectives,
-    c10d.allreduce_, c10d._allgather_base_, … of torch.distributed's own calls."""
+    """The operator: all_gather_into_tensor, reduce_scatter_tensor, … of torch's functional collectives, or
+    c10d.allreduce_, c10d._allgather_base_, … of torch.distributed."""
     group: str
     """Name of the process group, `group.group_name`."""
     bytes: int
-    """Of the tensors that this rank hands over, however many ranks get them."""
+    """Size of the tensors that this rank passes to the collective, for any number of receivers."""
 
 
 class Traffic(TorchDispatchMode):
-    """Inside `with Traffic() as traffic:` every collective that this thread starts is appended to `traffic.sent`.
+    """Inside `with Traffic() as traffic:`, `traffic.sent` collects every collective that this thread starts.
 
-    The backward on a CPU runs in the thread that calls it, so it is seen too. What selective activation checkpointing
-    takes from its cache is not sent and not counted.
+    This includes the backward on a CPU, which runs in the calling thread. Results that selective activation
+    checkpointing has cached are not sent and not counted.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """All that this rank handed over."""
+        """Total size of the messages."""
         return sum(sent.bytes for sent in self.sent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -58,7 +58,7 @@ def _group_name(given: dict[str, Any]) -> str:
 
 
 def _inputs(given: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """`input…`, or `tensor(s)` where the result takes their place."""
+    """The arguments named `input…`, or `tensor(s)` of collectives that work in place."""
     for name, value in given.items():
         if name.startswith("input") or name in ("tensor", "tensors"):
             yield from _tensors(value)

@@ -1,8 +1,8 @@
-"""What this rank reads of each training step, and of the held-out documents."""
+"""The training batches and held-out batches of this rank."""
 
 from typing import Literal
 
-from tost_lm.data.loader import Share, TrainingBatches
+from tost_lm.data.loader import BatchShard, TrainingBatches
 from tost_lm.data.mixture import Corpora
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh
@@ -17,7 +17,7 @@ def build_batches(
     tiling: Tiling,
     documents: Literal["train", "valid"] = "train",
 ) -> TrainingBatches:
-    """This rank's share of every batch; of the held-out documents, only batch 0 is used.
+    """This rank's shard of every batch. The held-out split has one batch, number 0.
 
     Raises:
         ConfigError: a corpus is shorter than a sequence.
@@ -25,12 +25,12 @@ def build_batches(
     train = config.train
     return TrainingBatches(
         corpora,
-        Share(mesh.data.rank, mesh.data.size, tuple(tile.columns for tile in tiling.tiles)),
+        BatchShard(mesh.data.rank, mesh.data.size, tuple(tile.columns for tile in tiling.tiles)),
         packing=config.data.packing,
         seed=train.seed,
-        batch_sequences=train.batch_sequences if documents == "train" else config.validation.sequences,
-        micro_batch_sequences=train.micro_batch_sequences,
-        sequence_tokens=train.sequence_tokens,
+        global_batch_size=train.global_batch_size if documents == "train" else config.validation.sequences,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
         ignored_label=IGNORED_LABEL,
         documents=documents,
     )

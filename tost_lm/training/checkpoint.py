@@ -1,8 +1,8 @@
-"""Training checkpoints: a model folder with the optimizer's state beside the weights, by parameter name.
+"""Training checkpoints: a model folder that also has the optimizer state, by parameter name.
 
-Every tensor is whole and float32, so a checkpoint resumes on any mix of tensor, sequence and data ranks and ZeRO stage.
-Each rank writes its share of them, in a thread. Rank 0's goes before the others (is there room? an empty folder) and
-after them (manifest, rename, deleting old ones).
+Every tensor is whole and float32, so a checkpoint resumes on any parallel layout and ZeRO stage. Each rank writes some
+of the tensors, in a thread. Rank 0's thread prepares the folder before the others write. After them it writes the
+manifest, renames the folder and applies the retention.
 """
 
 import json
@@ -22,52 +22,51 @@ from torch import Tensor
 from tost_lm.config import to_toml
 from tost_lm.data.mixture import Corpora
 from tost_lm.errors import CheckpointError
-from tost_lm.files import folder_aside
+from tost_lm.files import make_temp_folder
 from tost_lm.model.checkpoint import (
     FileEntry,
     StoredTensors,
-    describe,
+    flush_and_hash,
+    metadata_files,
     publish_checkpoint,
-    sealed,
     shard_name,
+    step_folder,
     write_tensors,
 )
 from tost_lm.parallel import zero
-from tost_lm.parallel.board import Board, NoWordError
+from tost_lm.parallel.watchdog.messages import NoMessageError, ThreadMessages
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
-from tost_lm.training.retention import prune, require_room, require_room_for_run
-from tost_lm.training.run_folder import step_folder
+from tost_lm.training.retention import prune, require_disk_space, require_disk_space_for_run
 from tost_lm.training.snapshot import Snapshot
-from tost_lm.training.write_errors import AGAIN, naming_file
+from tost_lm.training.write_errors import RESUME, explain_write_errors
 
 RNG_FILE = "rng.safetensors"
 RNG_NAME = "torch.cpu"
-SLOW_DISK = 200e6  # bytes a second, until a save has been measured
+SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, of which it keeps those that the settings say."""
+    """Writes a run's checkpoints and deletes those that the settings do not keep."""
 
     def __init__(self, engine: Any, config: PretrainConfig, corpora: Corpora) -> None:
-        """All ranks make it together. Raises CheckpointError on rank 0 when the disk is too small for the run."""
+        """All ranks construct it together. Raises CheckpointError on rank 0 when the disk is too small for the run."""
         self._config, self._tokenizer = config, corpora.tokenizer()
-        self._board = Board("checkpoint")
-        self._snapshot = Snapshot(engine, config.model, self._board.rank, self._board.size)
+        self._messages = ThreadMessages("checkpoint")
+        self._snapshot = Snapshot(engine, config.model, self._messages.rank, self._messages.size)
         self._bytes = self._snapshot.total_bytes + len(self._tokenizer.model_bytes) + 2**16
-        if self._board.rank == 0:
-            require_room_for_run(config, self._bytes)
+        if self._messages.rank == 0:
+            require_disk_space_for_run(config, self._bytes)
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._saves, self._newest_step = 0, -1
         self.save_seconds = 0.1 + self._bytes / SLOW_DISK
-        """What the last save took in all, from the copy to the renamed folder; before the first an estimate."""
+        """Duration [s] of the last save, from the copy to the rename; an estimate before the first save."""
 
     def save(self, progress: Progress) -> None:
-        """Save the state after a step, all ranks together, after the save before is complete. A step that this writer
-        saved already is not saved again.
+        """Wait for the previous save and save the state after a step, all ranks together. A step is saved only once.
 
-        Returns once the copy in host memory is made, or with `checkpoint.asynchronous = false` all is published.
+        Returns when the state is copied to host memory, or with `checkpoint.asynchronous = false` when it is published.
 
         Raises:
             CheckpointError: as `finish`.
@@ -76,138 +75,142 @@ class CheckpointWriter:
         if progress.step == self._newest_step:
             return
         started = time.monotonic()
-        self._snapshot.take()
+        self._snapshot.copy()
         self._saves, self._newest_step = self._saves + 1, progress.step
-        # Not a daemon: Python cannot end while one is in the midst of a file. When the main thread ends, so does this.
+        # Not a daemon: Python waits for the file that is being written. The thread ends after it (`_write_files`).
         self._thread = Thread(target=self._work, args=(progress, started), name="checkpoint")
         self._thread.start()
         if not self._config.checkpoint.asynchronous:
             self.finish()
 
     def poll(self) -> None:
-        """Raises CheckpointError, once, if a save failed in the background."""
+        """Raises CheckpointError, once, if an asynchronous save failed."""
         if self._thread and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until everything is published. Raises CheckpointError, once, if it could not be."""
+        """Wait until the save is published. Raises CheckpointError, once, if it failed."""
         if self._thread:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error:
-            self._newest_step = -1  # it may be tried again
+            self._newest_step = -1  # the save may be repeated
             raise error
 
     def _work(self, progress: Progress, started: float) -> None:
         folder = step_folder(self._config.run_folder, progress.step)
-        aside = folder.with_name(f".{folder.name}.tmp")
+        temp_folder = folder.with_name(f".{folder.name}.tmp")
         try:
-            if self._board.rank == 0:
-                self._lead(folder, aside, progress)
+            if self._messages.rank == 0:
+                self._save_on_rank_0(folder, temp_folder, progress)
             else:
-                self._follow(folder, aside)
+                self._save_on_other_rank(temp_folder)
             self.save_seconds = time.monotonic() - started
-        except NoWordError as error:
-            self._error = CheckpointError(f"{folder}: was not saved: {error}; {AGAIN}")
+        except NoMessageError as error:
+            self._error = CheckpointError(f"{folder}: not saved: {error}; {RESUME}")
         except Exception as error:
             self._error = error
 
-    def _lead(self, folder: Path, aside: Path, progress: Progress) -> None:
-        """Rank 0's work."""
+    def _save_on_rank_0(self, folder: Path, temp_folder: Path, progress: Progress) -> None:
         try:
-            require_room(folder, self._bytes, self._config.checkpoint, "this checkpoint")
-            with naming_file(aside):
-                folder_aside(folder)
-            self._board.write("go", self._saves, "")
-            reports = [self._report(aside, progress), *map(self._report_of, range(1, self._board.size))]
+            require_disk_space(folder, self._bytes, self._config.checkpoint, "this checkpoint")
+            with explain_write_errors(temp_folder):
+                make_temp_folder(folder)
+            self._messages.write("go", self._saves, "")
+            reports = [self._write_files(temp_folder, progress), *map(self._read_report, range(1, self._messages.size))]
             problems = [problem for _, problem in reports if problem]
             if problems:
                 raise CheckpointError(problems[0])
             entries = {name: entry for entries, _ in reports for name, entry in entries.items()}
-            with naming_file(aside):
-                publish_checkpoint(aside, folder, entries)
-            with naming_file(folder.parent):
+            with explain_write_errors(temp_folder):
+                publish_checkpoint(temp_folder, folder, entries)
+            with explain_write_errors(folder.parent):
                 prune(folder, self._config.checkpoint)
         except Exception as error:
-            rmtree(aside, ignore_errors=True)
-            with suppress(NoWordError):
+            rmtree(temp_folder, ignore_errors=True)
+            with suppress(NoMessageError):
                 for key in ("go", "outcome"):
-                    self._board.write(key, self._saves, str(error) or type(error).__name__)
+                    self._messages.write(key, self._saves, str(error) or type(error).__name__)
             raise
-        self._board.write("outcome", self._saves, "")
+        self._messages.write("outcome", self._saves, "")
 
-    def _follow(self, folder: Path, aside: Path) -> None:
-        """The work of another rank."""
-        self._wait_for_0("go")
-        entries, problem = self._report(aside, None)
-        self._board.write(f"report/{self._board.rank}", self._saves, json.dumps([entries, problem]))
+    def _save_on_other_rank(self, temp_folder: Path) -> None:
+        self._wait_for_rank_0("go")
+        entries, problem = self._write_files(temp_folder, None)
+        self._messages.write(f"report/{self._messages.rank}", self._saves, json.dumps([entries, problem]))
         if problem:
-            raise _told_by_0(problem)
-        self._wait_for_0("outcome")
+            raise _reported_by_rank_0(problem)
+        self._wait_for_rank_0("outcome")
 
-    def _report(self, aside: Path, progress: Progress | None) -> tuple[dict[str, FileEntry], str]:
-        """Write this rank's files: what the manifest is to say of them, or what the problem is."""
+    def _write_files(self, temp_folder: Path, progress: Progress | None) -> tuple[dict[str, FileEntry], str]:
+        """Write this rank's files. Returns their entries in the manifest, or the problem."""
         entries = {}
         try:
             for name, write in self._files(progress).items():
                 if not main_thread().is_alive():
-                    raise CheckpointError(f"{aside / name}: the run ended before it was written; {AGAIN}")
-                with naming_file(aside / name):
-                    write(aside / name)
-                    entries[name] = sealed(aside / name)
+                    raise CheckpointError(f"{temp_folder / name}: not written, because the run ended; {RESUME}")
+                with explain_write_errors(temp_folder / name):
+                    write(temp_folder / name)
+                    entries[name] = flush_and_hash(temp_folder / name)
         except CheckpointError as error:
             return {}, str(error)
         return entries, ""
 
     def _files(self, progress: Progress | None) -> dict[str, Callable[[Path], object]]:
-        """This rank's files, each with what writes it; with `progress`, those that a checkpoint has one of, too."""
-        copy, count = self._snapshot, len(self._snapshot.shares)
+        """This rank's files and their writers. With `progress` they include the files that a checkpoint has once."""
+        copy, count = self._snapshot, len(self._snapshot.names_by_writer)
         files: dict[str, Callable[[Path], object]] = {}
         if copy.weights:
-            files[shard_name("model", self._board.rank, count)] = partial(write_tensors, tensors=copy.weights)
-            files[shard_name("optimizer", self._board.rank, count)] = partial(write_tensors, tensors=copy.statistics)
+            files[shard_name("model", self._messages.rank, count)] = partial(write_tensors, tensors=copy.weights)
+            files[shard_name("optimizer", self._messages.rank, count)] = partial(write_tensors, tensors=copy.statistics)
         if progress:
-            shard_of = {name: shard_name("model", at, count) for at, names in enumerate(copy.shares) for name in names}
-            contents = describe(self._config.model, self._tokenizer, shard_of, copy.weight_bytes)
+            writers = enumerate(copy.names_by_writer)
+            shard_of = {name: shard_name("model", writer, count) for writer, names in writers for name in names}
+            contents = metadata_files(self._config.model, self._tokenizer, shard_of, copy.weight_bytes)
             contents["config.toml"] = to_toml(self._config).encode()
             files |= {name: partial(Path.write_bytes, data=content) for name, content in contents.items()}
             files[RNG_FILE] = partial(write_tensors, tensors={RNG_NAME: copy.rng})
             files["training.json"] = lambda path: progress.write(path.parent)
         return files
 
-    def _report_of(self, rank: int) -> tuple[dict[str, FileEntry], str]:
+    def _read_report(self, rank: int) -> tuple[dict[str, FileEntry], str]:
         try:
-            said = self._board.read(f"report/{rank}", self._saves, self._config.run.timeout_seconds)
-        except NoWordError as error:
-            return {}, f"rank {rank} did not write its part of a checkpoint: {error}; {AGAIN}"
-        entries, problem = json.loads(said)
+            report = self._messages.read(f"report/{rank}", self._saves, self._config.run.timeout_seconds)
+        except NoMessageError as error:
+            return {}, f"rank {rank} did not write its shard of a checkpoint: {error}; {RESUME}"
+        entries, problem = json.loads(report)
         return entries, problem and f"rank {rank}: {problem}"
 
-    def _wait_for_0(self, key: str) -> None:
-        # Twice, as rank 0 waits that long for the slowest rank.
-        if problem := self._board.read(key, self._saves, 2 * self._config.run.timeout_seconds):
-            raise _told_by_0(problem)
+    def _wait_for_rank_0(self, key: str) -> None:
+        # Twice the timeout, because rank 0 itself waits for the slowest rank.
+        if problem := self._messages.read(key, self._saves, 2 * self._config.run.timeout_seconds):
+            raise _reported_by_rank_0(problem)
 
 
-def _told_by_0(problem: str) -> CheckpointError:
-    """Of every rank, for rank 0 reads their reports."""
+def _reported_by_rank_0(problem: str) -> CheckpointError:
+    """An error that only rank 0 prints, because it reads the reports of all ranks."""
     error = CheckpointError(problem)
     error.printed_here = False
     return error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Whole float32 weights by parameter name."""
+    """Whole float32 weights of a checkpoint by parameter name."""
     return dict(StoredTensors(folder, "model"))
 
 
 def restore(engine: Any, folder: Path) -> Progress:
-    """Put a checkpoint's state into a fresh engine that has its weights, tensor by tensor; how far it is."""
+    """Load a checkpoint's state, tensor by tensor, into a new engine that has its weights. Returns its progress."""
     progress = Progress.read(folder)
+    restore_optimizer(engine, folder, progress.updates)
+    torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
+    return progress
+
+
+def restore_optimizer(engine: Any, folder: Path, updates: int) -> None:
+    """Load the optimizer state of a checkpoint, after this many updates, into a new engine that has its weights."""
     statistics = StoredTensors(folder, "optimizer")
     labels = [label.split("/", 1) for label in statistics]
     moments = ((name, statistic, statistics[f"{statistic}/{name}"]) for statistic, name in labels)
-    zero.restore(engine, StoredTensors(folder, "model"), moments, progress.updates)
-    torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
-    return progress
+    zero.restore(engine, StoredTensors(folder, "model"), moments, updates)

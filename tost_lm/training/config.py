@@ -1,5 +1,6 @@
 """All settings of a pre-training run."""
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,157 +15,167 @@ from tost_lm.parallel.config import ParallelConfig, obstacle_to_tensor_ranks
 
 
 class TrainingDataConfig(Section):
-    """What to train on, either one folder or a mixture, and how it becomes samples."""
+    """The training data, one shard folder or a mixture, and how samples are made of it."""
 
     folder: Path | None = None
-    """A shard folder written by data_prep.build_shards; its tokenizer travels with it."""
+    """A shard folder written by data_prep.build_shards; it contains the tokenizer."""
     mixture: dict[str, float] | None = None
-    """Several such folders of one tokenizer, each with its weight: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a to one of b."""
+    """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
-    """`concatenated`: a sample is cut out of all documents one after another, as published; `best-fit`: it holds whole documents that do not see each other, and one longer than a sample is cut."""
+    """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
     workers: int = Field(default=1, ge=0)
-    """Processes of each rank that read ahead (0: the rank reads by itself); what is trained on does not depend on it."""
+    """Loader processes of each rank that prefetch batches (0: none). The batches do not depend on it."""
 
     @model_validator(mode="after")
     def _folder_or_mixture(self) -> "TrainingDataConfig":
         if (self.folder is None) == (self.mixture is None):
-            there = "neither is there" if self.folder is None else "both are there"
-            raise ValueError(f"data.folder or data.mixture must be set, one of them: {there}")
+            found = "neither is" if self.folder is None else "both are"
+            raise ValueError(f"exactly one of data.folder and data.mixture must be set, but {found}")
         seen = set()
         for folder, weight in (self.mixture or {}).items():
             if not weight > 0:
-                raise ValueError(f"data.mixture: the weight of {folder} is {weight}; it must be more than 0")
+                raise ValueError(f"data.mixture: the weight of {folder} is {weight}; set one above 0")
             if os.path.normpath(folder) in seen:
-                raise ValueError(f"data.mixture: {os.path.normpath(folder)} is there twice; give it one weight")
+                raise ValueError(f"data.mixture: {os.path.normpath(folder)} is listed twice; give it one weight")
             seen.add(os.path.normpath(folder))
         if self.mixture == {}:
-            raise ValueError("data.mixture: is empty; name a shard folder and its weight")
+            raise ValueError("data.mixture is empty; name a shard folder and its weight")
         return self
 
     @property
     def folders(self) -> dict[Path, float]:
-        """The shard folders with their weights."""
+        """The shard folders and their weights."""
         if self.folder is not None:
             return {self.folder: 1.0}
         return {Path(folder): weight for folder, weight in (self.mixture or {}).items()}
 
 
 class TrainConfig(Section):
-    """How much is trained, in which portions."""
+    """Length of training, and sizes of its batches."""
 
-    steps: int = Field(gt=0)
+    steps: int = Field(gt=0, le=2**40)
     """Optimizer steps."""
-    batch_sequences: int = Field(gt=0)
-    """Sequences of one step, over all ranks and micro-batches."""
-    micro_batch_sequences: int = Field(gt=0)
-    """Sequences that a rank holds at once; the rest of its share is accumulated."""
-    sequence_tokens: int = Field(gt=1)
-    """Tokens of a sequence; at most model.max_positions, where the model learns something for each position."""
+    global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int = Field(gt=0)
+    """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
+    seq_len: int = Field(gt=1)
+    """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
     truncate_tokens: int | None = Field(default=None, gt=0)
-    """Truncated back-propagation through time, an approximation: states go on through the whole row, gradients stop at every multiple of so many tokens, which are all that is held at once. Without it gradients are exact."""
+    """Truncated back-propagation through time, an approximation: states pass through the whole row, and gradients stop at every multiple of this many tokens. Without it gradients are exact."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; statistics, losses, gradient sums and the optimizer stay float32."""
+    """Of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None
-    """Begin from the weights of this run folder (its newest valid checkpoint), step folder or export, with a fresh optimizer and schedule; their [model] must be this one. Without it they are drawn."""
-    skip_spikes: float | None = Field(default=None, gt=0)
-    """Skip a step whose loss or gradient norm lies this many standard deviations above the mean of the last 128 (6 is usual); without it only those that are not finite."""
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Its [model] must equal this one. Without it weights are drawn at random."""
+    initial_optimizer: bool = False
+    """Continue the run of train.initial_weights: start also from its optimizer state and at its step of the schedule. For converted checkpoints of the released code."""
+    skip_spike_sigma: float | None = Field(default=None, gt=0)
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
+
+    @model_validator(mode="after")
+    def _optimizer_of_weights(self) -> "TrainConfig":
+        if self.initial_optimizer and self.initial_weights is None:
+            raise ValueError(
+                "train.initial_optimizer is set without train.initial_weights: set the checkpoint, or remove it"
+            )
+        return self
 
 
 class MemoryConfig(Section):
-    """What a rank holds at once and what it computes again; nothing here changes what is trained."""
+    """What a rank holds in memory and what it computes again; nothing here changes the result of training."""
 
     tile_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Train tile by tile through all layers, exactly: so many tokens of each row are held at once (over all sequence ranks), with the layers' states between tiles, whatever the length; auto: as many as free memory has room for; without it whole rows."""
-    boundary_states: Literal["device", "host"] = "device"
-    """Where the states between tiles wait; those of A layers, a window of keys and values each, may be many on a GPU."""
-    recompute: Literal["nothing", "blocks"] = "nothing"
-    """`blocks`: keep each block's input alone for the backward, and what it received from other sequence ranks, and compute the block again there: a third more work in products."""
-    mlp_tokens: int | None = Field(default=None, gt=0)
-    """Take the MLP of each block in portions of so many tokens of a row on a rank, each computed again in the backward: what is 4 times as wide as the model is held for one portion only; without it whole rows, held."""
+    """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
+    offload_tile_states: bool = False
+    """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products."""
+    mlp_tile_tokens: int | None = Field(default=None, gt=0)
+    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations that are 4 times as wide as the model exist for one tile only. Without it whole rows are stored."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept; nothing here changes what is trained."""
+    """Interval and retention of checkpoints; nothing here changes the result of training."""
 
-    every: int = Field(default=1000, gt=0)
-    """Steps between checkpoints; the last step always leaves one."""
-    keep: int = Field(default=3, gt=0)
-    """How many of the newest are kept, besides the one with the lowest validation loss."""
-    keep_every: int | None = Field(default=None, gt=0)
-    """Those after a multiple of so many steps are kept for good."""
+    interval: int = Field(default=1000, gt=0)
+    """Steps between checkpoints; the last step always writes one."""
+    keep_latest_k: int = Field(default=3, gt=0)
+    """Number of newest checkpoints to keep, in addition to the one with the lowest validation loss."""
+    retain_interval: int | None = Field(default=None, gt=0)
+    """Checkpoints at multiples of this many steps are kept forever."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy in host memory; else training waits."""
+    """Write in the background from a copy in host memory (async save); otherwise training waits."""
 
 
 class ValidationConfig(Section):
-    """The loss on held-out documents in the course of training; nothing here changes what is trained."""
+    """The loss on held-out documents during training; nothing here changes the result of training."""
 
     every: int | None = Field(default=None, gt=0)
-    """Steps between measurements; without it there are none."""
+    """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
-    """How many sequences of train.sequence_tokens, the same each time, over all ranks and micro-batches."""
+    """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
 
 
 class EvaluationConfig(Section):
-    """Test sets in the course of training, measured as eval.zero_shot measures them; nothing here changes what is trained."""
+    """Evaluation on test sets during training, by the code of eval.zero_shot; nothing here changes the result of training."""
 
     every: int | None = Field(default=None, gt=0)
-    """Steps between measurements, and there is one after the last step; without it there are none."""
+    """Steps between evaluations; another follows the last step. Without it there are none."""
     protocols: list[str] = Field(default_factory=list)
-    """Those of eval.zero_shot, by name."""
+    """Names of protocols of eval.zero_shot."""
     batch_tokens: int | None = Field(default=None, gt=0)
-    """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
+    """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It affects memory and time only."""
     sets: dict[str, Path] = Field(default_factory=dict)
-    """The file of each test set, as sets of eval.zero_shot: {wikitext2 = "wiki.test.raw"}; one that is not given is fetched."""
+    """The file of each test set, as in `sets` of eval.zero_shot: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
         if self.every and not self.protocols:
-            raise ValueError(
-                "evaluation.every: nothing is measured; name what in evaluation.protocols, or leave it out"
-            )
+            raise ValueError("evaluation.every is set without evaluation.protocols: name protocols, or remove it")
         if self.protocols and not self.every:
-            raise ValueError("evaluation.protocols: are never measured; say after how many steps in evaluation.every")
+            raise ValueError(
+                "evaluation.protocols is set without evaluation.every: set the number of steps between evaluations"
+            )
         return self
 
 
 class RunConfig(Section):
-    """Where and how the run is carried out; nothing here changes what is trained, so it may differ on resuming."""
+    """Where and how the run is executed. It may change between launches, because it does not affect the result."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run folder is runs/NAME."""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """What to compute on; auto takes the first that is there."""
+    """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_every: int = Field(default=10, gt=0)
-    """Steps between progress lines and rows of metrics.jsonl."""
-    stop_step: int | None = Field(default=None, gt=0)
-    """Leave with a checkpoint after this step; the same run goes on from there later."""
+    """Steps between log lines and rows of metrics.jsonl."""
+    stop_at_step: int | None = Field(default=None, gt=0)
+    """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
-    """Leave with a checkpoint before so many minutes are over since the launch, as for a job's limit; exit code 75."""
+    """Save and stop before this many minutes have passed since the launch, for the time limit of a job; exit code 75."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """What a rank may take for a step, or for its part of a checkpoint, before it counts as hung, and the run ends."""
-    check_every: int = Field(default=100, ge=0)
-    """Steps between comparisons of all ranks' weights (parallel.zero_stage 0); at stages 1 to 3 the optimizer's state is summed after each step and before the next. 0: neither."""
+    """Heartbeat timeout of the watchdog: a rank that takes longer for a step, or to write its shard of a checkpoint, counts as hung, and the run ends."""
+    sdc_check_interval: int = Field(default=100, ge=0)
+    """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)
-    """End the run when so many steps in a row were skipped."""
+    """End the run after this many skipped steps in a row."""
     profile_steps: tuple[int, int] | None = None
-    """Trace the steps from the one to the other, as the log counts them, with torch.profiler: a file for each rank in profile/."""
-    if_changed: Literal["refuse", "restart"] = "refuse"
-    """When the folder holds a run of other settings or shards: say so and exit, or set it aside and begin anew."""
+    """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
+    on_config_change: Literal["refuse", "restart"] = "refuse"
+    """What to do when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> "RunConfig":
         if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             raise ValueError(
-                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, from 1 on"
+                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, counted from 1"
             )
         return self
 
 
 class PretrainConfig(Section):
-    """What `pretrain.train` reads from a file of `configs/pretrain/`."""
+    """Settings of `pretrain.train`, from a file of `configs/pretrain/`."""
 
     model: ModelConfig
     data: TrainingDataConfig
@@ -180,10 +191,10 @@ class PretrainConfig(Section):
     @model_validator(mode="after")
     def _sequence_fits_positions(self) -> "PretrainConfig":
         limit = self.model.position_limit
-        if limit is not None and self.train.sequence_tokens > limit:
+        if limit is not None and self.train.seq_len > limit:
             raise ValueError(
-                f"train.sequence_tokens {self.train.sequence_tokens} is longer than model.max_positions {limit}: "
-                "raise the one or lower the other"
+                f"train.seq_len {self.train.seq_len} is longer than model.max_positions {limit}: "
+                "raise model.max_positions or lower train.seq_len"
             )
         return self
 
@@ -193,30 +204,30 @@ class PretrainConfig(Section):
             raise ValueError(obstacle)
         if "G" in self.model.pattern and self.parallel.sequence > 1:
             raise ValueError(
-                f"the G layers of model.pattern {self.model.pattern!r} cannot share sequences out: set "
+                f"G layers (model.pattern {self.model.pattern!r}) cannot run on several sequence ranks: set "
                 "parallel.sequence = 1"
             )
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
             raise ValueError(
-                "parallel.zero_stage 0 keeps no float32 weights beside train.dtype bfloat16: choose stage 1 to 3"
+                "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"
             )
-        if self.train.sequence_tokens < self.parallel.sequence:
+        if self.train.seq_len < self.parallel.sequence:
             raise ValueError(
-                f"train.sequence_tokens {self.train.sequence_tokens} is less than a token for each of "
-                f"parallel.sequence {self.parallel.sequence} ranks: lower the latter"
+                f"train.seq_len {self.train.seq_len} is less than one token for each of parallel.sequence "
+                f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
         return self
 
     @model_validator(mode="after")
-    def _portions_are_alike_on_ranks(self) -> "PretrainConfig":
-        portion, ranks = self.memory.mlp_tokens, self.parallel.sequence
-        if portion and self.parallel.zero_stage == 3:
+    def _ranks_have_equally_many_mlp_tiles(self) -> "PretrainConfig":
+        tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
+        if tile and self.parallel.zero_stage == 3:
             fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
-            if -(-fewest // portion) != -(-most // portion):
+            if -(-fewest // tile) != -(-most // tile):
                 raise ValueError(
-                    f"memory.mlp_tokens {portion}: of {self.row_tokens} tokens in a row some of parallel.sequence {ranks} "
-                    f"ranks have {fewest}, others {most}, which make other numbers of portions, and parallel.zero_stage "
-                    "3 gathers weights for each: choose train.sequence_tokens that the ranks share evenly"
+                    f"memory.mlp_tile_tokens {tile}: sequence ranks have {fewest} or {most} of {self.row_tokens} tokens, "
+                    "which are different numbers of tiles, and parallel.zero_stage 3 gathers weights for each tile: set "
+                    f"train.seq_len to a multiple of parallel.sequence {ranks}"
                 )
         return self
 
@@ -225,16 +236,15 @@ class PretrainConfig(Section):
         setting = "memory.tile_tokens" if self.memory.tile_tokens else "train.truncate_tokens"
         if self.memory.tile_tokens and self.train.truncate_tokens:
             raise ValueError(
-                "memory.tile_tokens trains exactly, train.truncate_tokens in stretches whose gradients end at their "
-                "first token: give one of them"
+                "memory.tile_tokens (exact gradients) and train.truncate_tokens (truncated gradients) exclude each other: "
+                "set one of them"
             )
         if self.memory.tile_tokens or self.train.truncate_tokens:
             if obstacle := self.model.obstacle_to_tiles:
                 raise ValueError(f"{setting}: {obstacle}")
             if self.parallel.zero_stage == 3:
                 raise ValueError(
-                    f"{setting} goes through all layers for each tile, and parallel.zero_stage 3 gathers the weights "
-                    "of each layer anew: choose stage 0, 1 or 2"
+                    f"{setting}: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 or 2"
                 )
         return self
 
@@ -244,27 +254,27 @@ class PretrainConfig(Section):
 
     @property
     def batch_tokens(self) -> int:
-        return self.train.batch_sequences * self.train.sequence_tokens
+        return self.train.global_batch_size * self.train.seq_len
 
     @property
     def row_tokens(self) -> int:
-        """Of each row of a micro-batch: packed documents of all its sequences lie in one."""
+        """Tokens of each row of a micro-batch; with best-fit packing all its sequences are one row."""
         packed = self.data.packing == "best-fit"
-        return self.train.sequence_tokens * (self.train.micro_batch_sequences if packed else 1)
+        return self.train.seq_len * (self.train.micro_batch_size if packed else 1)
 
     @property
-    def held_tokens(self) -> int:
-        """Of each row, in memory at once on all sequence ranks; memory.tile_tokens = auto counts as whole rows."""
+    def tile_tokens(self) -> int:
+        """Tokens of each row in memory at once, over all sequence ranks; memory.tile_tokens = auto counts as whole rows."""
         tile = self.train.truncate_tokens or self.memory.tile_tokens
         return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
 
     @property
     def last_step(self) -> int:
-        """The step after which this launch leaves."""
-        return min(self.train.steps, self.run.stop_step or self.train.steps)
+        """The last step of this launch."""
+        return min(self.train.steps, self.run.stop_at_step or self.train.steps)
 
     def what_is_trained(self) -> "PretrainConfig":
-        """What two launches of one run must agree on: the rest, how the work is shared out, is the same for all."""
+        """The settings that identify a run; all others have default values."""
         carried_out = {
             "validation": ValidationConfig(),
             "evaluation": EvaluationConfig(),
@@ -274,19 +284,33 @@ class PretrainConfig(Section):
             "run": RunConfig(name="any"),
         }
         data = self.data.model_copy(update={"workers": 1})
-        train = self.train.model_copy(update={"micro_batch_sequences": 1})
+        train = self.train.model_copy(update={"micro_batch_size": 1})
         return self.model_copy(update={**carried_out, "data": data, "train": train})
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError when ranks or batch cannot be shared out evenly."""
-        data_ranks, micro_batch = self.parallel.data_ranks(world_size), self.train.micro_batch_sequences
-        shared = {"train.batch_sequences": self.train.batch_sequences}
-        if self.validation.every:
-            shared["validation.sequences"] = self.validation.sequences
-        for name, sequences in shared.items():
-            if sequences % (data_ranks * micro_batch):
-                raise ConfigError(
-                    f"{name} {sequences} is not divisible by {data_ranks} data ranks × "
-                    f"train.micro_batch_sequences {micro_batch} = {data_ranks * micro_batch}"
-                )
-        return self.train.batch_sequences // (data_ranks * micro_batch)
+        """Micro-batches per rank and step. Raises ConfigError when the batch cannot be divided evenly over ranks."""
+        batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
+        data_ranks = self.parallel.data_ranks(world_size)
+        if batch % (data_ranks * micro_batch):
+            raise ConfigError(
+                f"train.global_batch_size {batch} is not divisible by {data_ranks} data ranks × train.micro_batch_size "
+                f"{micro_batch} = {data_ranks * micro_batch}: set {self._even_batch(data_ranks)}"
+            )
+        return batch // (data_ranks * micro_batch)
+
+    def _even_batch(self, data_ranks: int) -> str:
+        """Settings nearest to these whose batch can be divided over ranks."""
+
+        def settings(batch: int, ranks: int) -> str:
+            largest = max(n for n in range(1, self.train.micro_batch_size + 1) if batch // ranks % n == 0)
+            return f" train.micro_batch_size={largest}" if largest != self.train.micro_batch_size else ""
+
+        batch = self.train.global_batch_size
+        fewer = math.gcd(batch, data_ranks)
+        more_sequence = (
+            f"parallel.sequence={self.parallel.sequence * data_ranks // fewer}" if fewer < data_ranks else ""
+        )
+        unit = data_ranks if more_sequence else data_ranks * self.train.micro_batch_size
+        larger = -(-batch // unit) * unit
+        first = (more_sequence + settings(batch, fewer)).strip()
+        return f"{first}, or train.global_batch_size={larger}{settings(larger, data_ranks)}"

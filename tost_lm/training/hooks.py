@@ -1,58 +1,60 @@
-"""What happens after a step beside training itself: all ranks call the hooks alike, in the order of `build_hooks`."""
+"""Hooks after a step. All ranks call the same hooks in the same order."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from tost_lm.parallel.checksums import Checksums
-from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.world import max_over_ranks
 from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.departure import REASONS, Departure
-from tost_lm.training.guard import Guard
-from tost_lm.training.metrics import Metrics, Silence
-from tost_lm.training.profiling import Profiler
+from tost_lm.training.graceful_stop import REASONS, GracefulStop, StopRequestedError
+from tost_lm.training.metrics import Metrics, NullMetrics
 from tost_lm.training.progress import Progress
+from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome
 from tost_lm.training.validation import Validation
 
 
 class Run:
-    """What hooks know of a run, and may change."""
+    """The state of a run that hooks read and change."""
 
     def __init__(
-        self, config: PretrainConfig, engine: Any, progress: Progress, metrics: Metrics | Silence, heart: Heartbeat
+        self,
+        config: PretrainConfig,
+        engine: Any,
+        progress: Progress,
+        metrics: Metrics | NullMetrics,
+        heartbeat: Heartbeat,
+        stop: "StopGracefully",
     ) -> None:
-        self.config, self.engine, self.metrics, self.heart = config, engine, metrics, heart
+        self.config, self.engine, self.metrics, self.heartbeat, self.stop = config, engine, metrics, heartbeat, stop
         self.progress = replace(progress, wandb_run_id=metrics.wandb_run_id)
-        """Up to the step that hooks are called after, that included."""
+        """Includes the step that hooks are called after."""
         self.outcome, self.lr = Outcome(0.0, 0.0, ""), 0.0
         """Of this step."""
-        self.leaving = ""
-        """Why the run ends after this step, before config.last_step; empty: it does not."""
+        self.stop_reason = ""
+        """Why the run stops before config.last_step; empty: it does not."""
 
-    def take(self, outcome: Outcome, lr: float) -> None:
-        """Count a step."""
+    def count_step(self, outcome: Outcome, lr: float) -> None:
         self.outcome, self.lr = outcome, lr
-        updates = self.progress.updates + (not outcome.objection)
+        updates = self.progress.updates + (not outcome.reason_to_skip)
         self.progress = replace(self.progress, step=self.progress.step + 1, updates=updates)
 
     @property
     def is_over(self) -> bool:
-        return bool(self.leaving) or self.progress.step >= self.config.last_step
+        return bool(self.stop_reason) or self.progress.step >= self.config.last_step
 
 
-class Hook(Protocol):
-    """Something that is done after steps."""
-
-    def after_step(self, run: Run) -> None: ...
+Hook = Callable[[Run], None]
+"""An action after each step."""
 
 
 class Evaluation(Protocol):
-    """Measures a model while it is trained; what and how is not known here."""
+    """Evaluates a model during training."""
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -60,124 +62,105 @@ class Evaluation(Protocol):
         ...
 
     def measure(self, engine: Any, mesh: Mesh, beat: Callable[[], None]) -> list[dict[str, Any]]:
-        """A row for each protocol, the same on all ranks, which all call it: `protocol`, `headline` (which of the
-        figures is told), and figures by name. `beat` is called often enough for a rank that goes on."""
+        """A row for each protocol, the same on all ranks, which all call it: `protocol`, `headline` (the metric that
+        is logged) and metrics by name. All ranks call `beat` equally often, at least once per micro-batch."""
         ...
 
 
-def build_hooks(
-    guard: Guard,
-    checksums: Checksums,
-    profiler: Profiler,
-    measuring: Sequence[Hook],
-    departure: Departure,
-    writer: CheckpointWriter,
-) -> list[Hook]:
-    """In the order in which they are called: a checkpoint holds what those before it found out."""
-    first: list[Hook] = [SumUp(checksums), Judge(guard), Tell(), Profile(profiler)]
-    return [*first, *measuring, Leave(departure, writer), Save(checksums, writer)]
+def verify_checksums(checksums: Checksums, run: Run) -> None:
+    """Detect silent data corruption."""
+    if run.outcome.reason_to_skip:
+        checksums.check()  # a flipped bit may be the cause
+    checksums.after_update(run.progress.step)
 
 
-class SumUp:
-    """Looks for bits that changed by themselves."""
-
-    def __init__(self, checksums: Checksums) -> None:
-        self._checksums = checksums
-
-    def after_step(self, run: Run) -> None:
-        if run.outcome.objection:
-            self._checksums.check()  # a flipped bit may be why
-        self._checksums.after_update(run.progress.step)
-
-
-class Judge:
-    """Counts skipped steps, tells of them, and ends a run that applies none any more."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def after_step(self, run: Run) -> None:
-        step, (loss, grad_norm, objection) = run.progress.step, run.outcome
-        if objection:
-            sequences = run.config.train.batch_sequences
-            samples = [(step - 1) * sequences, step * sequences - 1]
-            run.metrics.say(f"step {step} skipped: {objection}; samples {samples[0]}-{samples[1]}")
-            run.metrics.event(step, "skipped", why=objection, samples=samples)
-        self._guard.note(loss, grad_norm, objection, step)
-        run.progress = replace(run.progress, recent=self._guard.recent, skipped_in_a_row=self._guard.in_a_row)
+def count_skips(guard: SpikeGuard, run: Run) -> None:
+    """Log a skipped step, and end a run that skips too many in a row."""
+    step, (loss, grad_norm, reason_to_skip) = run.progress.step, run.outcome
+    if reason_to_skip:
+        sequences = run.config.train.global_batch_size
+        samples = [(step - 1) * sequences, step * sequences - 1]
+        run.metrics.log(f"step {step} skipped: {reason_to_skip}; samples {samples[0]}-{samples[1]}")
+        run.metrics.event(step, "skipped", why=reason_to_skip, samples=samples)
+    guard.record(loss, grad_norm, reason_to_skip, step)
+    run.progress = replace(run.progress, recent=guard.recent, skipped_in_a_row=guard.in_a_row)
 
 
-class Tell:
-    """The line and the row of metrics."""
-
-    def after_step(self, run: Run) -> None:
-        step = run.progress.step
-        if step % run.config.run.log_every == 0 or step in (1, run.config.train.steps):
-            run.metrics.step(step, run.outcome.loss, run.lr, run.outcome.grad_norm)
+def log_metrics(run: Run) -> None:
+    """The log line and the row of metrics."""
+    step = run.progress.step
+    if step % run.config.run.log_every == 0 or step in (1, run.config.train.steps):
+        run.metrics.step(step, run.outcome.loss, run.lr, run.outcome.grad_norm)
 
 
-class Profile:
-    """A trace of some steps."""
-
-    def __init__(self, profiler: Profiler) -> None:
-        self._profiler = profiler
-
-    def after_step(self, run: Run) -> None:
-        self._profiler.after_step(run.progress.step)
-
-
-class Validate:
-    """The loss on held-out documents."""
-
-    def __init__(self, validation: Validation) -> None:
-        self._validation = validation
-
-    def after_step(self, run: Run) -> None:
-        step, every = run.progress.step, run.config.validation.every
-        if step % (every or 1) == 0 or step == run.config.train.steps:
-            run.heart.beat(step, "validation")
-            with run.metrics.paused():
-                row = self._validation.measure(run.engine)
-            run.metrics.validation({"step": step, **row})
+def validate(validation: Validation, run: Run) -> None:
+    """Record the loss on held-out documents, unless a graceful stop interrupts the validation."""
+    if is_due(run, run.config.validation.every):
+        row = measured(run, lambda beat: validation.measure(run.engine, beat, run.metrics.log))
+        if row is not None:
+            run.metrics.validation({"step": run.progress.step, **row})
             run.progress = replace(run.progress, validation_loss=row["loss"])
 
 
-class Evaluate:
-    """The figures on test sets."""
-
-    def __init__(self, evaluation: Evaluation, mesh: Mesh) -> None:
-        self._evaluation, self._mesh = evaluation, mesh
-
-    def after_step(self, run: Run) -> None:
-        step, every = run.progress.step, run.config.evaluation.every
-        if step % (every or 1) == 0 or step == run.config.train.steps:
-            with run.metrics.paused():
-                rows = self._evaluation.measure(run.engine, self._mesh, lambda: run.heart.beat(step, "validation"))
-            for row in rows:
-                run.metrics.evaluation({"step": step, **row})
+def evaluate(evaluation: Evaluation, mesh: Mesh, run: Run) -> None:
+    """Record metrics on test sets, unless a graceful stop interrupts the evaluation."""
+    if is_due(run, run.config.evaluation.every):
+        for row in measured(run, lambda beat: evaluation.measure(run.engine, mesh, beat)) or []:
+            run.metrics.evaluation({"step": run.progress.step, **row})
 
 
-def reason_to_leave(departure: Departure, seconds_needed: float) -> str:
-    """Of any rank, the same on all of them."""
-    return REASONS[max_over_ranks(departure.wish(seconds_needed))]
+def is_due(run: Run, every: int | None) -> bool:
+    """Whether a measurement is due after this step: at multiples of `every` and after the last step."""
+    return not run.stop_reason and (
+        run.progress.step % (every or 1) == 0 or run.progress.step == run.config.train.steps
+    )
 
 
-class Leave:
-    """Lets all ranks leave after the same step when one of them has a reason to."""
+def measured(run: Run, measure: Callable[[Callable[[], None]], Any]) -> Any:
+    """The result of `measure`, or None after a request to stop. `measure` calls its argument between micro-batches."""
 
-    def __init__(self, departure: Departure, writer: CheckpointWriter) -> None:
-        self._departure, self._writer = departure, writer
+    def beat() -> None:
+        run.heartbeat.record(run.progress.step, "validation")
+        run.stop.check()
+
+    run.heartbeat.record(run.progress.step, "validation")
+    with run.metrics.paused():
+        try:
+            return measure(beat)
+        except StopRequestedError as stop:
+            run.stop_reason = stop.reason
+            return None
+
+
+class StopGracefully:
+    """Stops all ranks together when one of them has a reason: after a step, or between two micro-batches."""
+
+    def __init__(self, graceful_stop: GracefulStop, writer: CheckpointWriter) -> None:
+        self._graceful_stop, self._writer = graceful_stop, writer
         self._since, self._longest_step = time.monotonic(), 0.0
 
     def after_step(self, run: Run) -> None:
         now = time.monotonic()
         self._longest_step, self._since = max(self._longest_step, now - self._since), now
-        # What is being written must be finished, and then the last step be saved.
-        run.leaving = reason_to_leave(self._departure, self._longest_step + 2 * self._writer.save_seconds)
+        run.stop_reason = run.stop_reason or self.reason(self._longest_step)
+
+    def check(self) -> None:
+        """Called by all ranks between two micro-batches. Raises StopRequestedError."""
+        if reason := self.reason():
+            raise StopRequestedError(reason)
+
+    def reason(self, seconds_needed: float = 0.0) -> str:
+        """The reason of any rank, the same on all of them; empty: continue.
+
+        Args:
+            seconds_needed: time [s] until the next call. The save that is in progress and the last save come on top.
+        """
+        here = self._graceful_stop.requested(seconds_needed + 2 * self._writer.save_seconds)
+        return REASONS[max_over_ranks(REASONS.index(here))]
 
 
 class Save:
-    """Checkpoints, at their times and when the run is over."""
+    """Checkpoints, at their interval and when the run is over."""
 
     def __init__(self, checksums: Checksums, writer: CheckpointWriter) -> None:
         self._checksums, self.writer = checksums, writer
@@ -185,8 +168,8 @@ class Save:
     def after_step(self, run: Run) -> None:
         self.writer.poll()
         step = run.progress.step
-        if step % run.config.checkpoint.every == 0 or run.is_over:
-            run.heart.beat(step, "saving")
+        if step and (step % run.config.checkpoint.interval == 0 or run.is_over):
+            run.heartbeat.record(step, "saving")
             with run.metrics.paused():
-                self._checksums.check()  # what is damaged must not become the checkpoint to go back to
+                self._checksums.check()  # a damaged state must not become the checkpoint to resume from
                 self.writer.save(run.progress)

@@ -1,5 +1,7 @@
-"""The pre-training loop: build, build, build, run."""
+"""The pre-training loop: build model, data and hooks, then train step by step."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,31 +9,32 @@ import torch
 
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
+from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.model.recompute import hold_less
-from tost_lm.optim.adamw import build_adamw, learning_rate
+from tost_lm.optim.adamw import build_adamw, learning_rate, warmup_steps
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
-from tost_lm.parallel.apply import kept_of_blocks, parallelize
+from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
-from tost_lm.parallel.failures import naming_lost_ranks
-from tost_lm.parallel.heartbeat import Heartbeat
 from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.watchdog.heartbeat import Heartbeat
+from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import build_engine
-from tost_lm.training import checkpoint
+from tost_lm.training import checkpoint, hooks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.departure import Departure
-from tost_lm.training.guard import Guard
-from tost_lm.training.hooks import Evaluate, Evaluation, Hook, Run, Validate, build_hooks, reason_to_leave
-from tost_lm.training.lock import only_launch
-from tost_lm.training.memory import telling_what_needs_memory
-from tost_lm.training.metrics import Metrics, Silence
+from tost_lm.training.graceful_stop import GracefulStop, StopRequestedError
+from tost_lm.training.hooks import Evaluation, Hook, Run, Save, StopGracefully
+from tost_lm.training.lock import run_lock
+from tost_lm.training.memory import explain_out_of_memory
+from tost_lm.training.metrics import Metrics, NullMetrics
 from tost_lm.training.profiling import Profiler
 from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import Claim, require_as_claimed, set_aside, step_folder, write_run_folder
+from tost_lm.training.run_folder import StartPoint, rename_old_run, require_same_checkpoints, write_run_folder
+from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import train_step
 from tost_lm.training.tile_size import tiling_of, with_tile_size
 from tost_lm.training.tiled import TiledLM, Tiling
@@ -42,106 +45,132 @@ from tost_lm.version import VERSION
 def train(
     config: PretrainConfig,
     corpora: Corpora,
-    claim: Claim,
-    departure: Departure,
+    start: StartPoint,
+    graceful_stop: GracefulStop,
     evaluation: Evaluation | None = None,
 ) -> str:
-    """Train from the claimed checkpoint, or from the start, to `train.steps` or `run.stop_step`.
+    """Train to `train.steps` or `run.stop_at_step`, from the checkpoint of `start` or from step 0.
 
     Args:
-        evaluation: what is measured every `evaluation.every` steps; None: nothing.
+        evaluation: runs every `evaluation.every` steps; None: there is none.
 
     Returns:
-        Why the run was left before that, with all steps saved: one of `departure.REASONS`; empty: it was not.
+        The reason of a graceful stop, one of `graceful_stop.REASONS`; empty: there was none.
+
+    Raises:
+        TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
     world = start_world(config.run.device, config.run.timeout_seconds)
     if "G" in config.model.pattern:
-        gated_kernels(world.device)  # which may refuse, before anything is written
-    heart = Heartbeat(config.run_folder / "heartbeats", world.rank)
-    with naming_lost_ranks(heart, config.run.timeout_seconds, departure.ask):
-        _require_agreement(config, corpora, claim, evaluation)
+        gated_kernels(world.device)  # raises before anything is written
+    heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
+    with watch_ranks(heartbeat, config.run.timeout_seconds, graceful_stop.request):
+        _require_agreement(config, corpora, start, evaluation)
         config = with_tile_size(config, world)
-        with only_launch(config.run_folder, world.rank), telling_what_needs_memory(config, heart):
-            leaving = _train_together(config, corpora, claim, departure, evaluation, world, heart)
+        with run_lock(config.run_folder, world.rank), explain_out_of_memory(config, heartbeat):
+            stop_reason = _train_together(config, corpora, start, graceful_stop, evaluation, world, heartbeat)
             stop_world()
-    return leaving
+    return stop_reason
 
 
 def _train_together(
     config: PretrainConfig,
     corpora: Corpora,
-    claim: Claim,
-    departure: Departure,
+    start: StartPoint,
+    graceful_stop: GracefulStop,
     evaluation: Evaluation | None,
     world: World,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
 ) -> str:
     mesh = build_mesh(world, config.parallel)
     tiling = tiling_of(config, mesh)
     batches = build_batches(config, corpora, mesh, tiling)
-    engine = build_training_engine(config, mesh, claim.weights_from)
+    engine = build_training_engine(config, mesh, start.weights_from)
     progress = Progress(0, 0, shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256)
-    if claim.resume_from:
-        progress = checkpoint.restore(engine, claim.resume_from)
-    guard = Guard(config.train.skip_spikes, config.run.abort_after_skips, progress)
-    checksums = Checksums(engine, config.run.check_every)
+    if start.resume_from:
+        progress = checkpoint.restore(engine, start.resume_from)
+    elif start.initial_weights and (theirs := start.initial_weights.progress):
+        checkpoint.restore_optimizer(engine, start.initial_weights.folder, theirs.updates)
+        progress = replace(progress, step=theirs.step, updates=theirs.updates)
+    guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, progress)
+    checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
     measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
     writer = CheckpointWriter(engine, config, corpora)
-    hooks = build_hooks(guard, checksums, profiler, measuring, departure, writer)
-    run = Run(config, engine, progress, _open_folder(config, claim, progress, world, heart, tiling), heart)
+    stop, save = StopGracefully(graceful_stop, writer), Save(checksums, writer)
+    after_step: list[Hook] = [
+        partial(hooks.verify_checksums, checksums), partial(hooks.count_skips, guard), hooks.log_metrics,
+        lambda run: profiler.after_step(run.progress.step), *measuring, stop.after_step,
+        save.after_step,  # last, so that a checkpoint contains the results of the others
+    ]  # fmt: skip
+    metrics = _open_folder(config, start, progress, world, heartbeat, tiling)
+    run = Run(config, engine, progress, metrics, heartbeat, stop)
 
-    departure.get_under_way()
-    # A meeting, too: from here on rank 0 has made the run folder.
-    run.leaving = reason_to_leave(departure, 2 * writer.save_seconds)
-    todo = range(progress.step, progress.step if run.leaving else config.last_step)
+    graceful_stop.training_started()
+    # Also a barrier: from here on rank 0 has made the run folder.
+    run.stop_reason = stop.reason()
+    todo = range(progress.step, progress.step if run.stop_reason else config.last_step)
     with prefetched(batches, todo, config.data.workers, mesh.device) as steps:
         for step, micro_batches in steps:
-            heart.beat(step, "training")
+            heartbeat.record(step, "training")
             profiler.before_step(step + 1)
             lr = learning_rate(step, config.train.steps, config.optim)
-            run.take(train_step(engine, micro_batches, tiling, lr, guard.objection, checksums.before_update), lr)
-            for hook in hooks:
-                hook.after_step(run)
+            try:
+                outcome = train_step(
+                    engine, micro_batches, tiling, lr, guard.reason_to_skip, checksums.before_update, stop.check
+                )
+            except StopRequestedError as request:
+                run.stop_reason = request.reason
+                save.after_step(run)
+                break
+            run.count_step(outcome, lr)
+            for hook in after_step:
+                hook(run)
             if run.is_over:
                 break
-            heart.beat(step + 1, "reading")
+            heartbeat.record(step + 1, "reading")
 
-    heart.beat(run.progress.step, "leaving")
+    heartbeat.record(run.progress.step, "leaving")
     writer.finish()
     profiler.close()
-    _say_how_it_ended(run)
-    return run.leaving
+    _log_end(run)
+    run.progress.require_finite_validation(config.train.steps, config.run_folder)
+    return run.stop_reason
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
-    """The model with a checkpoint's or its seeded initial weights, spread over ranks, AdamW and DeepSpeed around it."""
+    """The model with a checkpoint's or its seeded initial weights, sharded over ranks, with AdamW and DeepSpeed."""
     torch.manual_seed(config.train.seed)
     model = TiledLM(config.model)
     if checkpoint_folder:
         model.load_state_dict(checkpoint.read_weights(checkpoint_folder))
     model = parallelize(model, mesh).to(mesh.device)
-    hold_less(
-        model, recompute=config.memory.recompute, mlp_tokens=config.memory.mlp_tokens, context_fn=kept_of_blocks(mesh)
+    apply_activation_checkpointing(
+        model,
+        activation_checkpointing=config.memory.activation_checkpointing,
+        mlp_tile_tokens=config.memory.mlp_tile_tokens,
+        context_fn=checkpoint_context(mesh),
     )
     return build_engine(
         model,
         build_adamw(model, config.optim),
         mesh,
         config.parallel,
-        micro_batch_sequences=config.train.micro_batch_sequences,
+        micro_batch_size=config.train.micro_batch_size,
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
         bfloat16=config.train.dtype == "bfloat16",
     )
 
 
-def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim, evaluation: Evaluation | None) -> None:
-    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(claim.resume_from)}
+def _require_agreement(
+    config: PretrainConfig, corpora: Corpora, start: StartPoint, evaluation: Evaluation | None
+) -> None:
+    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(start.resume_from)}
     if evaluation:
         facts |= evaluation.facts
-    if claim.initial_weights:
-        facts["initial weights"] = claim.initial_weights.manifest_sha256
+    if start.initial_weights:
+        facts["initial weights"] = start.initial_weights.manifest_sha256
     require_agreement(
         {**facts, "tost_lm": VERSION, "torch": torch.__version__},
         "start all ranks with the same settings, shards and packages, from one shared folder",
@@ -151,51 +180,62 @@ def _require_agreement(config: PretrainConfig, corpora: Corpora, claim: Claim, e
 def _build_measuring(
     config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling, evaluation: Evaluation | None
 ) -> list[Hook]:
-    hooks: list[Hook] = []
+    measuring: list[Hook] = []
     if config.validation.every:
         held_out = build_batches(config, corpora, mesh, tiling, "valid")
-        hooks.append(Validate(Validation(held_out, mesh, tiling, config.train.sequence_tokens)))
+        sequences = config.validation.sequences
+        validation = Validation(held_out, mesh, tiling, config.train.seq_len, sequences)
+        measuring.append(partial(hooks.validate, validation))
     if evaluation:
-        hooks.append(Evaluate(evaluation, mesh))
-    return hooks
+        measuring.append(partial(hooks.evaluate, evaluation, mesh))
+    return measuring
 
 
 def _open_folder(
-    config: PretrainConfig, claim: Claim, progress: Progress, world: World, heart: Heartbeat, tiling: Tiling
-) -> Metrics | Silence:
-    """Let rank 0 take the run folder into use, and say so."""
+    config: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
+) -> Metrics | NullMetrics:
+    """On rank 0, prepare the run folder and log the first lines."""
     if world.rank > 0:
-        return Silence()
-    require_as_claimed(config, claim)
-    set_aside(config, claim)
+        return NullMetrics()
+    require_same_checkpoints(config, start)
+    rename_old_run(config, start)
     write_run_folder(config, world.size, world.device.type)
-    heart.remove_ranks_from(world.size)
-    metrics = Metrics(config, progress if claim.resume_from else None, world.size, world.device)
-    metrics.say(_opening_line(config, world, claim, tiling))
-    if claim.initial_weights:
-        folder, sha256 = claim.initial_weights
-        metrics.event(0, "initial weights", folder=str(folder), manifest_sha256=sha256)
+    heartbeat.remove_ranks_from(world.size)
+    metrics = Metrics(config, progress if progress.step else None, world.size, world.device)
+    metrics.log(_opening_line(config, world, start, tiling))
+    warmup = warmup_steps(config.optim, config.train.steps)
+    if warmup >= config.train.steps:
+        metrics.log(
+            f"warning: optim.warmup_steps {warmup} is not less than train.steps {config.train.steps}: the rate never "
+            "reaches optim.lr; lower optim.warmup_steps or leave it out"
+        )
+    if start.initial_weights:
+        folder, sha256, _ = start.initial_weights
+        metrics.event(progress.step, "initial weights", folder=str(folder), manifest_sha256=sha256)
     return metrics
 
 
-def _say_how_it_ended(run: Run) -> None:
+def _log_end(run: Run) -> None:
     config, step = run.config, run.progress.step
-    how = "done" if step == config.train.steps else "stopped at run.stop_step"
-    if run.leaving:
-        how = f"left on {run.leaving} with everything saved; the same command goes on"
+    how = "done" if step == config.train.steps else "stopped at run.stop_at_step"
+    if run.stop_reason:
+        how = f"stopped on {run.stop_reason} with everything saved; run the same command to resume"
     where = step_folder(config.run_folder, step) if step else config.run_folder
-    run.metrics.event(step, "left" if run.leaving else "done", why=run.leaving)
-    run.metrics.say(f"{how}: {where}")
+    run.metrics.event(step, "stopped" if run.stop_reason else "done", why=run.stop_reason)
+    run.metrics.log(f"{how}: {where}")
     run.metrics.close()
 
 
-def _opening_line(config: PretrainConfig, world: World, claim: Claim, tiling: Tiling) -> str:
-    begins = f"with the weights of {claim.initial_weights.folder}" if claim.initial_weights else "from the start"
-    how = f"resuming from {claim.resume_from}" if claim.resume_from else begins
+def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tiling: Tiling) -> str:
+    how = f"with the weights of {start.weights_from}" if start.weights_from else "from the start"
+    if start.initial_weights and (theirs := start.initial_weights.progress):
+        how = f"continuing {start.weights_from} after step {theirs.step} with its optimizer state"
+    if start.resume_from:
+        how = f"resuming from {start.resume_from}"
     with torch.device("meta"):
         parameters = TostLM(config.model).parameter_count()
     return (
-        f"{config.run_folder}: {parameters / 1e6:.2f}M parameters (positions apart), {_ranks(config, world)} on "
+        f"{config.run_folder}: {parameters / 1e6:.2f}M parameters (without positions), {_ranks(config, world)} on "
         f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
         f"{_tiles(tiling)}{how}"
     )

@@ -1,5 +1,6 @@
-"""An out-of-memory error in one line: what asked for the memory, and which options make it less."""
+"""An out-of-memory error in one line: what needs the memory, and which settings reduce it."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,33 +8,40 @@ from contextlib import contextmanager
 import torch
 
 from tost_lm.errors import TrainingError
-from tost_lm.parallel.heartbeat import Heartbeat
+from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan_memory import bytes_a_token, tokens_here
+from tost_lm.training.plan_memory import activation_bytes_per_token, tokens_in_memory, weights_and_optimizer
 
-TORCH_SAYS = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
+TORCH_MESSAGES = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 @contextmanager
-def telling_what_needs_memory(config: PretrainConfig, heart: Heartbeat) -> Iterator[None]:
+def explain_out_of_memory(config: PretrainConfig, heartbeat: Heartbeat) -> Iterator[None]:
     """Raises TrainingError in place of an out-of-memory error."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not full and not any(text in str(error) for text in TORCH_SAYS):
+        if not full and not any(text in str(error) for text in TORCH_MESSAGES):
             raise
-        where = f"{heart.last.phase}, step {heart.last.step}"
+        where = f"{heartbeat.last.phase}, step {heartbeat.last.step}"
         raise TrainingError(
-            f"rank {heart.last.rank} ({socket.gethostname()}) is out of memory ({where}): {_needs(config)}"
+            f"rank {heartbeat.last.rank} ({socket.gethostname()}) is out of memory ({where}): {_needs(config)}"
         ) from None
 
 
 def _needs(config: PretrainConfig) -> str:
-    rows, tokens = config.train.micro_batch_sequences, config.train.sequence_tokens // config.parallel.sequence
-    kept = bytes_a_token(config) * tokens_here(config) / 1e9
+    model = sum(weights_and_optimizer(config, int(os.environ.get("WORLD_SIZE", "1")))) / 1e9
+    kept = activation_bytes_per_token(config) * tokens_in_memory(config) / 1e9
+    rows, tokens = config.train.micro_batch_size, config.tile_tokens // config.parallel.sequence
+    if model > kept:
+        fix = "use a smaller model (model.width, layers, vocab_size, max_positions) or increase parallelism"
+    else:
+        fix = (
+            "lower train.micro_batch_size or memory.tile_tokens, enable memory.activation_checkpointing, or increase "
+            "parallelism"
+        )
     return (
-        f"of a micro-batch of {rows} × {tokens} tokens here {kept:.2f} GB are kept for the backward; lower "
-        "train.micro_batch_sequences or memory.tile_tokens, compute again (memory.recompute), or share more out: "
-        "parallel.sequence, parallel.tensor, parallel.zero_stage; python -m pretrain.plan shows what needs how much"
+        f"weights and optimizer take {model:,.2f} GB, and the activations of {rows} × {tokens} tokens {kept:,.2f} GB; "
+        f"{fix} (parallel.sequence, parallel.tensor, parallel.zero_stage); python -m pretrain.plan shows all memory"
     )

@@ -1,4 +1,4 @@
-"""What a run tells of itself, all by rank 0: lines, rows of metrics, validation, evaluations and events, and wandb."""
+"""Logging of a run, all by rank 0: log lines, rows of metrics, validation, evaluations and events, and wandb."""
 
 import json
 import resource
@@ -12,33 +12,33 @@ from typing import Any, TextIO
 import torch
 
 from tost_lm.errors import TrainingError
-from tost_lm.model.flops import peak_flops, training_flops_per_token
+from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import drop_rows_after
 from tost_lm.training.wandb_sink import open_wandb
 
 ROWS = ("metrics", "validation", "evaluations", "events")
-"""What has a JSONL file of its own."""
+"""Each has its own JSONL file."""
 
 
 class Metrics:
-    """Opened when the run folder is there; rows of steps after `progress`, left by a killed launch, are dropped."""
+    """Opened once the run folder exists; rows of steps after `progress`, which a killed launch wrote, are dropped."""
 
     def __init__(
         self, config: PretrainConfig, progress: Progress | None, world_size: int, device: torch.device
     ) -> None:
         """
         Args:
-            progress: of the checkpoint that the run goes on from; None: it begins.
+            progress: of the checkpoint to resume from; None: the run starts.
             world_size: ranks, each with a device.
-            device: that of this rank.
+            device: of this rank.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
         """
         self._config, self._world_size, self._device = config, world_size, device
-        self._flops_per_token = training_flops_per_token(config.model, config.train.sequence_tokens)
+        self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
         cuda = device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
 
@@ -49,7 +49,7 @@ class Metrics:
         )
         self._wandb_id = progress.wandb_run_id if progress else ""
         by_step = _with_evaluations(kept["metrics"], kept["evaluations"])
-        self._wandb = open_wandb(config, self._wandb_id, by_step, kept["validation"], self.say)
+        self._wandb = open_wandb(config, self._wandb_id, by_step, kept["validation"], self.log)
 
         seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()
@@ -59,17 +59,19 @@ class Metrics:
 
     @property
     def wandb_run_id(self) -> str:
-        """For checkpoints, so that all launches of a run are one in wandb; empty while there was none."""
+        """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
         return self._wandb.run_id if self._wandb else self._wandb_id
 
-    def say(self, line: str) -> None:
-        """Print a line and keep it in log.txt."""
-        print(line, flush=True)
-        with _naming(self._log):
-            print(line, file=self._log, flush=True)
+    def log(self, text: str) -> None:
+        """Print a text, and append it to log.txt with the time in front of each line."""
+        print(text, flush=True)
+        with _explain_write_errors(self._log):
+            for line in text.splitlines():
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
+            self._log.flush()
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
-        """Record the state after `step` steps; rates are over the steps since the last record, pauses left out."""
+        """Record the state after `step` steps; rates cover the steps since the last record, without pauses."""
         now, batch_tokens = time.perf_counter(), self._config.batch_tokens
         trained = now - self._last_time - self._paused_in_window
         tokens_per_second = (step - self._last_step) * batch_tokens / trained
@@ -94,38 +96,38 @@ class Metrics:
         self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
-        self.say(
+        self.log(
             f"step {step}/{self._config.train.steps}  loss {loss:.4f}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
             f"{each:,.0f} tokens/s/device  {self._use_of_device(row)}  ETA {eta}"
         )
         self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
 
     def validation(self, row: dict[str, Any]) -> None:
-        """Record a measurement: step, loss (nats per token), position_ends, loss_by_position and what else there is."""
+        """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
         recorded = _append(self._validation_rows, row)
         if self._wandb:
             self._wandb.validation(recorded)
-        self.say(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
+        self.log(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Record a measurement on a test set: step, protocol, headline (which of the figures is told) and figures, of
-        the headline with its standard error."""
+        """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard
+        error of the headline."""
         recorded = _append(self._evaluation_rows, row)
         if self._wandb:
             self._wandb.metrics(_headline_values(recorded))
         figure, error = (f"{row[key]:.5g}" for key in (row["headline"], f"{row['headline']}_standard_error"))
-        self.say(
+        self.log(
             f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {row['headline'].replace('_', ' ')} "
             f"{figure} ± {error}"
         )
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Record something that does not happen at every step."""
+        """Record an event, such as a skipped step or a resume."""
         _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is not training: it counts as time of the run, and not in tokens per second."""
+        """Time that is part of the run but not of its throughput."""
         since = time.perf_counter()
         try:
             yield
@@ -133,7 +135,7 @@ class Metrics:
             self._paused_in_window += time.perf_counter() - since
 
     def close(self) -> None:
-        """Waits until wandb has every row."""
+        """Wait until wandb has every row, and close the files."""
         if self._wandb:
             self._wandb.close()
         for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
@@ -144,12 +146,12 @@ class Metrics:
         return f"{text}  HBM {row['memory_peak_bytes'] / 1e9:.1f} GB" if self._device.type == "cuda" else text
 
 
-class Silence:
-    """What ranks other than 0 record: nothing."""
+class NullMetrics:
+    """The metrics of ranks other than 0: nothing is recorded."""
 
     wandb_run_id = ""
 
-    def say(self, line: str) -> None: ...
+    def log(self, text: str) -> None: ...
     def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None: ...
     def validation(self, row: dict[str, Any]) -> None: ...
     def evaluation(self, row: dict[str, Any]) -> None: ...
@@ -161,22 +163,22 @@ class Silence:
 
 
 def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
-    """Add a row, and return it as it is read back: JSON has no NaN and no infinity, so they are null."""
+    """Append a row, and return it as JSON reads it back: NaN and infinity become null."""
     recorded = json.loads(json.dumps(row), parse_constant=lambda name: None)
-    with _naming(file):
+    with _explain_write_errors(file):
         file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
         file.flush()
     return recorded
 
 
 def _headline_values(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """What wandb shows of a row of evaluations.jsonl, in one with the metrics of its step."""
+    """The values of a row of evaluations.jsonl that wandb shows beside the metrics of the same step."""
     headline = evaluation["headline"]
     return {"step": evaluation["step"], f"evaluation/{evaluation['protocol']}/{headline}": evaluation[headline]}
 
 
 def _with_evaluations(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl with the headlines of their steps, and rows of those alone; in no order."""
+    """Rows of metrics.jsonl merged with the headlines of the same steps; in no order."""
     rows = {row["step"]: row for row in metrics}
     for evaluation in evaluations:
         rows[evaluation["step"]] = {**rows.get(evaluation["step"], {}), **_headline_values(evaluation)}
@@ -184,19 +186,19 @@ def _with_evaluations(metrics: list[dict[str, Any]], evaluations: list[dict[str,
 
 
 @contextmanager
-def _naming(file: TextIO) -> Iterator[None]:
+def _explain_write_errors(file: TextIO) -> Iterator[None]:
     """Raises TrainingError when a line cannot be written."""
     try:
         yield
     except OSError as error:
         raise TrainingError(
-            f"{file.name}: cannot be written: {error.strerror}; mend that and start again: the run goes on from its "
+            f"{file.name}: cannot be written: {error.strerror}; fix that and run the same command to resume from the "
             "newest complete checkpoint"
         ) from None
 
 
 def _memory_peak(device: torch.device) -> int:
-    """Bytes: on a GPU of tensors since it was asked last, else of this process."""
+    """Peak memory in bytes: on a GPU of tensors since the last call, else of this process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
-"""What a pre-training run will take on a cluster, from the settings alone: work, traffic, time, and what would fit.
+"""Resource plan of a pre-training run on a cluster, from the settings alone: FLOPs, traffic, time, and what fits.
 
-Times are sums: nothing is taken to overlap. How near the hardware comes to its published figures is a setting
-(`cluster.achieved_flops`, `cluster.achieved_bandwidth`), not a measurement.
+Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
+settings (`cluster.achieved_flops`, `cluster.achieved_bandwidth`), not measurements.
 """
 
 import math
@@ -14,59 +14,58 @@ from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     BUCKET,
     ELEMENT_BYTES,
-    LOGITS_BYTES,
-    fullest,
-    held_here,
     largest_tile,
-    numbers_here,
-    tokens_here,
+    micro_batch_tokens,
+    parameters_per_rank,
+    peak_moment,
+    tokens_in_memory,
     weights_and_optimizer,
 )
 
-OPERATIONS = 80  # of a layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
-CHECKPOINT_BYTES = 12  # a parameter: the weight and AdamW's two moments, float32
+OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
 
 
-class Sending(NamedTuple):
-    """Collectives of one kind, of a rank in a step."""
+class Collectives(NamedTuple):
+    """The collectives of one kind that a rank calls in a step."""
 
-    what: str
+    content: str
     kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     calls: float
-    handed: float
-    """Bytes that the rank hands over in all these calls."""
+    input_bytes: float
+    """Of all these calls on this rank."""
     ranks: int
-    """That take part."""
+    """Size of the group."""
     stride: int
-    """Ranks from one of them to the next."""
+    """Difference between consecutive ranks of the group."""
 
     @property
-    def on_link(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that leave the rank, in a ring."""
         others = self.ranks - 1
-        shares = {"all-gather": others, "reduce-scatter": others / self.ranks, "all-reduce": 2 * others / self.ranks}
-        return self.handed * shares[self.kind]
+        factors = {"all-gather": others, "reduce-scatter": others / self.ranks, "all-reduce": 2 * others / self.ranks}
+        return self.input_bytes * factors[self.kind]
 
     def seconds(self, cluster: ClusterConfig) -> float:
-        """Nodes are crossed once by each ring; the groups that a node has side by side share its network."""
+        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network."""
         rate = cluster.link_gb_s
         if self.ranks * self.stride > cluster.gpus_per_node:
             rate = min(rate, cluster.network_gb_s / min(self.stride, cluster.gpus_per_node))
-        return self.on_link / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
+        return self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
 
 
 class Step(NamedTuple):
-    """Seconds of an optimizer step, by what they are spent on."""
+    """Seconds of an optimizer step, by use."""
 
     products: float
     operator: float
     elementwise: float
-    launching: float
-    """What starting all these takes longer than they do."""
+    launches: float
+    """Time by which kernel launches exceed the three before."""
     optimizer: float
     communication: float
 
@@ -75,28 +74,28 @@ class Step(NamedTuple):
         return sum(self)
 
 
-def work(config: PlanConfig) -> FlopsPerToken:
-    """Operations a token, forward and backward."""
-    return flops_per_token(config.model, config.train.sequence_tokens)
+def model_flops(config: PlanConfig) -> FlopsPerToken:
+    """FLOPs per token without recomputation."""
+    return flops_per_token(config.model, config.train.seq_len)
 
 
 def step_seconds(config: PlanConfig) -> Step:
-    """Raises ConfigError when the device's peak is not known, or the ranks do not fit."""
-    cluster, flops = config.cluster, work(config)
-    tokens = config.batch_tokens / cluster.ranks  # of a rank, were all work shared out
+    """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
+    cluster, flops = config.cluster, model_flops(config)
+    tokens = config.batch_tokens / cluster.ranks  # per rank
     bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_bandwidth
-    again = products_again(config)
+    again = recomputed_flops(config)
     products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
-    operator = operator_bytes_a_token(config) * tokens / bandwidth
-    elementwise = elementwise_bytes_a_token(config) * tokens / bandwidth
+    operator = operator_bytes_per_token(config) * tokens / bandwidth
+    elementwise = elementwise_bytes_per_token(config) * tokens / bandwidth
     launches = config.micro_batches * tiles(config) * config.model.layers * OPERATIONS * cluster.launch_us * 1e-6
     return Step(
         products,
         operator,
         elementwise,
-        launching=max(0.0, launches - products - operator - elementwise),
+        launches=max(0.0, launches - products - operator - elementwise),
         optimizer=optimizer_bytes(config) / bandwidth,
-        communication=sum(sending.seconds(cluster) for sending in sendings(config)),
+        communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
 
 
@@ -105,236 +104,231 @@ def peak(config: PlanConfig) -> float:
     cluster = config.cluster
     known = (cluster.peak_tflops and cluster.peak_tflops * 1e12) or peak_flops(cluster.device, config.train.dtype)
     if known is None:
-        raise ConfigError(f"cluster.device {cluster.device!r} is not known: set cluster.peak_tflops")
+        raise ConfigError(f"cluster.device {cluster.device!r}: its peak FLOP/s is unknown; set cluster.peak_tflops")
     return known
 
 
 def tiles(config: PlanConfig) -> int:
-    """Of a row."""
-    return math.ceil(config.row_tokens / config.held_tokens)
+    """Tiles of a row."""
+    return math.ceil(config.row_tokens / config.tile_tokens)
 
 
-def read_twice(config: PlanConfig) -> float:
-    """Share of the tokens that are read once more, for the states between tiles: those of all tiles but the last."""
-    before_last = (tiles(config) - 1) * config.held_tokens
+def fraction_computed_twice(config: PlanConfig) -> float:
+    """Fraction of tokens with a second forward, which computes the states between tiles: all tiles but the last."""
+    before_last = (tiles(config) - 1) * config.tile_tokens
     return 0.0 if config.train.truncate_tokens else before_last / config.row_tokens
 
 
 def forwards_for_backward(config: PlanConfig) -> int:
-    """How often a block's forward is computed from its tile's state on."""
-    return 2 if config.memory.recompute == "blocks" else 1
+    """Forwards of a block in the pass with the backward."""
+    return 2 if config.memory.activation_checkpointing == "full" else 1
 
 
 def forwards(config: PlanConfig) -> float:
-    """How often a block's forward is computed."""
-    return forwards_for_backward(config) + read_twice(config)
+    """Forwards of a block per token, on average."""
+    return forwards_for_backward(config) + fraction_computed_twice(config)
 
 
-def mlp_portions(config: PlanConfig) -> int:
-    """Of the tokens of a row in a rank's residual stream."""
-    tokens = math.ceil(config.held_tokens / config.parallel.sequence / config.parallel.tensor)
-    return math.ceil(tokens / (config.memory.mlp_tokens or tokens))
+def mlp_tiles(config: PlanConfig) -> int:
+    """MLP tiles of a row in a rank's residual stream."""
+    tokens = math.ceil(config.tile_tokens / config.parallel.sequence / config.parallel.tensor)
+    return math.ceil(tokens / (config.memory.mlp_tile_tokens or tokens))
 
 
 def mlp_forwards(config: PlanConfig) -> float:
-    """Portions, taken as equal, are computed again by themselves; a block that is so stops at the last one's input."""
-    if config.memory.mlp_tokens is None:
+    """Forwards of an MLP per token. MLP tiles of equal size are recomputed one by one; a recomputed block stops before
+    its last MLP tile."""
+    if config.memory.mlp_tile_tokens is None:
         return forwards(config)
-    return forwards(config) + 1 - (forwards_for_backward(config) - 1) / mlp_portions(config)
+    return forwards(config) + 1 - (forwards_for_backward(config) - 1) / mlp_tiles(config)
 
 
-def products_again(config: PlanConfig) -> float:
-    """Operations a token that the backward computes again."""
-    model, flops = config.model, work(config)
+def recomputed_flops(config: PlanConfig) -> float:
+    """FLOPs per token that are recomputed."""
+    model, flops = config.model, model_flops(config)
     forward = flops.products.forward + flops.attention.forward - 2 * model.vocab_size * model.width
     mlps = 16 * model.layers * model.width**2
     return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
 
 
-def operator_bytes_a_token(config: PlanConfig) -> float:
-    """What the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`)."""
+def operator_bytes_per_token(config: PlanConfig) -> float:
+    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`)."""
     e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
     forward, backward = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H
     return layers_by_letter(config.model)["T"] * (forwards(config) * forward + backward)
 
 
-def elementwise_bytes_a_token(config: PlanConfig) -> float:
-    """What runs outside products and operator reads and writes, an eager operation at a time.
+def elementwise_bytes_per_token(config: PlanConfig) -> float:
+    """Bytes per token that eager operations outside products and operator read and write.
 
-    Each half of a layer, in tensors of e·C: its norm 2 and 3, residual sum 3 and 3, LayerScale 2 and 6; GELU 8 and 12.
-    The loss, in V: largest, difference, exponential, sum and gradient in float32 32, to and from bfloat16 12; and the
-    gradient of its weight, summed over portions, 8 (in bfloat16 10) a portion and channel.
+    Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
+    LayerScale 2 and 6, GELU 8 and 12. The loss, in units of V bytes: maximum, difference, exponential, sum and gradient
+    in float32 32, conversion to and from bfloat16 12, and the sum of its weight's gradient over tiles of logits 8 (in
+    bfloat16 10) per tile and channel.
     """
     e, model = ELEMENT_BYTES[config.train.dtype], config.model
     forward, backward = (7, 12) if model.layer_scale else (5, 6)
     half = forwards(config) * forward + backward
     mlp_half = mlp_forwards(config) * (forward + 8) + backward + 12
-    words = model.vocab_size / config.parallel.tensor
-    portion = min(held_here(config), LOGITS_BYTES / (words * (4 if e == 4 else 6)))
-    loss = (32 + 8 * model.width / portion) if e == 4 else (44 + 10 * model.width / portion)
+    vocabulary = model.vocab_size / config.parallel.tensor
+    tile = min(tokens_in_memory(config), LOGITS_BYTES / (vocabulary * (4 if e == 4 else 6)))
+    loss = (32 + 8 * model.width / tile) if e == 4 else (44 + 10 * model.width / tile)
     return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
 
 
 def optimizer_bytes(config: PlanConfig) -> float:
-    """What a rank's update reads and writes: gradient, weight and two moments in, the last three out."""
-    parts = numbers_here(config)
-    share = 1 if config.parallel.zero_stage == 0 else config.parallel.tensor / config.cluster.ranks
-    return 28 * parts * share
+    """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three."""
+    fraction = 1 if config.parallel.zero_stage == 0 else config.parallel.tensor / config.cluster.ranks
+    return 28 * parameters_per_rank(config) * fraction
 
 
-def sendings(config: PlanConfig) -> list[Sending]:
-    """All collectives of a rank in a step. Raises ConfigError when ranks or batch cannot be shared out evenly."""
+def collectives(config: PlanConfig) -> list[Collectives]:
+    """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
     found = [*_of_replicas(config), *_of_tensor_ranks(config), *_of_sequence_ranks(config)]
-    return [sending for sending in found if sending.ranks > 1]
+    return [one for one in found if one.ranks > 1]
 
 
-def _of_replicas(config: PlanConfig) -> Iterator[Sending]:
-    """DeepSpeed's, over data × sequence ranks; stages 1 and 2 reduce gradients on all, 2 every micro-batch."""
-    n, e, tensor = numbers_here(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
+def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
+    """DeepSpeed's collectives over data × sequence ranks. Stage 2 reduces gradients after every micro-batch."""
+    n, e, tensor = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
     stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
     buckets = math.ceil(n / BUCKET)
     if stage < 3:
         times = micro_batches if stage == 2 else 1
-        yield Sending("gradients", "all-reduce", times * buckets, times * 4 * n, replicas, tensor)
+        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * n, replicas, tensor)
         if stage:
-            yield Sending("weights", "all-gather", 2, e * n / replicas, replicas, tensor)
+            yield Collectives("weights", "all-gather", 2, e * n / replicas, replicas, tensor)
         return
-    tensors = 10 * config.model.layers  # gathered one by one, at most twice a micro-batch
-    yield Sending(
+    tensors = 10 * config.model.layers  # gathered one by one, at most twice per micro-batch
+    yield Collectives(
         "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
     )
-    yield Sending("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
+    yield Collectives("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
 
 
-def _of_tensor_ranks(config: PlanConfig) -> Iterator[Sending]:
-    """Megatron's, with its sequence parallelism: the residual stream is gathered before each pair of linears and
-    scattered after it, gathered once more in the backward for the weights' gradients, and both again where a block or
-    an MLP is computed again. Ours: one number a token for the softmax over heads, and three backward, and two for the
-    loss; gradients of what every rank has whole."""
-    model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, tokens_here(config)
+def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Megatron-Core's collectives, with its sequence parallelism, and our own.
+
+    The residual stream is gathered before each pair of linear layers and scattered after it. The backward gathers it
+    once more for the weights' gradients. A recomputed block or MLP repeats its collectives. Our own send one number per
+    token for the softmax over heads, three in its backward, two for the loss, and gradients of replicated parameters.
+    """
+    model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
-    layers, tssa, parts = model.layers, layers_by_letter(model)["T"], parameters(model)
-    mixers, mlps, portions = layers * forwards(config), layers * mlp_forwards(config), mlp_portions(config)
-    whole = (4 if model.layer_scale else 2) * layers + 1 + (parts.positions > 0)
-    # Of mixers, embedding and head, and of MLPs.
-    whole_rows, in_portions = mixers + 2 * layers + 2, mlps + 2 * layers
-    calls, handed = whole_rows + portions * in_portions, (whole_rows + in_portions) * stream / ranks
-    yield Sending("residual stream", "all-gather", k * calls, k * handed, ranks, 1)
-    whole_rows, in_portions = mixers + layers + 2, mlps + layers
-    calls, handed = whole_rows + portions * in_portions, (whole_rows + in_portions) * stream
-    yield Sending("residual stream", "reduce-scatter", k * calls, k * handed, ranks, 1)
-    yield Sending("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
+    layers, tssa, counts = model.layers, layers_by_letter(model)["T"], parameters(model)
+    mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
+    replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
+    # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
+    whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
+    yield Collectives("residual stream", "all-gather", k * calls, k * sizes, ranks, 1)
+    whole_rows, in_tiles = mixers + layers + 2, mlps + layers
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
+    yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
+    yield Collectives("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
     loss_calls = math.ceil(M * model.vocab_size / ranks * (4 if config.train.dtype == "float32" else 6) / LOGITS_BYTES)
-    yield Sending("loss", "all-gather", k * loss_calls, k * 8 * M, ranks, 1)
-    yield Sending("norms, positions", "all-reduce", k * whole, k * 4 * (parts.positions + parts.scales), ranks, 1)
+    yield Collectives("loss", "all-gather", k * loss_calls, k * 8 * M, ranks, 1)
+    yield Collectives(
+        "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
+    )
 
 
-def _of_sequence_ranks(config: PlanConfig) -> Iterator[Sending]:
-    """Statistics of T layers, 8·(2C + H) bytes a row whatever the length, and a tile; keys and values of A layers.
-    In the forward both are sent again for the tiles that are read twice."""
+def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, and keys and values of A layers.
+
+    The forward sends both again for tiles that are computed twice.
+    """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
-    rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_sequences
-    statistics = 4 * (2 * model.width + model.heads) / tensor * rows  # one way
-    ways = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
-    calls = 2 * ways * k * layers["T"]
-    yield Sending("sequence statistics", "all-gather", calls, k * layers["T"] * ways * statistics, ranks, tensor)
+    rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
+    statistics = 4 * (2 * model.width + model.heads) / tensor * rows  # in one pass
+    passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
+    calls = 2 * passes * k * layers["T"]
+    yield Collectives("sequence statistics", "all-gather", calls, k * layers["T"] * passes * statistics, ranks, tensor)
     if layers["A"]:
-        key_value, calls = 2 * tokens_here(config) * model.width / tensor, k * layers["A"] * tiles(config)
+        key_value, calls = 2 * micro_batch_tokens(config) * model.width / tensor, k * layers["A"] * tiles(config)
         e, times = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        again = 1 + read_twice(config)
-        yield Sending("keys and values", "all-gather", calls * again, times * again * e * key_value, ranks, tensor)
-        yield Sending("their gradients", "reduce-scatter", calls, times * 4 * key_value * ranks, ranks, tensor)
+        again = 1 + fraction_computed_twice(config)
+        yield Collectives("keys and values", "all-gather", calls * again, times * again * e * key_value, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", calls, times * 4 * key_value * ranks, ranks, tensor)
 
 
 def host_bytes(config: PlanConfig) -> float:
-    """Of the node with rank 0: the copy that an asynchronous checkpoint is written from, and what is offloaded."""
-    copy = CHECKPOINT_BYTES * parameters(config.model).total if config.checkpoint.asynchronous else 0
+    """Host memory of the node with rank 0: the copy for an asynchronous save, and offloaded state."""
+    copy = CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model).total if config.checkpoint.asynchronous else 0
     if config.parallel.offload == "none":
         return copy
     _, optimizer = weights_and_optimizer(config, config.cluster.ranks)
-    part = numbers_here(config) * config.parallel.tensor / config.cluster.ranks
-    weights = ELEMENT_BYTES[config.train.dtype] * part if config.parallel.offload == "all" else 0
-    return copy + config.cluster.gpus_per_node * (optimizer + 4 * part + weights)
+    partition = parameters_per_rank(config) * config.parallel.tensor / config.cluster.ranks
+    weights = ELEMENT_BYTES[config.train.dtype] * partition if config.parallel.offload == "all" else 0
+    return copy + config.cluster.gpus_per_node * (optimizer + 4 * partition + weights)
 
 
 def gpu_bytes(config: PlanConfig) -> float:
-    """Of a GPU at its fullest, with what is reserved."""
-    return fullest(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
+    """Peak memory of a GPU, with `cluster.reserved_gb`."""
+    return peak_moment(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
 
 
 def with_tile_size(config: PlanConfig) -> PlanConfig:
-    """With a number for memory.tile_tokens = auto. Raises ConfigError when no tile fits."""
-    return _in_tiles(config) if config.memory.tile_tokens == "auto" else config
+    """The configuration with a number for memory.tile_tokens = auto. Raises ConfigError when no tile fits."""
+    return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config
 
 
-def _in_tiles(config: PlanConfig) -> PlanConfig:
+def _with_largest_tile(config: PlanConfig) -> PlanConfig:
     cluster = config.cluster
     return largest_tile(config, cluster.ranks, (cluster.memory_gb - cluster.reserved_gb) * 1e9)
 
 
-def what_does_not_fit(config: PlanConfig) -> str | None:
-    """What is too large, and the settings nearest to these that fit; None: all fits."""
+def memory_problem(config: PlanConfig) -> str | None:
+    """The memory that is too small, and the nearest settings that fit; None: the plan fits."""
     cluster = config.cluster
     if gpu_bytes(config) > cluster.memory_gb * 1e9:
-        needed = f"a GPU would need {gpu_bytes(config) / 1e9:.1f} GB of cluster.memory_gb {cluster.memory_gb:g}"
+        problem = f"a GPU needs {gpu_bytes(config) / 1e9:.1f} GB, more than cluster.memory_gb {cluster.memory_gb:g}"
         for changes, other in alternatives(config):
             if gpu_bytes(other) <= cluster.memory_gb * 1e9:
-                return f"{needed}; what fits: {changes} ({gpu_bytes(other) / 1e9:.1f} GB)"
+                return f"{problem}; set {changes} ({gpu_bytes(other) / 1e9:.1f} GB)"
         return (
-            f"{needed}, and no micro-batch, ZeRO stage, recomputation, tiles, sequence or tensor ranks of these "
-            f"{cluster.ranks} GPUs fit: plan for more of them or larger ones"
+            f"{problem}, and no micro-batch size, ZeRO stage, activation checkpointing, tiles, sequence or tensor "
+            f"ranks on {cluster.ranks} GPUs fit; raise cluster.nodes or choose larger GPUs"
         )
     if host_bytes(config) > cluster.host_memory_gb * 1e9:
-        needed = f"{host_bytes(config) / 1e9:.0f} GB of cluster.host_memory_gb {cluster.host_memory_gb:g}"
-        return f"a node would need {needed}: set checkpoint.asynchronous=false or parallel.offload=none"
+        problem = f"{host_bytes(config) / 1e9:.0f} GB, more than cluster.host_memory_gb {cluster.host_memory_gb:g}"
+        return f"a node needs {problem}; set checkpoint.asynchronous=false or parallel.offload=none"
     return None
 
 
-def require_even_shares(config: PlanConfig) -> None:
-    """Raises ConfigError when ranks or batch cannot be shared out evenly, with settings that can."""
-    try:
-        config.accumulation(config.cluster.ranks)
-    except ConfigError as error:
-        ways = [changes for changes, _ in alternatives(config)][:1]
-        parallel, batch = config.parallel, config.train.batch_sequences
-        if config.cluster.ranks % (parallel.tensor * parallel.sequence) == 0:
-            data_ranks = parallel.data_ranks(config.cluster.ranks)
-            larger = {"batch_sequences": -(-batch // data_ranks) * data_ranks, "micro_batch_sequences": 1}
-            if larger["batch_sequences"] != batch and _can_be_shared(_changed(config, train=larger)):
-                ways.append(" ".join(f"train.{key}={value}" for key, value in larger.items()))
-        raise ConfigError(f"{error}{'; what can: ' * bool(ways)}{', or '.join(ways)}") from None
-
-
 def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
-    """Settings as overrides, those that cost little first: the micro-batch is made smaller, then the ZeRO stage is
-    raised, then blocks are computed again or rows cut into tiles, then sequence ranks are added, then tensor ranks."""
+    """Overrides that reduce memory and the resulting settings, the cheapest first.
+
+    The order is a smaller micro-batch, a higher ZeRO stage, activation checkpointing, tiles, more sequence ranks, more
+    tensor ranks.
+    """
     train, parallel, ranks = config.train, config.parallel, config.cluster.ranks
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
-    sequences = [n for n in range(parallel.sequence, train.sequence_tokens + 1) if n % parallel.sequence == 0]
+    sequences = [n for n in range(parallel.sequence, train.seq_len + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
         if obstacle_to_tensor_ranks(config.model, tensor):
             continue
         tiled = tiles(config) > 1
         for stage in range(parallel.zero_stage, 3 if tiled else 4):
-            for micro_batch in range(train.micro_batch_sequences, 0, -1):
+            for micro_batch in range(train.micro_batch_size, 0, -1):
                 other = _changed(
                     config,
-                    train={"micro_batch_sequences": micro_batch},
+                    train={"micro_batch_size": micro_batch},
                     parallel={"zero_stage": stage, "sequence": sequence, "tensor": tensor},
                 )
                 changes = [line.split(": ")[0] for line in differences(config, other)]
-                if changes and _can_be_shared(other):
+                if changes and _batch_is_divisible(other):
                     new = dict(leaves(other.model_dump()))
                     yield " ".join(f"{path}={new[path]}" for path in changes), other
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
-        if config.memory.recompute == "nothing" and _can_be_shared(config):
-            yield "memory.recompute=blocks", _changed(config, memory={"recompute": "blocks"})
+        if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
+            yield "memory.activation_checkpointing=full", _changed(config, memory={"activation_checkpointing": "full"})
         if not tiled and parallel.zero_stage < 3:
             with suppress(ConfigError):
-                if config.model.obstacle_to_tiles is None and _can_be_shared(config):
-                    other = _in_tiles(config)
+                if config.model.obstacle_to_tiles is None and _batch_is_divisible(config):
+                    other = _with_largest_tile(config)
                     yield f"memory.tile_tokens={other.memory.tile_tokens}", other
 
 
@@ -344,7 +338,7 @@ def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:
     )
 
 
-def _can_be_shared(config: PlanConfig) -> bool:
+def _batch_is_divisible(config: PlanConfig) -> bool:
     try:
         return config.micro_batches > 0
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Settings of a plan: those of a run, and the machines it is planned for."""
+"""Settings of a resource plan: those of a run, and the cluster."""
 
 from typing import Any, Literal
 
@@ -21,40 +21,40 @@ CLUSTERS: dict[Preset, dict[str, Any]] = {
 
 
 class ClusterConfig(Section):
-    """The machines that a run is planned for."""
+    """The cluster that the run is planned for."""
 
     preset: Preset = "h100-sxm"
-    """Fills device and the figures of its memory, links and host with published values; a key given beside it wins."""
+    """Published values of device, memory, links and host; other keys override them."""
     nodes: int = Field(default=1, gt=0)
-    """How many machines."""
+    """Number of nodes."""
     gpus_per_node: int = Field(default=8, gt=0)
-    """Ranks of each."""
+    """GPUs, and ranks, per node."""
     device: str
-    """The GPU as torch.cuda.get_device_name() gives it: its peak follows from that."""
+    """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Of dense products in train.dtype; without it as published for the device."""
+    """Peak of dense matrix products in train.dtype, in TFLOP/s; without it the published value of the device."""
     memory_gb: float = Field(gt=0)
-    """Memory of a GPU, in 10⁹ bytes, as all GB here."""
+    """Memory of a GPU in GB (10⁹ bytes, as everywhere here)."""
     reserved_gb: float = Field(default=4.0, ge=0)
-    """Of that, what CUDA, NCCL and libraries take, and the allocator cannot use."""
+    """GPU memory in GB that CUDA, NCCL, libraries and fragmentation take."""
     memory_gb_s: float = Field(gt=0)
-    """Bandwidth of a GPU's memory."""
+    """Memory bandwidth of a GPU in GB/s."""
     link_gb_s: float = Field(gt=0)
-    """Bandwidth of a GPU to the others of its node, one way."""
+    """Bandwidth of a GPU to the other GPUs of its node, one direction, in GB/s."""
     network_gb_s: float = Field(gt=0)
-    """Bandwidth of a node to the others, all its adapters together, one way."""
+    """Bandwidth of a node to other nodes, all adapters together, one direction, in GB/s."""
     host_memory_gb: float = Field(gt=0)
-    """Memory of a node outside its GPUs."""
+    """Host memory of a node in GB."""
     disk_gb_s: float = Field(default=2.0, gt=0)
-    """What one rank writes to the shared file system."""
+    """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.4, gt=0, le=1)
-    """Share of the peak that products are taken to reach."""
+    """Assumed fraction of the peak FLOP/s that matrix products reach."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
-    """Share of their bandwidth that memory, links and network are taken to reach."""
+    """Assumed fraction of their bandwidth that memory, links and network reach."""
     latency_us: float = Field(default=20.0, ge=0)
-    """Of a collective, however small."""
+    """Latency of a collective of any size in µs."""
     launch_us: float = Field(default=6.0, ge=0)
-    """What the host takes to start an operation; it decides where a GPU has little to do in each."""
+    """Time in µs in which the host launches one operation; it limits GPUs with small operations."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,11 +68,11 @@ class ClusterConfig(Section):
 
 
 class PlanConfig(PretrainConfig):
-    """What `pretrain.plan` reads: a file of `configs/pretrain/`, and the cluster beside it."""
+    """Settings of `pretrain.plan`: those of `pretrain.train`, and the cluster."""
 
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
 
     @property
     def micro_batches(self) -> int:
-        """Of a rank and step. Raises ConfigError when ranks or batch cannot be shared out evenly."""
+        """Micro-batches per rank and step. Raises ConfigError when the batch is not divisible by the ranks."""
         return self.accumulation(self.cluster.ranks)

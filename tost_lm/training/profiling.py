@@ -1,4 +1,4 @@
-"""A trace of some steps, for chrome://tracing and Perfetto."""
+"""Traces of training steps, for chrome://tracing and Perfetto."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """Traces the steps from the one to the other, both included, on each rank; without steps it does nothing.
+    """Traces the steps from `steps[0]` to `steps[1]`, both included, on each rank; None: none.
 
-    Steps are counted as in the log: the first is 1. A launch that begins or ends between the two traces its part.
+    Steps are counted from 1, as in the log. A launch that covers only some of them traces these.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int, device: torch.device) -> None:
@@ -35,15 +35,15 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, whole or not at all: rank_00000_steps_10-12.json.gz."""
+        """Write the trace, if there is one, atomically: rank_00000_steps_10-12.json.gz."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the kernels of the last step belong to it
+            torch.cuda.synchronize(self._device)  # include the last step's kernels
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank_{self._rank:05d}_steps_{self._first}-{self._last}.json.gz"
-        aside = path.with_name(f".{path.name}")
-        trace.export_chrome_trace(str(aside))
-        aside.replace(path)
+        temp_path = path.with_name(f".{path.name}")
+        trace.export_chrome_trace(str(temp_path))
+        temp_path.replace(path)

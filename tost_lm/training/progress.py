@@ -1,10 +1,11 @@
-"""How far a run is: what a checkpoint records beside weights and optimizer, as training.json."""
+"""The progress of a run, which a checkpoint stores in training.json."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tost_lm.errors import CheckpointError
+from tost_lm.errors import CheckpointError, TrainingError
 
 FILE_NAME = "training.json"
 
@@ -14,31 +15,40 @@ class Progress:
     """After a step, the same on every rank."""
 
     step: int
-    """Batches behind; the next step reads batch `step`."""
+    """Batches that were read; the next step reads batch `step`."""
     updates: int
-    """Of these, the ones that the optimizer applied; the rest was skipped."""
+    """Steps that the optimizer applied; the others were skipped."""
     skipped_in_a_row: int = 0
-    """The newest batches, when they were skipped."""
+    """Steps skipped since the last applied one."""
     recent: tuple[tuple[float, float], ...] = ()
-    """(loss, gradient norm) of the newest applied steps, oldest first, for those that judge the next by them."""
+    """(loss, gradient norm) of the newest applied steps, oldest first, for the spike guard."""
     validation_loss: float | None = None
-    """The newest measured, in nats per token."""
+    """The newest one, in nats per token."""
     wandb_run_id: str = ""
-    """Known to rank 0, which writes it down."""
+    """Set on rank 0, which writes the file."""
     shards_fingerprint: str = ""
     tokenizer_sha256: str = ""
 
     def write(self, folder: Path) -> None:
-        """Into a checkpoint folder. Floats come back to the bit."""
+        """Write training.json into a checkpoint folder. Floats are read back bit-exactly."""
         (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> "Progress":
-        """Of a checkpoint folder. Raises CheckpointError when it was written by another version."""
+        """Read training.json of a checkpoint folder. Raises CheckpointError when another version wrote it."""
         path = folder / FILE_NAME
         try:
             fields = json.loads(path.read_text())
             fields["recent"] = tuple(tuple(pair) for pair in fields["recent"])
             return cls(**fields)
         except (OSError, ValueError, KeyError, TypeError):
-            raise CheckpointError(f"{path}: not what this version writes; begin a run of another run.name") from None
+            raise CheckpointError(f"{path}: written by another version; start a run under another run.name") from None
+
+    def require_finite_validation(self, steps: int, run_folder: Path) -> None:
+        """Raises TrainingError after the last of `steps` steps if the validation loss is not finite."""
+        loss = self.validation_loss
+        if self.step >= steps and loss is not None and not math.isfinite(loss):
+            raise TrainingError(
+                f"{run_folder}: the validation loss after the last step is {loss}, so the model is unusable; lower "
+                "optim.lr and train under another run.name"
+            )

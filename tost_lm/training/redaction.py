@@ -1,4 +1,4 @@
-"""Settings and command lines as they may be recorded: without keys, tokens, secrets and passwords."""
+"""Redacts keys, tokens, secrets and passwords in settings and command lines before they are recorded."""
 
 import re
 from collections.abc import Sequence
@@ -6,21 +6,21 @@ from typing import Any
 
 MARK = "[redacted]"
 SECRET_WORDS = {"key", "keys", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd"}
-"""Of these a name consists in part. No plural of token: our settings count them."""
+"""A name that has one of these words is a secret. `tokens` is missing because settings count tokens."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_USER_IN_URL = re.compile(r"(:/{1,2})[^/\s]+@")  # a path has lost one of the two strokes
+_USER_IN_URL = re.compile(r"(:/{1,2})[^/\s]+@")  # pathlib turns // into /
 _PAIR = re.compile(r"""([\w.-]+["']?\s*[=:]\s*)("(?:\\.|[^"\\])*"|'[^']*'|[^\s,;&}\]]+)""")
 _ASSIGNMENT = re.compile(r"([\w.-]+=)(.*)", re.DOTALL)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting, variable or flag is named as one that holds a secret: hub.token, WANDB_API_KEY, apiKey."""
+    """Whether the name of a setting, variable or flag is that of a secret: hub.token, WANDB_API_KEY, apiKey."""
     return any(word.lower() in SECRET_WORDS for word in _WORD.findall(name))
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """The words of a command line; `name=value` and `--name value` lose their value where the name is a secret's."""
+    """The words of a command line without the values of secrets in `name=value` and `--name value`."""
     shown: list[str] = []
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""
@@ -34,7 +34,7 @@ def redact_command(words: Sequence[str]) -> list[str]:
 
 
 def redact_tree(tree: Any) -> Any:
-    """Settings in tables and lists; what is named as a secret is replaced whole, also a table."""
+    """Settings in tables and lists without the values, even tables, whose name is that of a secret."""
     if isinstance(tree, dict):
         return {
             redact_text(name): MARK if is_secret(name) and value is not None else redact_tree(value)
@@ -46,7 +46,7 @@ def redact_tree(tree: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Without the user and password of URLs, and the values in pairs like `token=abc` and `"token": "abc"`."""
+    """The text without user and password in URLs and secrets in pairs like `token=abc` and `"token": "abc"`."""
     return _PAIR.sub(_redact_pair, _USER_IN_URL.sub(rf"\1{MARK}@", text))
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay on disk, and whether there is room for the next."""
+"""Retention: which checkpoints of a run stay on disk, and whether the disk has space for more."""
 
 import math
 import shutil
@@ -11,48 +11,53 @@ from tost_lm.training.progress import Progress
 
 
 def prune(newest: Path, settings: CheckpointConfig) -> None:
-    """Delete what interrupted saves left, and the checkpoints up to `newest` that `settings` does not keep.
+    """Delete the remains of interrupted saves, and the checkpoints up to `newest` that `settings` does not keep.
 
-    Those after it are damaged ones that the run was resumed before; they do not count.
+    Checkpoints after `newest` are damaged, because the run resumed from an earlier one; they do not count.
     """
     folders = [folder for folder in step_folders(newest.parent.parent) if folder.name <= newest.name]
-    kept = {*folders[-settings.keep :], *_kept_for_good(folders, settings)}
+    kept = {*folders[-settings.keep_latest_k :], *_retained(folders, settings)}
     losses = {folder: loss for folder in folders if (loss := _validation_loss(folder)) is not None}
     if losses:
-        kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals, nearest to the measurement
+        kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals
     for folder in folders:
         if folder not in kept:
-            folder.rename(folder.with_name(f".{folder.name}.gone"))  # no reader finds half of it
+            folder.rename(folder.with_name(f".{folder.name}.gone"))  # no reader sees a half-deleted folder
     for leftover in newest.parent.glob(".step_*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # on NFS, what is still open stays until the next time
+        shutil.rmtree(leftover, ignore_errors=True)  # on NFS an open file stays until the next call
 
 
-def require_room(folder: Path, needed: int, settings: CheckpointConfig, what: str) -> None:
+def require_disk_space(folder: Path, needed: int, settings: CheckpointConfig, what: str) -> None:
     """Raises CheckpointError when the disk of `folder` has fewer free bytes than `what` needs."""
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise CheckpointError(
-            f"{folder}: {what} needs {needed:,} bytes, and {free:,} are free on its disk: free more or lower "
-            f"checkpoint.keep, now {settings.keep}"
+            f"{folder}: {what} needs {needed:,} bytes, and its disk has {free:,} free bytes; free space or lower "
+            f"checkpoint.keep_latest_k {settings.keep_latest_k}"
         )
 
 
-def require_room_for_run(config: PretrainConfig, checkpoint_bytes: int) -> None:
-    """Raises CheckpointError when the disk cannot hold the checkpoints that the run will have at one time."""
+def require_disk_space_for_run(config: PretrainConfig, checkpoint_bytes: int) -> None:
+    """Raises CheckpointError when the disk cannot hold the checkpoints that the run keeps at one time."""
     settings, folders = config.checkpoint, step_folders(config.run_folder)
-    step = _step(folders[-1]) if folders else 0
-    coming = {*range(settings.every, config.last_step, settings.every), config.last_step} - set(range(step + 1))
-    # Besides those kept there is the one being written, for none is deleted before it is whole.
-    at_once = settings.keep + 1 + (config.validation.every is not None)
-    for_good = [at for at in coming if settings.keep_every and at % settings.keep_every == 0]
-    new = min(len(coming), max(1, at_once - len(folders)) + len(for_good))
-    what = f"room for {new} more checkpoints" if new > 1 else "a checkpoint"
-    require_room(config.run_folder / "checkpoints", new * checkpoint_bytes, settings, what)
+    step, last = _step(folders[-1]) if folders else 0, config.last_step
+
+    def saves(every: int) -> int:
+        return len(range((step // every + 1) * every, last, every))
+
+    planned, retained = saves(settings.interval) + (step < last), 0
+    if retain := settings.retain_interval:
+        retained = saves(math.lcm(settings.interval, retain)) + (step < last and last % retain == 0)
+    # One more than those kept: the checkpoint being written, because none is deleted before it is complete.
+    at_once = settings.keep_latest_k + 1 + (config.validation.every is not None)
+    new = min(planned, max(1, at_once - len(folders)) + retained)
+    what = f"saving {new} more checkpoints" if new > 1 else "a checkpoint"
+    require_disk_space(config.run_folder / "checkpoints", new * checkpoint_bytes, settings, what)
 
 
-def _kept_for_good(folders: list[Path], settings: CheckpointConfig) -> list[Path]:
-    return [folder for folder in folders if settings.keep_every and _step(folder) % settings.keep_every == 0]
+def _retained(folders: list[Path], settings: CheckpointConfig) -> list[Path]:
+    return [folder for folder in folders if settings.retain_interval and _step(folder) % settings.retain_interval == 0]
 
 
 def _validation_loss(folder: Path) -> float | None:

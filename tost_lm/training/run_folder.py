@@ -1,4 +1,4 @@
-"""The folder of a run: the settings it was made with, its environment, its log and metrics."""
+"""The run folder: where a launch starts, its recorded settings and environment, and its rows of metrics."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import read_rows, write_rows, write_whole
+from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.checkpoint import find_checkpoint, step_folders
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.initial_weights import InitialWeights
@@ -23,77 +23,75 @@ from tost_lm.version import VERSION, git_commit
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 
 
-class Claim(NamedTuple):
-    """How a launch takes up its run folder."""
+class StartPoint(NamedTuple):
+    """What a launch starts from."""
 
     resume_from: Path | None
-    """The newest valid checkpoint; None: the run begins."""
-    restart_because: str = ""
-    """Why the run that is in the folder is set aside first; empty: it is not."""
-    seen: tuple[Path, ...] = ()
-    """The checkpoints that were there."""
+    """The newest valid checkpoint; None: the run starts from step 0."""
+    restart_reason: str = ""
+    """Why the old run in the folder is renamed first; empty: it is not."""
+    checkpoints: tuple[Path, ...] = ()
+    """The checkpoints that the folder had when this was determined."""
     initial_weights: InitialWeights | None = None
-    """What a run that begins begins from; None: it draws its weights."""
+    """Of a run that starts from step 0; None: they are drawn at random."""
 
     @property
     def weights_from(self) -> Path | None:
-        """The checkpoint whose weights the launch starts with; None: it draws them."""
+        """The checkpoint that has the first weights of the launch; None: they are drawn at random."""
         return self.resume_from or (self.initial_weights and self.initial_weights.folder)
 
 
-def claim_run_folder(config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None] = print) -> Claim:
-    """Find out how to take up the run folder; nothing is changed yet.
+def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[str], None] = print) -> StartPoint:
+    """Determine what a launch on shards of this fingerprint starts from; nothing is changed.
 
     Raises:
-        ConfigError: the folder holds a run of other settings (a line for each), or something that is no run.
-        CheckpointError: the run's checkpoints are all damaged, or were trained on other shards.
-    With `run.if_changed = "restart"`, such a run is to be set aside instead.
+        ConfigError: the folder is not a run folder, or its run has other settings (a line for each).
+        CheckpointError: all checkpoints of the run are damaged, or were trained on other shards.
+    With `run.on_config_change = "restart"` only a folder that is not a run folder raises.
     """
     folder = config.run_folder
     if not (folder / "config.toml").exists():
-        # A hidden file is what an interrupted first launch left.
+        # Hidden files are left by an interrupted first launch.
         if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
-            raise ConfigError(f"{folder}: exists and is no run folder (it has no config.toml); choose another run.name")
-        return Claim(None)
-    seen = tuple(step_folders(folder))
+            raise ConfigError(f"{folder}: exists and is not a run folder (no config.toml); choose another run.name")
+        return StartPoint(None)
+    checkpoints = tuple(step_folders(folder))
     try:
-        return Claim(_checkpoint_of_same_run(config, shards_fingerprint, warn), seen=seen)
+        return StartPoint(_checkpoint_of_same_run(config, fingerprint, warn), checkpoints=checkpoints)
     except (ConfigError, CheckpointError) as error:
-        if config.run.if_changed == "refuse":
+        if config.run.on_config_change == "refuse":
             raise
-        return Claim(None, str(error), seen)
+        return StartPoint(None, str(error), checkpoints)
 
 
-def require_as_claimed(config: PretrainConfig, claim: Claim) -> None:
-    """Raises ConfigError when another launch, which had the folder until now, has left other checkpoints in it."""
-    if tuple(step_folders(config.run_folder)) != claim.seen:
-        raise ConfigError(f"{config.run_folder}: another launch went on with it meanwhile; start again")
+def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:
+    """Raises ConfigError when another launch has changed the checkpoints since `find_start_point`."""
+    if tuple(step_folders(config.run_folder)) != start.checkpoints:
+        raise ConfigError(f"{config.run_folder}: another launch has changed its checkpoints; run the command again")
 
 
-def set_aside(config: PretrainConfig, claim: Claim) -> None:
-    """Rename the folder of a run that is to be begun anew, and say so."""
-    if claim.restart_because:
+def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
+    """Rename the run folder if the run restarts, and print the reason."""
+    if start.restart_reason:
         folder = config.run_folder
-        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-        print(f"{claim.restart_because}\nso it is set aside as {aside}, and the run begins anew", flush=True)
-        folder.rename(aside)
+        renamed = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+        print(f"{start.restart_reason}\nrenamed {folder} to {renamed}; the run restarts", flush=True)
+        folder.rename(renamed)
 
 
-def _checkpoint_of_same_run(
-    config: PretrainConfig, shards_fingerprint: str, warn: Callable[[str], None]
-) -> Path | None:
+def _checkpoint_of_same_run(config: PretrainConfig, fingerprint: str, warn: Callable[[str], None]) -> Path | None:
     folder = config.run_folder
     recorded = load_config(PretrainConfig, folder / "config.toml")
     changed = differences(recorded.what_is_trained(), config.what_is_trained())
     if changed:
-        lines = [f"{folder}: this run was made with other settings; choose another run.name or undo the change"]
+        lines = [f"{folder}: this run has other settings; choose another run.name or undo the change"]
         raise ConfigError("\n".join(lines + changed))
     if not step_folders(folder):
         return None
     checkpoint = find_checkpoint(folder, warn)
-    if Progress.read(checkpoint).shards_fingerprint != shards_fingerprint:
+    if Progress.read(checkpoint).shards_fingerprint != fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: was trained on other shards than {', '.join(map(str, config.data.folders))} holds now; "
+            f"{checkpoint}: was trained on other shards than those in {', '.join(map(str, config.data.folders))}; "
             "choose another run.name"
         )
     return checkpoint
@@ -101,7 +99,7 @@ def _checkpoint_of_same_run(
 
 def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
     """Record the settings and the environment of this launch."""
-    write_whole(config.run_folder / "config.toml", to_toml(config))
+    write_atomically(config.run_folder / "config.toml", to_toml(config))
     environment = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "tost_lm": VERSION,
@@ -114,7 +112,7 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> No
         "world_size": world_size,
         "command": redact_command(sys.argv[1:]),
     }
-    write_whole(config.run_folder / "env.json", json.dumps(environment, indent=1))
+    write_atomically(config.run_folder / "env.json", json.dumps(environment, indent=1))
 
 
 def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -122,11 +120,6 @@ def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [row for row in read_rows(path) if row["step"] <= step]
     write_rows(path, kept)
     return kept
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Where a run's checkpoint after `step` steps lies."""
-    return folder / "checkpoints" / f"step_{step:08d}"
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A copy of the run's state in host memory, shared out over the ranks: each writes its own part."""
+"""A copy of the run's state in host memory, from which checkpoints are written. Each rank copies and writes a shard."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,9 @@ STATISTICS = ("exp_avg", "exp_avg_sq")  # of AdamW, float32 as the weights
 
 
 class Snapshot:
-    """Whole float32 weights and statistics by name, those of which this rank is the writer.
+    """The whole float32 weights and AdamW moments, by name, that this rank writes.
 
-    The memory, about the whole divided by the number of ranks, is kept from one copy to the next.
+    Its memory, about the size of all state divided by the number of ranks, is allocated once and reused.
     """
 
     def __init__(self, engine: Any, config: ModelConfig, rank: int, ranks: int) -> None:
@@ -23,25 +23,25 @@ class Snapshot:
             shapes = {name: tensor.shape for name, tensor in TostLM(config).named_parameters()}
         self._engine = engine
         self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
-        """Of all ranks' weights."""
+        """Of the weights of all ranks."""
         self.total_bytes = self.weight_bytes * (1 + len(STATISTICS))
-        """Of all ranks' weights and statistics."""
-        self.shares = share_out({name: shape.numel() for name, shape in shapes.items()}, ranks)
-        """The names of the parameters of each writing rank; there may be more ranks than parameters."""
-        mine = self.shares[rank] if rank < len(self.shares) else []
-        # Zeros are what the statistics are before the first update; pinned memory is copied to several times as fast.
+        """Of the weights and moments of all ranks."""
+        self.names_by_writer = assign_writers({name: shape.numel() for name, shape in shapes.items()}, ranks)
+        """Parameter names for each writing rank, fewer than all ranks if there are fewer parameters."""
+        names = self.names_by_writer[rank] if rank < len(self.names_by_writer) else []
+        # The moments are zero before the first update. Copies into pinned memory are several times as fast.
         pinned = engine.mesh.device.type == "cuda"
-        self.weights = {name: torch.zeros(shapes[name], pin_memory=pinned) for name in mine}
+        self.weights = {name: torch.zeros(shapes[name], pin_memory=pinned) for name in names}
         self.statistics = {
             f"{statistic}/{name}": torch.zeros(shapes[name], pin_memory=pinned)
-            for name in mine
+            for name in names
             for statistic in STATISTICS
         }
         self.rng = torch.get_rng_state()
-        """Of torch's CPU generator here. All ranks seed it alike, so that of one stands for any number of them."""
+        """Of torch's CPU generator. All ranks seed it alike, so one state restores any number of ranks."""
 
-    def take(self) -> None:
-        """Copy the state as it is; all ranks call it."""
+    def copy(self) -> None:
+        """Copy the current state; all ranks call it."""
         self.rng = torch.get_rng_state()
         for gathered in (
             zero.full_weights(self._engine, self.weights),
@@ -51,12 +51,12 @@ class Snapshot:
                 pass
 
 
-def share_out(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Give each rank names of about the same size in all; the same for all who ask. No share is empty."""
-    shares: list[list[str]] = [[] for _ in range(min(ranks, len(sizes)))]
-    loads = [0] * len(shares)
+def assign_writers(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Distribute names over ranks so that the sums of their sizes are nearly equal; equal on all ranks, none empty."""
+    names_by_writer: list[list[str]] = [[] for _ in range(min(ranks, len(sizes)))]
+    loads = [0] * len(names_by_writer)
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
-        shares[least].append(name)
+        names_by_writer[least].append(name)
         loads[least] += sizes[name]
-    return shares
+    return names_by_writer

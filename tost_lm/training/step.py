@@ -1,4 +1,4 @@
-"""One optimizer step on this rank's part of a batch."""
+"""One optimizer step on this rank's micro-batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.data.prefetch import MicroBatch
+from tost_lm.data.collation import MicroBatch
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
@@ -15,14 +15,14 @@ from tost_lm.training.tiled import Tiling
 
 
 class Outcome(NamedTuple):
-    """Of a step, the same on every rank."""
+    """Result of a step, the same on every rank."""
 
     loss: float
     """Of the global batch, in nats per labelled token."""
     grad_norm: float
     """Global, before clipping."""
-    objection: str
-    """Why weights and optimizer are as before; empty: the step was applied."""
+    reason_to_skip: str
+    """Why weights and optimizer did not change; empty: the step was applied."""
 
 
 def train_step(
@@ -30,14 +30,16 @@ def train_step(
     micro_batches: Sequence[MicroBatch],
     tiling: Tiling,
     lr: float,
-    objection: Callable[[float, float], str] = lambda loss, grad_norm: "",
+    reason_to_skip: Callable[[float, float], str] = lambda loss, grad_norm: "",
     before_update: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One optimizer step on this rank's tokens of its sequences, the stripes of each row that `tiling` says.
+    """One optimizer step on this rank's tokens: the columns of each row that `tiling` assigns to it.
 
     Args:
-        objection: what speaks against applying the step, given loss and gradient norm; alike on all ranks.
+        reason_to_skip: why not to apply the step, given loss and gradient norm; equal on all ranks. Empty: apply it.
         before_update: called between the last backward and the update.
+        check: called between two micro-batches. If it raises, the step is abandoned without an update.
     """
     mesh: Mesh = engine.mesh
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
@@ -48,6 +50,7 @@ def train_step(
     for batch in micro_batches:
         if losses:
             engine.step()  # does nothing before the last micro-batch
+            check()
         loss = engine(
             batch.tokens,
             labels=batch.labels,
@@ -57,10 +60,10 @@ def train_step(
         ).loss
         engine.backward(loss)
         losses.append(loss.detach())
-    # Tensor ranks have the same loss, but all must judge it alike, even if one of them went wrong.
+    # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     total = all_reduce(all_reduce(torch.stack(losses).mean(), mesh.replicas), mesh.tensor)
     mean_loss = float(total) / (mesh.replicas.size * mesh.tensor.size)
     before_update()
-    grad_norm = engine.updates.take(lambda norm: not objection(mean_loss, norm))
+    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(mean_loss, norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    return Outcome(mean_loss, grad_norm, objection(mean_loss, grad_norm) or unusable)
+    return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable)

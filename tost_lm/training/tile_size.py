@@ -1,4 +1,4 @@
-"""How rows are cut into tiles, and how large tiles can be."""
+"""The tiling of a run, and the largest tile that fits into free memory."""
 
 import os
 
@@ -12,11 +12,11 @@ from tost_lm.training.plan_memory import largest_tile
 from tost_lm.training.tiled import Tiling, tile
 
 USABLE = 0.8
-"""Of the free memory: the rest is for what no formula counts."""
+"""Usable fraction of free memory; the plan does not count all memory."""
 
 
 def tiling_of(config: PretrainConfig, mesh: Mesh) -> Tiling:
-    """As the settings say; memory.tile_tokens = auto must have its number already (`with_tile_size`).
+    """The tiling of a configuration that `with_tile_size` returned.
 
     Raises:
         ConfigError: a tile has fewer tokens than there are sequence ranks.
@@ -24,15 +24,16 @@ def tiling_of(config: PretrainConfig, mesh: Mesh) -> Tiling:
     assert config.memory.tile_tokens != "auto"
     truncated = config.train.truncate_tokens is not None
     tile_tokens = config.train.truncate_tokens or config.memory.tile_tokens
-    on_host = config.memory.boundary_states == "host"
+    on_host = config.memory.offload_tile_states
     return tile(mesh, config.row_tokens, tile_tokens, truncated=truncated, states_on_host=on_host)
 
 
 def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
-    """With a number for memory.tile_tokens = auto, the same on all ranks; to be called before they hold a model.
+    """The configuration with a number for memory.tile_tokens = auto, the same on all ranks. Call it before the model
+    is built.
 
     Raises:
-        ConfigError: the smallest tile is planned to need more than is free on some rank.
+        ConfigError: some rank has less free memory than the smallest tile needs by the plan.
     """
     if config.memory.tile_tokens != "auto":
         return config
@@ -41,7 +42,7 @@ def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
 
 
 def free_bytes(world: World) -> int:
-    """What this rank may take: of its GPU, or its share of the host's free memory."""
+    """Free memory of this rank's GPU, or an equal fraction of the host's free memory for each of its ranks."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

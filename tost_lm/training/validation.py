@@ -1,43 +1,72 @@
-"""The loss on held-out documents in the course of training, also by position: what context does for the model.
+"""The loss on held-out documents during training, in total and by position: how much the model uses its context.
 
-Shape suffixes: A micro-batches, B rows, T tokens of a row, P stretches of positions.
+Shape suffixes: B rows, T tokens of a row, P ranges of positions.
 """
 
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tost_lm.data.collation import MicroBatch, micro_batches
 from tost_lm.data.loader import TrainingBatches
-from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.model.positions import position_ends
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.training.tiled import Tiling
 
+LOG_EVERY_S = 10.0
+
 
 class Validation:
-    """The loss of one batch of held-out documents, the same each time."""
+    """The loss of one batch of held-out documents, the same batch each time."""
 
-    def __init__(self, batches: TrainingBatches, mesh: Mesh, tiling: Tiling, sequence_tokens: int) -> None:
+    def __init__(self, batches: TrainingBatches, mesh: Mesh, tiling: Tiling, seq_len: int, sequences: int) -> None:
+        """`sequences` were requested; `batches` has fewer if one pass over the held-out split has fewer."""
         self._batches, self._mesh, self._tiling = batches, mesh, tiling
-        self.position_ends = position_ends(sequence_tokens)
+        self.position_ends = position_ends(seq_len)
+        self._notice = ""
+        if batches.samples is not None and batches.samples < sequences:
+            self._notice = (
+                f"validation.sequences {sequences:,} is more than one pass over the held-out split: using its "
+                f"{batches.samples:,} sequences"
+            )
 
-    def measure(self, engine: Any) -> dict[str, Any]:
-        """Nats per token, in all and by position in the document, the same on all ranks; they all call it."""
+    def measure(
+        self, engine: Any, beat: Callable[[], None] = lambda: None, log: Callable[[str], None] = print
+    ) -> dict[str, Any]:
+        """Nats per token, in total and by position in the document, the same on all ranks; they all call it.
+
+        Args:
+            beat: called after each micro-batch; may raise.
+            log: reports progress every LOG_EVERY_S seconds, and once that there are fewer sequences than requested.
+        """
+        if self._notice:
+            log(self._notice)
+            self._notice = ""
         batches = micro_batches(self._batches[0], self._mesh.device)
         ends_P = torch.tensor(self.position_ends, device=self._mesh.device)
         nats_P = torch.zeros(len(ends_P), dtype=torch.float64, device=self._mesh.device)
         count_P = torch.zeros_like(nats_P)
+        started = logged = time.monotonic()
         engine.eval()
         with torch.no_grad():
-            for batch in batches:
+            for done, batch in enumerate(batches, start=1):
                 nats_BT, position_BT = self._losses(engine, batch)
                 counted_BT = batch.labels != IGNORED_LABEL
-                stretch = torch.bucketize(position_BT.expand_as(nats_BT)[counted_BT], ends_P, right=True)
-                nats_P.index_add_(0, stretch, nats_BT[counted_BT].double())
-                count_P.index_add_(0, stretch, torch.ones_like(stretch, dtype=torch.float64))
+                range_of = torch.bucketize(position_BT.expand_as(nats_BT)[counted_BT], ends_P, right=True)
+                nats_P.index_add_(0, range_of, nats_BT[counted_BT].double())
+                count_P.index_add_(0, range_of, torch.ones_like(range_of, dtype=torch.float64))
+                now = time.monotonic()
+                if now - logged > LOG_EVERY_S:
+                    logged = now
+                    left = timedelta(seconds=round((now - started) / done * (len(batches) - done)))
+                    log(f"validation: {done} of {len(batches)} micro-batches, ETA {left}")
+                beat()
         engine.train()
         nats_P, count_P = all_reduce(torch.stack([nats_P, count_P]), self._mesh.replicas).cpu()
         return {

@@ -1,4 +1,4 @@
-"""A run in wandb. The JSONL files are the truth; what wandb holds is made from them."""
+"""Logs a run to wandb. The JSONL files are the reference; wandb gets the same rows."""
 
 import os
 import queue
@@ -10,18 +10,18 @@ from typing import Any
 from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.redaction import redact_tree
-from tost_lm.training.wandb_files import cut_back
+from tost_lm.training.wandb_files import truncate_runs
 
 Row = Mapping[str, Any]
-CLOSE_S = 60.0  # what wandb may take in the end: the other ranks wait, and so may a job's limit
+CLOSE_S = 60.0  # longest wait for wandb at the end: the other ranks wait, and a time limit may be near
 
 
 class WandbSink:
-    """One wandb run, however often it was resumed, and no step twice in it.
+    """One wandb run for all launches, with no step twice.
 
-    Offline, the files of earlier launches are cut back to the rows that were kept, and a file of this launch goes on
-    with what is missing; `wandb sync` takes all of a run id as one run. Online, wandb knows its last step and goes on
-    after it. Rows are logged by a thread of their own: a wandb that is slow or stuck does not hold up training.
+    Offline, the files of earlier launches are truncated to the kept rows, and this launch writes the missing rows to a
+    new file. `wandb sync` merges all files of a run id into one run. Online, only steps after wandb's last one are
+    logged. A thread logs the rows, so a slow or hung wandb does not delay training.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class WandbSink:
     ) -> None:
         """
         Args:
-            run_id: that of the run that goes on; empty: a new one.
+            run_id: of the run to resume; empty: a new run.
             metrics, validation: the kept rows of earlier launches, by step.
-            warn: takes the line that says that wandb was lost; training goes on without it.
+            warn: called with a line if wandb fails; training continues without it.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
         kept = _by_step(metrics, validation)
-        last_in_files = cut_back(config.run_folder / "wandb", self.run_id, max(kept, default=0))
+        last_in_files = truncate_runs(config.run_folder / "wandb", self.run_id, max(kept, default=0))
         self._run = _start(config, self.run_id)
         self._rows: queue.SimpleQueue[tuple[int, Row] | None] = queue.SimpleQueue()
         for step, values in kept.items():
@@ -57,11 +57,11 @@ class WandbSink:
         self._put(row["step"], row)
 
     def validation(self, row: Row) -> None:
-        """Log a row of validation.jsonl; wandb shows it in one with the metrics of its step."""
+        """Log a row of validation.jsonl; wandb merges it with the metrics of its step."""
         self._put(row["step"], _validation_values(row))
 
     def close(self) -> None:
-        """Wait until everything is logged, up to CLOSE_S; wandb's process ends."""
+        """Wait up to CLOSE_S until all rows are logged, and end wandb's process."""
         import wandb
 
         self._rows.put(None)
@@ -70,30 +70,30 @@ class WandbSink:
             self._failure = f"it did not finish within {CLOSE_S:.0f} s"
         else:
             try:
-                wandb.teardown()  # else at exit, with a traceback when its process is gone
+                wandb.teardown()  # wandb would do it at exit, with a traceback if its process was killed
             except Exception as error:
                 self._failure = self._failure or _first_line(error)
-        self._tell_of_failure()
+        self._warn_of_failure()
 
     def _put(self, step: int, values: Row) -> None:
         if not self._failure:
             self._rows.put((step, values))
-        self._tell_of_failure()
+        self._warn_of_failure()
 
     def _log_rows(self) -> None:
         try:
             while item := self._rows.get():
                 step, values = item
-                if step >= self._run.step:  # online, wandb has the others
+                if step >= self._run.step:  # online, wandb already has earlier steps
                     self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
             self._run.finish()
-        except Exception as error:  # of any kind: its process was killed, its disk is full, …
+        except Exception as error:  # any error: wandb's process was killed, its disk is full, …
             self._failure = _first_line(error)
 
-    def _tell_of_failure(self) -> None:
+    def _warn_of_failure(self) -> None:
         if self._failure:
             self._warn(
-                f"wandb was lost ({self._failure}); metrics.jsonl goes on, and the next launch logs its rows anew"
+                f"wandb failed ({self._failure}); metrics.jsonl continues, and the next launch logs the missing rows"
             )
             self._warn = lambda line: None
 
@@ -105,7 +105,7 @@ def open_wandb(
     validation: Sequence[Row],
     warn: Callable[[str], None],
 ) -> WandbSink | None:
-    """As WandbSink; None, and wandb is not even imported, with WANDB_MODE=disabled."""
+    """A WandbSink; with WANDB_MODE=disabled None, and wandb is not imported."""
     return None if _mode() == "disabled" else WandbSink(config, run_id, metrics, validation, warn)
 
 
@@ -125,7 +125,7 @@ def _start(config: PretrainConfig, run_id: str) -> Any:
             dir=config.run_folder,
             mode=_mode(),  # pyright: ignore[reportArgumentType]
             config=redact_tree(config.model_dump(mode="json")),
-            # Its metadata would hold the command line and the repository's address in clear: env.json has them.
+            # wandb's metadata would have the unredacted command line and repository address.
             settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
         )
     except (wandb.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What goes wrong with writing a checkpoint, in one line."""
+"""One-line messages for errors while a checkpoint is written."""
 
 import errno
 from collections.abc import Iterator
@@ -8,22 +8,18 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tost_lm.errors import CheckpointError
-from tost_lm.model.checkpoint import why_not_written
+from tost_lm.model.checkpoint import write_failure
 
-AGAIN = "start again: the run goes on from its newest complete checkpoint"
+RESUME = "run the same command to resume from the newest complete checkpoint"
 
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """To be put around the writing of a file.
-
-    Raises:
-        CheckpointError: the system refuses; the line names the file, its reason and what to do.
-    """
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raises CheckpointError, with the file, the system's reason and a fix, when `path` cannot be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number, reason = why_not_written(error)
+        number, reason = write_failure(error)
         full = number in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free space or lower checkpoint.keep" if full else "mend that"
-        raise CheckpointError(f"{path}: cannot be written: {reason}; {mend} and {AGAIN}") from None
+        fix = "free space or lower checkpoint.keep_latest_k" if full else "remove the cause"
+        raise CheckpointError(f"{path}: cannot be written: {reason}; {fix} and {RESUME}") from None

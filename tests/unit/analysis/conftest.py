@@ -1,4 +1,4 @@
-"""Tiny models in float64 whose layers differ from each other."""
+"""Tiny float64 models with different layers."""
 
 import pytest
 import torch

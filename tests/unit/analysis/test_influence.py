@@ -1,42 +1,42 @@
-"""Influence of a swapped token: as two readings of the text show it, by distance, and none before it."""
+"""Influence of a replaced token: compared with two runs of the model, by distance, and none on earlier tokens."""
 
 import pytest
 import torch
 
 from tost_lm.analysis.influence import distance_ends, draw_swaps, influence
-from tost_lm.analysis.layers import LayerPiece, watched
+from tost_lm.analysis.layers import LayerTile, observe_layers
 from tost_lm.errors import DataError
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(("reach", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
-def test_distances_double(reach: int, ends: list[int]):
+def test_distance_bins_double(reach: int, ends: list[int]):
     assert distance_ends(reach) == ends
 
 
-@pytest.mark.parametrize("pieces", [64, 7])
-def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatch, pieces: int):
-    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", pieces)
+@pytest.mark.parametrize("tile_tokens", [64, 7])
+def test_influence_equals_the_difference_of_two_runs(make_model, monkeypatch: pytest.MonkeyPatch, tile_tokens: int):
+    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", tile_tokens)
     model = make_model(pattern="TA", layers=4)
     found = influence(model, TOKENS, torch.arange(3), swaps=2)
     assert found.distance_ends == [1, 2, 4, 8, 10]
     by_hand = torch.zeros(3, 2, 5, dtype=torch.float64)
     for n, row in enumerate(TOKENS):
-        for place, other in zip(*(x.tolist() for x in draw_swaps(TOKENS, n, 2)), strict=True):
-            assert place < 10
-            assert other != int(row[place])
+        for position, other in zip(*(x.tolist() for x in draw_swaps(TOKENS, n, 2)), strict=True):
+            assert position < 10
+            assert other != int(row[position])
             swapped = row.clone()
-            swapped[place] = other
-            both: list[LayerPiece] = []
-            with torch.inference_mode(), watched(model, both.append):
+            swapped[position] = other
+            both: list[LayerTile] = []
+            with torch.inference_mode(), observe_layers(model, both.append):
                 model(torch.stack([row, swapped]))
-            for layer, piece in enumerate(both):
-                y, moved = piece.y_BTC
+            for layer, tile in enumerate(both):
+                y, moved = tile.y_BTC
                 change = (moved - y).norm(dim=-1) / y.norm(dim=-1)
-                assert torch.equal(moved[:place], y[:place])
-                for stretch, (begin, end) in enumerate([(0, 1), (1, 2), (2, 4), (4, 8), (8, 10)]):
-                    by_hand[n, layer, stretch] += change[place + begin + 1 : place + end + 1].mean() / 2
+                assert torch.equal(moved[:position], y[:position])
+                for distance_bin, (begin, end) in enumerate([(0, 1), (1, 2), (2, 4), (4, 8), (8, 10)]):
+                    by_hand[n, layer, distance_bin] += change[position + begin + 1 : position + end + 1].mean() / 2
     torch.testing.assert_close(torch.tensor(found.mean), by_hand.mean(0).float(), rtol=1e-5, atol=0)
     assert found.standard_error is not None
     error = (by_hand.std(0) / 3**0.5).float()
@@ -44,6 +44,6 @@ def test_it_is_what_two_readings_show(make_model, monkeypatch: pytest.MonkeyPatc
     assert influence(model, TOKENS[:1], torch.arange(1), swaps=2).standard_error is None
 
 
-def test_text_of_one_word_is_refused(make_model):
-    with pytest.raises(DataError, match="consist of one word"):
+def test_text_of_equal_tokens_is_rejected(make_model):
+    with pytest.raises(DataError, match="all tokens of the text are equal: id 3"):
         influence(make_model(), torch.full((2, 8), 3), torch.arange(2), swaps=2)

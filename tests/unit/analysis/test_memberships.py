@@ -1,16 +1,11 @@
-"""Memberships of trained layers: what is recorded, how it is summed up, and what text before does to it."""
+"""Memberships of trained layers: recording, statistics by position, and change after more context."""
 
 import math
 
 import pytest
 import torch
 
-from tost_lm.analysis.memberships import (
-    after_context,
-    by_position,
-    concentration,
-    recorded_memberships,
-)
+from tost_lm.analysis.memberships import after_context, by_position, concentration, recorded_memberships
 from tost_lm.model.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
@@ -23,22 +18,22 @@ def draw(*shape: int) -> torch.Tensor:
 def test_concentration_of_known_memberships():
     pi = torch.tensor([[0.25] * 4, [0, 1, 0, 0], [0.5, 0.5, 0, 0]], dtype=torch.float64)
     assert concentration(pi).tolist() == [0, 1, 0.5]
-    with pytest.raises(ValueError, match="one head"):
+    with pytest.raises(ValueError, match="needs 2 heads or more"):
         concentration(torch.ones(3, 1))
 
 
 @pytest.mark.parametrize(
     ("tokens", "ends"), [(5, [5]), (8, [8]), (9, [8, 9]), (32, [8, 16, 32]), (33, [8, 16, 32, 33])]
 )
-def test_stretches_double(tokens: int, ends: list[int]):
+def test_position_bins_double(tokens: int, ends: list[int]):
     assert position_ends(tokens) == ends
 
 
 @pytest.mark.parametrize(
     "settings", [{}, FREE, {"membership": "energy-mean", "denom_bias": "none"}, {**FREE, "pattern": "TA"}]
 )
-def test_recorded_memberships_are_those_that_the_layers_use(make_model, settings: dict[str, str]):
-    """The state of each layer ends with Σ Π over the tokens; also behind a state."""
+def test_recorded_memberships_are_those_of_the_layers(make_model, settings: dict[str, str]):
+    """A layer's state holds Σ Π over the tokens, also after an earlier state."""
     model, tokens = make_model(**settings), draw(3, 40)
     with torch.inference_mode():
         first = model(tokens[:, :17]).state
@@ -51,7 +46,7 @@ def test_recorded_memberships_are_those_that_the_layers_use(make_model, settings
         torch.testing.assert_close(pi_BTH.sum(1), mass_BH - earlier_BH, rtol=0, atol=1e-12)
 
 
-def test_recording_ends_with_the_block(make_model):
+def test_recording_ends_with_the_context(make_model):
     model, tokens = make_model(), draw(1, 8)
     with recorded_memberships(model) as recorded:
         model(tokens)
@@ -59,8 +54,8 @@ def test_recording_ends_with_the_block(make_model):
     assert len(recorded) == 2
 
 
-@pytest.mark.parametrize("heads", [3, 4, 6])  # a third is no binary fraction
-def test_uniform_memberships_are_even_and_move_with_nothing(make_model, heads: int):
+@pytest.mark.parametrize("heads", [3, 4, 6])  # 1/3 is no binary fraction
+def test_uniform_memberships_never_move(make_model, heads: int):
     model = make_model(membership="uniform", heads=heads, width=8 * heads, **FREE)
     found = by_position(model, draw(2, 40))
     assert torch.tensor(found.concentration).abs().max() < 1e-15
@@ -71,8 +66,8 @@ def test_uniform_memberships_are_even_and_move_with_nothing(make_model, heads: i
         assert max(map(abs, row.concentration)) < 1e-15
 
 
-def test_a_bias_alone_decides_where_tokens_have_no_energy(make_model):
-    """w = 0: every share is 0 and z = temp · D · bias, whatever the position and the text before."""
+def test_tokens_without_energy_follow_the_bias(make_model):
+    """With w = 0, z = temp · D · bias at any position and after any context."""
     model = make_model(denom_bias="head", positions="none")
     odds = [8, 4, 2, 2]
     with torch.no_grad():
@@ -92,7 +87,7 @@ def test_a_bias_alone_decides_where_tokens_have_no_energy(make_model):
     assert (last.context_tokens, last.moved) == (50, [0, 0])
 
 
-def test_stretches_hold_the_means_of_their_positions(make_model):
+def test_bins_hold_the_means_of_their_positions(make_model):
     model, tokens = make_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
@@ -102,8 +97,8 @@ def test_stretches_hold_the_means_of_their_positions(make_model):
     )
 
 
-def test_the_spread_is_that_of_the_scores(make_model):
-    """Up to their mean over the heads, scores are the logarithms of memberships."""
+def test_spread_is_the_deviation_of_the_scores(make_model):
+    """Up to their mean over the heads, scores are logarithms of memberships."""
     model, tokens = make_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
@@ -113,16 +108,16 @@ def test_the_spread_is_that_of_the_scores(make_model):
     torch.testing.assert_close(by_position(model, tokens).spread, torch.tensor(expected).tolist(), rtol=1e-9, atol=0)
 
 
-def test_long_texts_are_read_in_pieces(make_model, monkeypatch: pytest.MonkeyPatch):
+def test_tiles_do_not_change_the_statistics(make_model, monkeypatch: pytest.MonkeyPatch):
     model, tokens = make_model(pattern="TA"), draw(3, 40)
     whole = by_position(model, tokens)
-    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
     for found, expected in zip(by_position(model, tokens), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_share_of_variance_that_position_explains(make_model):
-    """As the sums say it token by token; all of it where there is nothing but denom_bias."""
+def test_fraction_of_variance_that_position_explains(make_model):
+    """It equals sums over tokens, and is 1 where memberships depend only on denom_bias."""
 
     def written_out(pi_NTH: torch.Tensor) -> float:
         sequences, tokens, _ = pi_NTH.shape
@@ -137,8 +132,8 @@ def test_the_share_of_variance_that_position_explains(make_model):
     found = by_position(model, tokens)
     for layer, pi_NTH in enumerate(recorded):
         assert found.explained[layer] == pytest.approx(written_out(pi_NTH), rel=1e-9)
-        stretches = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
-        assert found.explained_within[layer] == pytest.approx(stretches, rel=1e-9)
+        bins = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
+        assert found.explained_within[layer] == pytest.approx(bins, rel=1e-9)
         deviations = [pi_NTH[:, a:b].var(0).mean(0).sqrt() for a, b in ((0, 8), (8, 16), (16, 20))]
         torch.testing.assert_close(found.deviation_LPH[layer], torch.stack(deviations), rtol=1e-9, atol=0)
     with torch.no_grad():
@@ -149,10 +144,10 @@ def test_the_share_of_variance_that_position_explains(make_model):
     assert by_position(model, tokens[:1]).explained == [None, None]
 
 
-def test_probes_are_read_behind_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
-    """As if context and probe were one sequence, however the context is cut."""
+def test_probes_continue_after_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
+    """Context and probe in tiles equal one sequence."""
     model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
-    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
     alone, *rows = after_context(model, probes, context, [12, 30])
     assert alone.moved == [0]
     for row in rows:
@@ -162,7 +157,7 @@ def test_probes_are_read_behind_the_context(make_model, monkeypatch: pytest.Monk
         with torch.inference_mode(), recorded_memberships(model) as recorded:
             loss = model(whole[:, :-1], labels=labels).loss
             model(probes[:, :-1])
-        behind, first = recorded[0][:, row.context_tokens :], recorded[1]
+        after, first = recorded[0][:, row.context_tokens :], recorded[1]
         assert row.nats_per_token == pytest.approx(loss.item(), rel=1e-12)
-        assert row.moved[0] == pytest.approx((behind - first).abs().sum(-1).mean().item() / 2, rel=1e-9)
+        assert row.moved[0] == pytest.approx((after - first).abs().sum(-1).mean().item() / 2, rel=1e-9)
         assert row.moved[0] > 1e-3

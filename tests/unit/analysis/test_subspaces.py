@@ -1,10 +1,10 @@
-"""Subspaces whose figures are known, and a layer that leaves a part of its tokens out."""
+"""Subspaces with known rank and overlap, and a layer that ignores some directions."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import watched
+from tost_lm.analysis.layers import observe_layers
 from tost_lm.analysis.subspaces import effective_rank, layer_subspaces, means, orthogonality
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
@@ -34,12 +34,12 @@ def test_orthogonality_and_rank_of_known_rows():
     stretched = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)[:, None] * turned
     one = turned[:1].expand(3, 5)
     u_HDC = torch.stack([7 * turned, stretched, one])
-    assert effective_rank(u_HDC).tolist() == pytest.approx([3, 2.3811, 1], abs=1e-4)  # shares 4/6, 1/6, 1/6
+    assert effective_rank(u_HDC).tolist() == pytest.approx([3, 2.3811, 1], abs=1e-4)  # energies 4/6, 1/6, 1/6
     # U Uᵀ·3/6 = diag(2, ½, ½); of equal rows, a matrix of ones.
     assert orthogonality(u_HDC).tolist() == pytest.approx([0, (1.5 / 3) ** 0.5, 2**0.5])
 
 
-def test_overlap_of_orthogonal_of_equal_and_of_random_subspaces():
+def test_overlap_of_orthogonal_equal_and_random_subspaces():
     orthogonal, equal = rotation(12), torch.cat([rotation(12)[:4], rotation(4, 1) @ rotation(12)[:4], rotation(12)[:4]])
     first, second = layer_subspaces(make_model(orthogonal, equal), TOKENS)
     torch.testing.assert_close(torch.tensor(first.overlap), torch.eye(3))
@@ -52,12 +52,12 @@ def test_overlap_of_orthogonal_of_equal_and_of_random_subspaces():
     assert sum(means(layer)["overlap"] for layer in found) / 40 == pytest.approx(4 / 12, abs=0.02)
 
 
-def test_what_no_head_projects_is_outside():
+def test_directions_that_no_head_projects_are_outside():
     turn, kept = rotation(12), torch.tensor([1.0] * 9 + [1e-5] * 3, dtype=torch.float64)
     model = make_model(rotation(12, 2) @ (kept[:, None] * turn))
     [found] = layer_subspaces(model, TOKENS)
     inputs = []
-    with torch.no_grad(), watched(model, lambda piece: inputs.append(piece.z_BTC)):
+    with torch.no_grad(), observe_layers(model, lambda tile: inputs.append(tile.z_BTC)):
         model(TOKENS)
     energy_C = (inputs[0].flatten(0, 1) @ turn.T).square().sum(0)
     assert found.spanned == 9

@@ -1,4 +1,4 @@
-"""Which tokens the heads take: as sums say it token by token; planted structure is found, and is gone when shuffled."""
+"""Preferences of heads for tokens: sums over tokens, and planted structure that shuffling destroys."""
 
 import re
 
@@ -23,9 +23,9 @@ def found_in(model: TostLM, tokens_NT: Tensor, **labels: Tensor) -> Surplus:
     return surpluses(model, tokens_NT, by_position(model, tokens_NT), labels)
 
 
-@pytest.mark.parametrize("pieces", [64, 7])
-def test_shares_are_those_of_the_sums(make_model, monkeypatch: pytest.MonkeyPatch, pieces: int):
-    monkeypatch.setattr("tost_lm.analysis.layers.PIECE_TOKENS", pieces)
+@pytest.mark.parametrize("tile_tokens", [64, 7])
+def test_explained_fractions_equal_sums_over_tokens(make_model, monkeypatch: pytest.MonkeyPatch, tile_tokens: int):
+    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", tile_tokens)
     model, tokens = make_model(pattern="TA", layers=4), draw(5, 20)
     labels = tokens % 3
     found = found_in(model, tokens, third=labels)
@@ -33,11 +33,11 @@ def test_shares_are_those_of_the_sums(make_model, monkeypatch: pytest.MonkeyPatc
         model(tokens)
     for pi_NTH, explained, squares in zip(recorded, explained_by(found, "third"), found.squares_L, strict=True):
         surplus = torch.empty_like(pi_NTH)
-        for stretch in (slice(0, 8), slice(8, 16), slice(16, 20)):
-            deviation_H = pi_NTH[:, stretch].var(0).mean(0).sqrt()
+        for positions in (slice(0, 8), slice(8, 16), slice(16, 20)):
+            deviation_H = pi_NTH[:, positions].var(0).mean(0).sqrt()
             for n in range(5):
-                others = pi_NTH[[other for other in range(5) if other != n], stretch].mean(0)
-                surplus[n, stretch] = (pi_NTH[n, stretch] - others) / deviation_H
+                others = pi_NTH[[other for other in range(5) if other != n], positions].mean(0)
+                surplus[n, positions] = (pi_NTH[n, positions] - others) / deviation_H
         total = sum(float(x) ** 2 for x in surplus.flatten())
         within = 0.0
         for label in range(3):
@@ -47,56 +47,56 @@ def test_shares_are_those_of_the_sums(make_model, monkeypatch: pytest.MonkeyPatc
         assert explained == pytest.approx(5 / 4 * (1 - (within / (100 - 3)) / (total / 99)), rel=1e-9)
 
 
-def test_labels_by_lot_explain_nothing_and_each_token_alone_is_no_group(make_model):
+def test_random_labels_explain_nothing_and_single_tokens_are_no_groups(make_model):
     model, tokens = make_model(positions="none", denom_bias="head"), draw(16, 64)
-    by_lot = torch.randint(40, (16, 64), generator=torch.Generator().manual_seed(5))
-    found = found_in(model, tokens, lot=by_lot, alone=torch.arange(16 * 64).view(16, 64), word=tokens)
-    assert torch.tensor(explained_by(found, "lot")).abs().max() < 0.02
+    random_labels = torch.randint(40, (16, 64), generator=torch.Generator().manual_seed(5))
+    found = found_in(model, tokens, random=random_labels, alone=torch.arange(16 * 64).view(16, 64), word=tokens)
+    assert torch.tensor(explained_by(found, "random")).abs().max() < 0.02
     assert explained_by(found, "alone") == [None, None]
-    assert min(share or 0 for share in explained_by(found, "word")) > 0.1
+    assert min(fraction or 0 for fraction in explained_by(found, "word")) > 0.1
     uniform = make_model(membership="uniform")
     assert explained_by(found_in(uniform, tokens, word=tokens), "word") == [None, None]
 
 
 @pytest.mark.parametrize("sequences", [2, 4, 32])
-def test_all_is_explained_where_words_fix_memberships(sequences: int):
-    """However few sequences the mean beside which Π stands is of."""
+def test_everything_is_explained_where_tokens_fix_memberships(sequences: int):
+    """The fraction is unbiased for any number of sequences."""
     tokens_NT = draw(sequences, 4096 // sequences, words=10)
     of_words_KH = torch.rand(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     pi_NTH = of_words_KH[tokens_NT] / 3
-    beside_NTH = (pi_NTH - pi_NTH.mean(0)) / pi_NTH.var(0).mean(0).sqrt() * sequences / (sequences - 1)
+    surplus_NTH = (pi_NTH - pi_NTH.mean(0)) / pi_NTH.var(0).mean(0).sqrt() * sequences / (sequences - 1)
     sums_KLH = torch.zeros(10, 1, 3, dtype=torch.float64)
-    sums_KLH[:, 0].index_add_(0, tokens_NT.flatten(), beside_NTH.flatten(0, 1))
+    sums_KLH[:, 0].index_add_(0, tokens_NT.flatten(), surplus_NTH.flatten(0, 1))
     sizes = {"word": tokens_NT.flatten().bincount()}
-    found = Surplus(sequences, beside_NTH.square().sum()[None], {"word": sums_KLH}, sizes)
+    found = Surplus(sequences, surplus_NTH.square().sum()[None], {"word": sums_KLH}, sizes)
     assert explained_by(found, "word") == pytest.approx([1], abs=0.03)
 
 
-def test_typical_words_are_the_largest_of_the_certain_ones():
+def test_typical_groups_are_the_largest_significant_ones():
     means_KLH = torch.tensor([[[2.0, -2]], [[1, -1]], [[9, 9]], [[-1.5, 1.5]], [[0.5, 0.5]]], dtype=torch.float64)
     sizes_K = torch.tensor([9, 100, 1, 16, 16])
     sums = {"word": means_KLH * sizes_K[:, None, None]}
     found = Surplus(1000, torch.ones(1), sums, {"word": sizes_K})
     [[first, second]] = typical(found, "word", groups=2, tokens=2, errors=4)
-    assert first == ([(0, 2.0), (1, 1.0)], [(3, -1.5)])  # 6, 10 and −6 errors; 2 of the last
+    assert first == ([(0, 2.0), (1, 1.0)], [(3, -1.5)])  # 6, 10 and −6 standard errors; 2 for the last group
     assert second == ([(3, 1.5)], [(0, -2.0), (1, -1.0)])
     [[first, _]] = typical(found, "word", groups=1, tokens=2, errors=6.5)
     assert first == ([(1, 1.0)], [])
     [[first, _]] = typical(found._replace(sequences=2), "word", groups=2, tokens=2, errors=4.5)
-    assert first == ([(1, 1.0)], [])  # of two sequences a surplus varies twice as much
+    assert first == ([(1, 1.0)], [])  # with two sequences the variance of a surplus doubles
 
 
-def test_no_word_is_typical_of_a_head_by_lot(make_model):
+def test_no_random_group_is_typical_of_a_head(make_model):
     model, tokens = make_model(positions="none", denom_bias="head"), draw(16, 64)
-    lot = torch.randint(100, (16, 64), generator=torch.Generator().manual_seed(5))
-    found = found_in(model, tokens, word=tokens, lot=lot)
-    assert all(head == ([], []) for heads in typical(found, "lot", groups=8, tokens=5, errors=4) for head in heads)
+    random_labels = torch.randint(100, (16, 64), generator=torch.Generator().manual_seed(5))
+    found = found_in(model, tokens, word=tokens, random=random_labels)
+    assert all(head == ([], []) for heads in typical(found, "random", groups=8, tokens=5, errors=4) for head in heads)
     lists = [head for heads in typical(found, "word", groups=8, tokens=5, errors=4) for head in heads]
     assert sum(len(head.most) + len(head.least) for head in lists) > 8
 
 
 def planted_model(make_model, membership: str) -> TostLM:
-    """Word v lies in the v-th of `HEADS` known subspaces, in turn, each of which one head projects to."""
+    """Token v lies in the known subspace of head v mod `HEADS`."""
     model = make_model(
         layers=1, heads=HEADS, width=HEADS * CHANNELS, vocab_size=WORDS, membership=membership, positions="none",
         denom_bias="none",
@@ -104,7 +104,7 @@ def planted_model(make_model, membership: str) -> TostLM:
     width = HEADS * CHANNELS
     generator = torch.Generator().manual_seed(0)
     full = torch.randn(width, width, dtype=torch.float64, generator=generator)
-    full[:, 0] = 1  # a norm takes the mean away: the planted subspaces are orthogonal to it
+    full[:, 0] = 1  # the norm removes the mean, so the planted subspaces are orthogonal to it
     basis = torch.linalg.qr(full)[0].T
     planted = basis[1 : 1 + HEADS * PLANTED].view(HEADS, PLANTED, width)
     others = torch.cat([basis[:1], basis[1 + HEADS * PLANTED :]]).view(HEADS, CHANNELS - PLANTED, width)
@@ -120,11 +120,11 @@ def planted_model(make_model, membership: str) -> TostLM:
 
 
 @pytest.mark.parametrize(("membership", "at_least"), [("energy-mean", 0.9), ("energy-share", 0.5)])
-def test_planted_structure_is_recovered_and_destroyed_by_shuffling(make_model, membership: str, at_least: float):
+def test_planted_structure_is_found_and_shuffling_destroys_it(make_model, membership: str, at_least: float):
     model, tokens = planted_model(make_model, membership), draw(32, 64, words=WORDS)
     subspace = tokens % HEADS
-    lot = subspace.flatten()[torch.randperm(subspace.numel(), generator=torch.Generator().manual_seed(2))]
-    labels = {"planted": subspace, "shuffled": lot.view_as(subspace), "word": tokens}
+    random_labels = subspace.flatten()[torch.randperm(subspace.numel(), generator=torch.Generator().manual_seed(2))]
+    labels = {"planted": subspace, "shuffled": random_labels.view_as(subspace), "word": tokens}
     positions = by_position(model, tokens)
     found = surpluses(model, tokens, positions, labels)
     [planted], [shuffled] = explained_by(found, "planted"), explained_by(found, "shuffled")
@@ -138,7 +138,7 @@ def test_planted_structure_is_recovered_and_destroyed_by_shuffling(make_model, m
         assert {word % HEADS for word, _ in words.most} == {head}
         assert words.least
         assert head not in {word % HEADS for word, _ in words.least}
-    # The words' coordinates shuffled: they lie in no head's subspace any more.
+    # Shuffled coordinates lie in no head's subspace.
     with torch.no_grad():
         table = model.embedding.weight
         order = torch.rand(table.shape, generator=torch.Generator().manual_seed(3)).argsort(-1)
@@ -149,7 +149,7 @@ def test_planted_structure_is_recovered_and_destroyed_by_shuffling(make_model, m
     assert gone < 0.2 * planted
 
 
-def test_a_page_colours_each_token_by_the_head_that_takes_most():
+def test_a_page_colours_each_token_by_the_head_with_the_largest_surplus():
     surplus = torch.tensor([[[1.5, -1.5], [-4, 4]], [[0.0, 0.0], [3, -3]]])
     page = coloured_page("A <title>", ["<one>\n", " & two"], surplus)
     first, second = re.findall(r'<p class="text">(.*?)</p>', page, re.DOTALL)

@@ -18,7 +18,7 @@ def test_every_rival_of_the_operator_is_measured(work: str):
         {"work": work, "tokens": TOKENS, "rival": rival, **operator_cells.one_call("cpu", rival, **shape)}
         for rival in rivals
     ]
-    raced = operator_cells.take_turns("cpu", {name: name for name in rivals}, budget_s=10, **shape)
+    raced = operator_cells.time_in_turns("cpu", {name: name for name in rivals}, budget_s=10, **shape)
     assert all(cell["w_bytes"] == TOKENS * 16 * 4 and len(cell["seconds"]) == 1 for cell in cells)
     assert list(raced) == rivals
     assert all(len(seconds) == 7 and min(seconds) > 0 for seconds in raced.values())
@@ -38,7 +38,7 @@ def test_every_rival_of_the_model_is_measured(work: str):
         {"work": work, "tokens": TOKENS, "rival": name, **model_cells.one_call("cpu", rival=rival, **call)}
         for name, rival in rivals.items()
     ]
-    raced = model_cells.take_turns("cpu", rivals=rivals, budget_s=10, **call)
+    raced = model_cells.time_in_turns("cpu", rivals=rivals, budget_s=10, **call)
     assert list(raced) == list(rivals)
     assert all(len(seconds) == 7 and min(seconds) > 0 for seconds in raced.values())
     tost, *gpt2 = (cell["state_bytes"] for cell in cells)
@@ -63,3 +63,11 @@ def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch:
     assert row["tokens"] == "256 ÷ 64"
     assert row["ToST"].endswith("×, 1×")
     assert row["GPT-2, plain attention"].endswith("×, 4×")
+
+
+def test_the_operator_is_timed_beside_a_busy_process():
+    shape = {"batch": 1, "heads": 2, "channels": 4, "dtype": "float32"}
+    found = operator_cells.beside_a_busy_process("cpu", tokens=64, **shape)
+    assert len(found["seconds"]) == len(found["quiet_seconds"]) == 7
+    line = operator.busy_line({"tokens": 64, **found, "quiet_seconds": [1.0], "seconds": [1.5]})
+    assert "1.50 × the quiet time" in line

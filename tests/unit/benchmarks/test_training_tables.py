@@ -24,9 +24,7 @@ def test_the_engine_is_told_in_shares_of_a_step():
         "checkpoint_bytes": 1_500_000_000,
     }
     text = engine_text(engine)
-    assert text.startswith(
-        "Of a step of 10.00 s, the engine takes 1.2% more: checksums 1.00%, hooks and reading 0.20%."
-    )
-    assert "An asynchronous save of 1.50 GB stops training for 2.50 s, 0.25 steps, and is on disk 6.0 s" in text
+    assert text.startswith("Of a step of 10.00 s, the engine adds 1.2%: checksums 1.00%, hooks and reading 0.20%.")
+    assert "An async save of 1.50 GB stops training for 2.50 s, 0.25 steps, and is on disk 6.0 s" in text
     assert text.endswith("the steps meanwhile take +5%.")
     assert engine_text({"failed": "over 5 s"}) == "failed: over 5 s"

@@ -1,5 +1,6 @@
 """The command grammar: exit codes, and what is said by which rank."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class Settings(Section):
 
 def run(main: Any, *words: str) -> int:
     with pytest.raises(SystemExit) as end:
-        run_program(main, name="some.program", doc="Does it.", takes="RUN", config=Settings, arguments=words)
+        run_program(main, name="some.program", doc="Does it.", positional="RUN", config=Settings, arguments=words)
     code = end.value.code
     assert isinstance(code, int)
     return code
@@ -45,11 +46,11 @@ def test_dry_run_prints_the_settings_and_does_nothing(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "needs a RUN"),
-        (["size=3"], "needs a RUN"),
-        (["runs/x", "--size=3"], "--size=3: unknown flag"),
+        ([], "RUN is missing"),
+        (["size=3"], "RUN is missing"),
+        (["runs/x", "--size=3"], "unknown flag: --size=3"),
         (["runs/x", "sise=3"], "sise: unknown key (did you mean size?)"),
-        (["runs/x", "size='\udcff'"], "not Unicode"),
+        (["runs/x", "size='\udcff'"], "not valid Unicode"),
     ],
 )
 def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -67,7 +68,7 @@ def test_a_file_that_may_be_left_out(tmp_path: Path):
         with pytest.raises(SystemExit):
             run_program(
                 lambda path, config: seen.append((path, config.size)),
-                name="p", doc="", takes="[CONFIG]", config=Settings, arguments=words,
+                name="p", doc="", positional="[CONFIG]", config=Settings, arguments=words,
             )  # fmt: skip
     assert seen == [(None, 3), (None, 4), (tmp_path / "some.toml", 5)]
 
@@ -78,12 +79,12 @@ def test_several_paths(capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):
             run_program(
                 lambda paths, config: seen.append((paths, config.size)),
-                name="p", doc="", takes="RUN…", config=Settings, arguments=words,
+                name="p", doc="", positional="RUN…", config=Settings, arguments=words,
             )  # fmt: skip
     assert seen == [([Path("runs/x")], 3), ([Path("runs/x"), Path("y")], 5)]
     assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
-        "y: an override is written section.key=value",
-        "python -m p needs a RUN… before any section.key=value, see --help",
+        "not a setting: y; write section.key=value",
+        "RUN… is missing; write python -m p RUN… before any section.key=value",
     ]
 
 
@@ -117,7 +118,7 @@ def test_a_text_behind_the_path(words: list[str], prompt: str):
     with pytest.raises(SystemExit):
         run_program(
             lambda path, config: seen.append(config),
-            name="p", doc="", takes="RUN", config=Generation, prompt="sample.prompt", arguments=words,
+            name="p", doc="", positional="RUN", config=Generation, prompt="sample.prompt", arguments=words,
         )  # fmt: skip
     assert [config.sample.prompt for config in seen] == [prompt]
 
@@ -125,16 +126,19 @@ def test_a_text_behind_the_path(words: list[str], prompt: str):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tokens=64"], "tokens: unknown key (did you mean sample.tokens?)"),
+        (
+            ["tokens=64"],
+            "tokens: unknown key (known: sample); as a prompt, write it as 'sample.prompt=\"tokens=64\"'",
+        ),
         (["a", "sample.prompt=b"], "sample.prompt is given twice"),
-        (["sample.tokens=1", "a"], "a: an override is written section.key=value"),
+        (["sample.tokens=1", "a"], "not a setting: a; write section.key=value"),
     ],
 )
 def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         run_program(
             fail(AssertionError()),
-            name="p", doc="", takes="RUN", config=Generation, prompt="sample.prompt", arguments=["x", *words],
+            name="p", doc="", positional="RUN", config=Generation, prompt="sample.prompt", arguments=["x", *words],
         )  # fmt: skip
     assert said in capsys.readouterr().err
 
@@ -144,7 +148,7 @@ def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFi
     [
         (DataError("one\ntwo"), 2, "error: one\nerror: two\n"),
         (NotADirectoryError(20, "Not a directory", "runs/x"), 2, "error: runs/x: Not a directory\n"),
-        (KeyboardInterrupt(), 130, "\ninterrupted; the same command goes on from what is complete\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted; run the same command to resume\n"),
     ],
 )
 def test_errors_of_the_user(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]):
@@ -169,7 +173,7 @@ def test_a_reader_that_left_is_not_success():
     script = (
         "from pathlib import Path\nfrom tost_lm.config import Section, run_program\n"
         "def main(path, config):\n    for i in range(10**6): print(i)\n"
-        "run_program(main, name='p', doc='', takes='RUN', config=Section, arguments=['x'])\n"
+        "run_program(main, name='p', doc='', positional='RUN', config=Section, arguments=['x'])\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -180,6 +184,17 @@ def test_a_reader_that_left_is_not_success():
     assert process.stderr.read() == b""
 
 
+@pytest.mark.parametrize("users", [None, "active"])
+def test_waiting_threads_do_not_spin_unless_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, users: str | None):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if users:
+        monkeypatch.setenv("OMP_WAIT_POLICY", users)
+    seen: list[str | None] = []
+    assert run(lambda path, config: seen.append(os.environ.get("OMP_WAIT_POLICY")), "runs/x") == 0
+    assert seen == [users or "passive"]
+
+
 def test_defects_of_ours_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        run_program(fail(ZeroDivisionError()), name="p", doc="", takes="RUN", config=Settings, arguments=["x"])
+        run_program(fail(ZeroDivisionError()), name="p", doc="", positional="RUN", config=Settings, arguments=["x"])

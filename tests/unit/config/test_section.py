@@ -99,8 +99,8 @@ def test_a_table_of_any_keys_reads_back_and_tells_its_differences(tmp_path: Path
     assert load_config(Root, write(tmp_path, "[inner]\nsize = 1\n"), ['weights={"x.y" = 1}']).weights == {"x.y": 1.0}
     changed = Root(inner=Inner(size=1), weights={"data/a.b": 0.5, "plain-1_": 1.5, "new": 1.0})
     assert differences(config, changed) == [
-        "weights.plain-1_: 1.0 → 1.5", 'weights.a "quoted" é\\: 2.0 → None', "weights.: 3.0 → None",
-        "weights.new: None → 1.0",
+        "weights.plain-1_: 1.0 → 1.5", 'weights.a "quoted" é\\: 2.0 → not set', "weights.: 3.0 → not set",
+        "weights.new: not set → 1.0",
     ]  # fmt: skip
 
 

@@ -1,14 +1,17 @@
-"""A small corpus with awkward texts, and settings to build it with."""
+"""A small corpus with unusual characters, the settings of its build, and readers of corpora."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tost_lm.config import validate
 from tost_lm.data import build
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.sources import read_blocks
+from tost_lm.data.config import CorpusConfig, DataPrepConfig
+from tost_lm.data.sources import BadRow, Document, parse, read_blocks
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import DataError
 
 TEXTS = [f"document {number}:\u2581" + " naïve \r\n😀\0" * (number % 7) + "word " * number for number in range(80)]
 
@@ -20,9 +23,9 @@ class Built(NamedTuple):
 
 
 def prep_config(corpus: Path, shards: Path, workers: int = 1, shard_tokens: int = 900, **more: Any) -> DataPrepConfig:
-    """Settings of a build; `more` are settings of [corpus]."""
+    """Settings of a build; `more` are corpus settings."""
     tree = {
-        "corpus": {"source": str(corpus), "valid_share": 0.2, "test_share": 0.1, **more},
+        "corpus": {"source": str(corpus), "valid_fraction": 0.2, "test_fraction": 0.1, **more},
         "tokenizer": {"path": "unused", "vocab_size": 300},
         "shards": {"folder": str(shards), "shard_tokens": shard_tokens, "workers": workers},
     }
@@ -34,7 +37,25 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def build_in_small_steps(config: DataPrepConfig, tokenizer: Tokenizer) -> None:
-    """For a process of its own: a build with small blocks that commits after each."""
+    """Run in a separate process: a build with small blocks and a commit after each."""
     build.read_blocks = partial(read_blocks, block_bytes=1000)
     build.COMMIT_SECONDS = 0.0
     build.build_shards(config, tokenizer)
+
+
+def corpus(source: Path | str, **settings: Any) -> CorpusConfig:
+    return CorpusConfig.model_validate({"source": str(source), **settings})
+
+
+def read(source: CorpusConfig | Path | str, block_bytes: int = 1 << 20, **settings: Any) -> list[Document | BadRow]:
+    config = source if isinstance(source, CorpusConfig) else corpus(source, **settings)
+    return [row for block in read_blocks(config, block_bytes=block_bytes) for row in parse(block, config)]
+
+
+def refusal(source: CorpusConfig | Path | str, **settings: Any) -> str:
+    """The one-line error of reading a corpus."""
+    with pytest.raises(DataError) as caught:
+        read(source, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

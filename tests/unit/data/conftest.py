@@ -1,4 +1,4 @@
-"""Shards that tests read; those that damage them take a copy."""
+"""Shards for reading; a test that damages them uses a copy."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Shard folders of tokens that a test chooses, written as every folder is."""
+"""Shard folders with the tokens that a test chooses, written by the real writer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,17 +19,18 @@ def hand_made(
     vocab_size: int = 10**9,
     shard_tokens: int = 10**9,
     tokenizer: str = "one",
+    split: str = "train",
 ) -> Shards:
-    """Training documents of these many tokens: `first`, `first` + 1, … throughout, each told from all others.
+    """Documents of these lengths with the tokens `first`, `first` + 1, …
 
-    With a small vocabulary they repeat, and a document ends with the end-of-text id.
+    A small vocabulary repeats tokens and ends each document with the end-of-text id.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.arange(first, first + sum(lengths), dtype=np.int32)
     if vocab_size < first + len(tokens):
         tokens = 1 + tokens % (vocab_size - 1)
         tokens[np.cumsum(lengths) - 1] = EOT
-    writer = SplitWriter(folder, "train", "int32", shard_tokens, FRESH)
+    writer = SplitWriter(folder, split, "int32", shard_tokens, FRESH)
     for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
         writer.add(tokens[start : start + length], np.array([length]), np.array([4 * length]))
     return Shards(
@@ -37,6 +38,6 @@ def hand_made(
         {
             "tokenizer": {"sha256": tokenizer, "vocab_size": vocab_size, "eot": EOT},
             "dtype": "int32",
-            "splits": {"train": writer.finish()},
+            "splits": {split: writer.finish()},
         },
     )

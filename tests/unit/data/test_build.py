@@ -1,4 +1,4 @@
-"""Building is the same bytes whatever the workers and however often it was stopped; what is wrong is one line."""
+"""Builds give the same bytes for any number of workers and interruptions; errors are one line."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from builds import TEXTS, Built, build_in_small_steps, files, prep_config
 
 from tost_lm.data import build
-from tost_lm.data.build import SoFar, build_shards, building_folder, settle
+from tost_lm.data.build import BuildProgress, build_shards, building_folder, recover_folder
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import read_blocks
 from tost_lm.errors import DataError
@@ -29,14 +29,14 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StoppedError(Exception):
-    """Stands for whatever ends a build in the middle."""
+    """Ends a build before its end."""
 
 
-def stop_after(count: int) -> Callable[[SoFar], None]:
-    """A report that ends the build with the so manieth block."""
+def stop_after(count: int) -> Callable[[BuildProgress], None]:
+    """A report that ends the build after `count` calls."""
     reports = iter(range(count))
 
-    def report(_: SoFar) -> None:
+    def report(_: BuildProgress) -> None:
         if next(reports, None) is None:
             raise StoppedError
 
@@ -44,9 +44,9 @@ def stop_after(count: int) -> Callable[[SoFar], None]:
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_the_number_of_workers_makes_no_difference(built: Built, tmp_path, workers):
+def test_the_number_of_workers_does_not_change_the_shards(built: Built, tmp_path, workers):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers)
-    seen: list[SoFar] = []
+    seen: list[BuildProgress] = []
     assert build_shards(config, built.tokenizer, seen.append) == built.manifest
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
@@ -58,19 +58,19 @@ def test_the_number_of_workers_makes_no_difference(built: Built, tmp_path, worke
     assert len(seen) > 10
 
 
-def test_a_stopped_build_goes_on_to_the_same_bytes(built: Built, tmp_path):
+def test_a_stopped_build_resumes_to_the_same_bytes(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
-    seen: list[SoFar] = []
+    seen: list[BuildProgress] = []
     for blocks_each_time in (1, 5, 3, 0, 4):
         with pytest.raises(StoppedError):
             build_shards(config, built.tokenizer, stop_after(1 + blocks_each_time))
         assert not config.shards.folder.exists()
     build_shards(config, built.tokenizer, seen.append)
-    assert seen[0].documents > 10  # nothing was begun anew
+    assert seen[0].documents > 10  # it did not start again
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
 
 
-def test_what_was_written_after_the_last_commit_is_cut_off(built: Built, tmp_path, monkeypatch):
+def test_data_after_the_last_commit_is_truncated(built: Built, tmp_path, monkeypatch):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
     with pytest.raises(StoppedError):
         build_shards(config, built.tokenizer, stop_after(8))
@@ -81,8 +81,8 @@ def test_what_was_written_after_the_last_commit_is_cut_off(built: Built, tmp_pat
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
 
 
-def test_killed_at_20_random_moments_a_build_ends_with_the_same_bytes(built: Built, tmp_path):
-    """SIGKILL to the process that reads and writes; those that tokenize must end by themselves."""
+def test_a_build_killed_at_20_random_moments_ends_with_the_same_bytes(built: Built, tmp_path):
+    """SIGKILL to the reading process; its tokenizing processes must end by themselves."""
     import psutil
 
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers=2)
@@ -108,12 +108,12 @@ def test_killed_at_20_random_moments_a_build_ends_with_the_same_bytes(built: Bui
     assert not left
 
 
-def test_the_same_corpus_under_another_name_is_gone_on_with(built: Built, tmp_path, monkeypatch):
+def test_a_build_resumes_with_another_path_to_the_same_corpus(built: Built, tmp_path, monkeypatch):
     (tmp_path / "corpus.jsonl").write_bytes(Path(built.config.corpus.source).read_bytes())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoppedError):
         build_shards(prep_config(Path("corpus.jsonl"), Path("shards")), built.tokenizer, stop_after(8))
-    seen: list[SoFar] = []
+    seen: list[BuildProgress] = []
     build_shards(prep_config(tmp_path / "corpus.jsonl", tmp_path / "shards"), built.tokenizer, seen.append)
     assert seen[0].documents > 10
 
@@ -123,17 +123,17 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(built: Built, tmp_pat
     corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
     config = prep_config(corpus, tmp_path / "shards")
 
-    def change(now: SoFar) -> None:
+    def change(now: BuildProgress) -> None:
         if not now.documents:
             os.utime(corpus, (1, 1))
 
-    with pytest.raises(DataError, match="changed while it was read; the same command begins anew"):
+    with pytest.raises(DataError, match="changed while it was read; run the same command again"):
         build_shards(config, built.tokenizer, change)
     assert not (tmp_path / "shards").exists()
     build_shards(config, built.tokenizer)
 
 
-def test_a_link_stays_one_and_what_it_leads_to_is_built_again_and_again(built: Built, tmp_path):
+def test_a_link_is_kept_and_its_target_is_replaced(built: Built, tmp_path):
     (tmp_path / "disk/shards").mkdir(parents=True)
     (tmp_path / "link").symlink_to("disk/shards")
     for shard_tokens in (900, 800):
@@ -144,22 +144,22 @@ def test_a_link_stays_one_and_what_it_leads_to_is_built_again_and_again(built: B
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["shards"]
 
 
-def test_what_a_kill_while_putting_in_place_left_is_cleared_up(built: Built, tmp_path):
+def test_a_kill_while_publishing_is_recovered(built: Built, tmp_path):
     shards, old = tmp_path / "shards", tmp_path / ".shards.old"
     build_shards(prep_config(Path(built.config.corpus.source), shards), built.tokenizer)
     whole = files(shards)
     shutil.copytree(shards, old)
-    settle(shards)
+    recover_folder(shards)
     assert not old.exists()
     shards.rename(old)
-    settle(shards)
+    recover_folder(shards)
     assert not old.exists()
     assert files(shards) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
 @pytest.mark.parametrize("change", ["corpus", "settings", "journal", "tokens"])
-def test_another_build_is_not_gone_on_with(built: Built, tmp_path, change):
+def test_a_different_build_is_not_resumed(built: Built, tmp_path, change):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
     config = prep_config(corpus, tmp_path / "shards")
@@ -174,16 +174,16 @@ def test_another_build_is_not_gone_on_with(built: Built, tmp_path, change):
         (aside / "journal.json").write_text("{")
     else:
         (aside / "train_00000.bin").write_bytes(b"")
-        with pytest.raises(DataError, match=r"train_00000\.bin: shorter than it was; delete"):
+        with pytest.raises(DataError, match=r"train_00000\.bin: shorter than at the last commit; delete"):
             build_shards(config, built.tokenizer)
         return
-    seen: list[SoFar] = []
+    seen: list[BuildProgress] = []
     build_shards(config, built.tokenizer, seen.append)
     assert seen[0].documents == 0
     Shards.open(tmp_path / "shards").verify()
 
 
-def test_a_finished_build_that_was_not_put_in_place_is(built: Built, tmp_path):
+def test_a_finished_build_is_published_without_reading(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
     build_shards(config, built.tokenizer)
     whole = files(tmp_path / "shards")
@@ -201,9 +201,9 @@ def corpus_with_bad_rows(folder: Path, bad: int) -> Path:
     return path
 
 
-def test_bad_rows_are_counted_logged_and_left_out(built: Built, tmp_path):
+def test_bad_rows_are_counted_logged_and_skipped(built: Built, tmp_path):
     corpus = corpus_with_bad_rows(tmp_path, 8)
-    config = prep_config(corpus, tmp_path / "shards", max_bad_share=0.1)
+    config = prep_config(corpus, tmp_path / "shards", max_bad_fraction=0.1)
     manifest = build_shards(config, built.tokenizer)
     assert manifest["rows"] == {"read": 80, "bad": 8, "left_out": 0}
     assert sum(split["documents"] for split in manifest["splits"].values()) == 72
@@ -212,19 +212,19 @@ def test_bad_rows_are_counted_logged_and_left_out(built: Built, tmp_path):
     assert "corpus.text_field" in logged[0]["reason"]
 
 
-def test_more_bad_rows_than_allowed_end_the_job_and_more_may_be_allowed(built: Built, tmp_path):
+def test_too_many_bad_rows_end_the_build_and_a_higher_limit_resumes_it(built: Built, tmp_path):
     corpus = corpus_with_bad_rows(tmp_path, 8)
-    with pytest.raises(DataError, match=r"corpus\.jsonl, line 1: .*; 8 of 80 rows cannot be read .*max_bad_share"):
-        build_shards(prep_config(corpus, tmp_path / "shards", max_bad_share=0.09), built.tokenizer)
+    with pytest.raises(DataError, match=r"corpus\.jsonl, line 1: .*; 8 of 80 rows cannot be read .*max_bad_fraction"):
+        build_shards(prep_config(corpus, tmp_path / "shards", max_bad_fraction=0.09), built.tokenizer)
     with pytest.raises(DataError, match=r"; \d of \d+ rows"):
-        build_shards(prep_config(corpus, tmp_path / "strict", max_bad_share=0), built.tokenizer)
+        build_shards(prep_config(corpus, tmp_path / "strict", max_bad_fraction=0), built.tokenizer)
     assert len((building_folder(tmp_path / "shards") / "bad_rows.jsonl").read_text().splitlines()) == 8
-    seen: list[SoFar] = []
-    build_shards(prep_config(corpus, tmp_path / "shards", max_bad_share=0.1), built.tokenizer, seen.append)
+    seen: list[BuildProgress] = []
+    build_shards(prep_config(corpus, tmp_path / "shards", max_bad_fraction=0.1), built.tokenizer, seen.append)
     assert seen[0].documents > 10
 
 
-def test_rows_of_another_length_are_left_out(built: Built, tmp_path):
+def test_rows_outside_the_length_limits_are_left_out(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", min_characters=100, max_characters=300)
     manifest = build_shards(config, built.tokenizer)
     kept = [text for text in TEXTS if 100 <= len(text) <= 300]
@@ -241,40 +241,40 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(built: Built, tmp_path, mon
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(built.tokenizer.model_bytes) + 20_000, limits[1]))
-        with pytest.raises(DataError, match=r"shards: cannot be written: .*large; make room .* goes on"):
+        with pytest.raises(DataError, match=r"shards: cannot be written: .*large; free space .* to resume"):
             build_shards(config, built.tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, old)
     assert not (tmp_path / "shards").exists()
-    seen: list[SoFar] = []
+    seen: list[BuildProgress] = []
     build_shards(config, built.tokenizer, seen.append)
     assert seen[0].documents > 0
     build_shards(prep_config(corpus, tmp_path / "whole", shard_tokens=10**6), built.tokenizer)
     assert files(tmp_path / "shards") == files(tmp_path / "whole")
 
 
-def test_a_lost_worker_is_one_line_and_the_build_goes_on(built: Built, tmp_path):
+def test_a_dead_worker_is_one_line_and_the_build_resumes(built: Built, tmp_path):
     import psutil
 
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers=2)
 
-    def kill_them(now: SoFar) -> None:
+    def kill_workers(now: BuildProgress) -> None:
         if now.documents > 20:
             for child in psutil.Process().children():
                 if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline()):
                     child.kill()
 
-    with pytest.raises(DataError, match=r"a tokenizing process was lost .* shards\.workers=1 "):
-        build_shards(config, built.tokenizer, kill_them)
+    with pytest.raises(DataError, match=r"a tokenizing process died .* shards\.workers=1 "):
+        build_shards(config, built.tokenizer, kill_workers)
     build_shards(config, built.tokenizer)
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
 
 
-def test_two_builds_of_one_folder_do_not_meet(built: Built, tmp_path):
+def test_two_builds_of_one_folder_exclude_each_other(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
 
-    def build_again(_: SoFar) -> None:
+    def build_again(_: BuildProgress) -> None:
         with pytest.raises(DataError, match="another process is building it"):
             build_shards(config, built.tokenizer)
         raise StoppedError
@@ -284,29 +284,29 @@ def test_two_builds_of_one_folder_do_not_meet(built: Built, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "problem"),
+    ("settings", "problem"),
     [
-        ({"valid_share": 0.00001}, "valid split: raise corpus.valid_share"),
-        ({"valid_share": 0.0, "test_share": 0.99999}, "train split: lower corpus.valid_share"),
-        ({"min_characters": 10**6}, "holds no text"),
+        ({"valid_fraction": 0.00001}, "valid split; raise corpus.valid_fraction"),
+        ({"valid_fraction": 0.0, "test_fraction": 0.99999}, "train split; lower corpus.valid_fraction"),
+        ({"min_characters": 10**6}, "no text in any document"),
     ],
 )
-def test_empty_split_is_refused(built: Built, tmp_path, shares, problem):
+def test_an_empty_split_is_refused(built: Built, tmp_path, settings, problem):
     with pytest.raises(DataError, match=problem):
-        build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "new", **shares), built.tokenizer)
+        build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "new", **settings), built.tokenizer)
     assert not (tmp_path / "new").exists()
 
 
-def test_splits_may_be_empty_by_choice(built: Built, tmp_path):
-    config = prep_config(Path(built.config.corpus.source), tmp_path / "new", valid_share=0.0, test_share=0.0)
+def test_splits_of_fraction_zero_may_be_empty(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "new", valid_fraction=0.0, test_fraction=0.0)
     build_shards(config, built.tokenizer)
     shards = Shards.open(tmp_path / "new")
     assert [len(list(shards.documents(split))) for split in ("train", "valid", "test")] == [80, 0, 0]
 
 
-def test_folder_with_other_files_is_never_replaced(built: Built, tmp_path):
+def test_a_folder_with_other_files_is_never_replaced(built: Built, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    for target, problem in ((tmp_path, "holds other files"), (tmp_path / "thesis.txt", "is a file")):
+    for target, problem in ((tmp_path, "contains other files"), (tmp_path / "thesis.txt", "is a file")):
         with pytest.raises(DataError, match=problem):
             build_shards(prep_config(Path(built.config.corpus.source), target), built.tokenizer)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -1,4 +1,4 @@
-"""Figures about shards agree with counting by hand."""
+"""Statistics of shards agree with direct counts."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.sources.messages import printable
 
 
-def test_buckets_hold_every_document_once():
+def test_buckets_count_every_document_once():
     lengths = np.concatenate([np.arange(1, 20), [2**30 - 1, 2**30, 2**31 - 1]]).astype(np.int32)
     buckets = length_histogram(lengths)
     for bucket in buckets:
@@ -22,12 +22,12 @@ def test_buckets_hold_every_document_once():
 
 
 @pytest.mark.parametrize("chunk", [100, 1 << 24])
-def test_tokens_are_counted(built, monkeypatch, chunk):
+def test_token_counts(built, monkeypatch, chunk):
     monkeypatch.setattr(inspection, "COUNTED_TOKENS", chunk)
     shards = Shards.open(built.config.shards.folder)
     by_hand = Counter(token for tokens in shards.token_arrays("train") for token in tokens.tolist())
     assert token_counts(shards, "train").tolist() == [by_hand[token] for token in range(shards.vocab_size)]
 
 
-def test_a_terminal_is_given_no_orders():
+def test_control_characters_are_escaped():
     assert printable("naïve\t漢\n\x1b[2J\0\r", keep="\n\t") == "naïve\t漢\n\\x1b[2J\\x00\\r"

@@ -1,4 +1,4 @@
-"""What ranks read of a step: the same tokens however they are shared out, and documents by themselves where packed."""
+"""Ranks read the same global batch for any parallel layout, and packed documents are masked."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +10,12 @@ import torch
 from hand_made import EOT, hand_made
 
 from tost_lm.data import loader
+from tost_lm.data.collation import micro_batches
 from tost_lm.data.concatenation import Concatenation
-from tost_lm.data.loader import Packing, Share, TrainingBatches
+from tost_lm.data.loader import BatchShard, Packing, TrainingBatches
 from tost_lm.data.mixture import Corpora
-from tost_lm.data.prefetch import micro_batches
 from tost_lm.errors import ConfigError
-from tost_lm.ops.split import SequenceSplit
+from tost_lm.ops.sequence_shard import SequenceSplit
 
 IGNORED, T, BATCH = -100, 20, 8
 LENGTHS = [1 + 37 * i % 49 for i in range(60)]
@@ -35,28 +35,49 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
 
 
 def batches_of(corpora: Corpora, packing: Packing, ranks: str = "0/1 0/1", **changes: Any) -> TrainingBatches:
-    """As rank `data rank/data ranks sequence rank/sequence ranks` reads them."""
-    (data, data_ranks), (sequence, sequence_ranks) = (map(int, part.split("/")) for part in ranks.split())
-    settings = {"seed": 1, "batch_sequences": BATCH, "micro_batch_sequences": 2, "sequence_tokens": T, **changes}
-    row = settings["sequence_tokens"] * (settings["micro_batch_sequences"] if packing == "best-fit" else 1)
+    """The batches of the rank `data rank/data ranks sequence rank/sequence ranks`."""
+    (data, data_ranks), (sequence, sequence_ranks) = (map(int, pair.split("/")) for pair in ranks.split())
+    settings = {"seed": 1, "global_batch_size": BATCH, "micro_batch_size": 2, "seq_len": T, **changes}
+    row = settings["seq_len"] * (settings["micro_batch_size"] if packing == "best-fit" else 1)
     split = SequenceSplit.even(row, sequence_ranks, sequence)
-    share = Share(data, data_ranks, ((split.start, split.end),))
-    return TrainingBatches(corpora, share, packing=packing, ignored_label=IGNORED, **settings)
+    shard = BatchShard(data, data_ranks, ((split.start, split.end),))
+    return TrainingBatches(corpora, shard, packing=packing, ignored_label=IGNORED, **settings)
 
 
 def whole(batches: TrainingBatches, steps: range) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels of whole steps, flat."""
-    parts = [batches[step] for step in steps]
-    return tuple(np.concatenate([x.ravel() for x in xs]) for xs in list(zip(*parts, strict=True))[:2])  # pyright: ignore[reportReturnType]
+    found = [batches[step] for step in steps]
+    return tuple(np.concatenate([x.ravel() for x in xs]) for xs in list(zip(*found, strict=True))[:2])  # pyright: ignore[reportReturnType]
 
 
 def steps_of_an_epoch(batches: TrainingBatches) -> range:
-    """An epoch and, where it does not fill the last step, the beginning of the next."""
+    """The steps of an epoch; the last one may include the start of the next epoch."""
     return range(-(-len(batches._samples[0]) // BATCH))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_every_stored_token_is_a_label_once_in_an_epoch(corpora: Corpora, packing: Packing):
+@pytest.mark.parametrize("corpora", [1, 2])
+def test_a_validation_batch_is_one_pass_at_most(tmp_path: Path, packing: Packing, corpora: int):
+    a = hand_made(tmp_path / "a", LENGTHS, split="valid")
+    b = hand_made(tmp_path / "b", LENGTHS[5:], first=10_001, split="valid")
+    held_out = Corpora([a, b][:corpora], [3, 1][:corpora])
+    everything = [*range(1, sum(LENGTHS) + 1), *range(10_001, sum(LENGTHS[5:]) + 10_001)][
+        : [sum(LENGTHS), None][corpora - 1]
+    ]
+    valid = {"documents": "valid", "micro_batch_size": 3}
+    labels = []
+    for rank in range(2):
+        batches = batches_of(held_out, packing, f"{rank}/2 0/1", **valid, global_batch_size=10**6)
+        labels += batches[0].labels[batches[0].labels != IGNORED].tolist()
+        assert batches.samples == sum(map(len, batches._samples))
+    assert sorted(labels) == everything
+    five = batches_of(held_out, packing, **valid, global_batch_size=5)
+    assert (five.samples, five[0].labels.size) == (5, 6 * T)
+    assert (five[0].labels.reshape(6, T)[5] == IGNORED).all()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_each_stored_token_is_a_label_once_per_epoch(corpora: Corpora, packing: Packing):
     batches = batches_of(corpora, packing)
     tokens, labels = whole(batches, steps_of_an_epoch(batches))
     samples = len(batches._samples[0])
@@ -68,13 +89,13 @@ def test_every_stored_token_is_a_label_once_in_an_epoch(corpora: Corpora, packin
         assert np.array_equal(tokens[: samples * T][real], labels[: samples * T][real] - 1)  # before token 1: EOT, 0
 
 
-def test_a_packed_document_begins_behind_an_end_of_text_and_knows_of_no_other(corpora: Corpora):
+def test_a_packed_document_starts_with_end_of_text_and_is_masked(corpora: Corpora):
     batches, first_of_document = batches_of(corpora, "best-fit"), set((np.cumsum([0, *LENGTHS[:-1]]) + 1).tolist())
     begun = set()
     for step in steps_of_an_epoch(batches):
-        portions = micro_batches(batches[step], torch.device("cpu"))  # pyright: ignore[reportArgumentType]
-        assert len(portions) == BATCH // 2
-        for tokens, labels, cu_seqlens in portions:
+        found = micro_batches(batches[step], torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+        assert len(found) == BATCH // 2
+        for tokens, labels, cu_seqlens in found:
             assert tokens.shape == labels.shape == (1, 2 * T)
             assert (tokens.dtype, labels.dtype) == (torch.int64, torch.int64)
             assert cu_seqlens is not None
@@ -95,16 +116,16 @@ def test_a_packed_document_begins_behind_an_end_of_text_and_knows_of_no_other(co
 
 
 def test_concatenated_rows_are_whole_samples(corpora: Corpora):
-    portions = micro_batches(batches_of(corpora, "concatenated")[0], torch.device("cpu"))  # pyright: ignore[reportArgumentType]
-    assert [x.tokens.shape for x in portions] == [(2, T)] * 4
-    assert all(x.cu_seqlens is None for x in portions)
-    assert all(int(x.tokens[0, 0]) % T == 0 for x in portions)
+    found = micro_batches(batches_of(corpora, "concatenated")[0], torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+    assert [x.tokens.shape for x in found] == [(2, T)] * 4
+    assert all(x.cu_seqlens is None for x in found)
+    assert all(int(x.tokens[0, 0]) % T == 0 for x in found)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", ["corpora", "mixed"])
 @pytest.mark.parametrize(("data", "sequence"), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
-def test_ranks_read_together_what_one_reads(
+def test_the_ranks_together_read_the_batch_of_one_rank(
     name: str, packing: Packing, data: int, sequence: int, request: pytest.FixtureRequest
 ):
     corpora = request.getfixturevalue(name)
@@ -113,16 +134,16 @@ def test_ranks_read_together_what_one_reads(
         expected = alone[step]
         of_data = []
         for d in range(data):
-            parts = [batches_of(corpora, packing, f"{d}/{data} {s}/{sequence}")[step] for s in range(sequence)]
-            assert all(np.array_equal(part.document_ends, parts[0].document_ends) for part in parts)
-            of_data.append([np.concatenate(x, -1) for x in list(zip(*parts, strict=True))[:2]])
+            shards = [batches_of(corpora, packing, f"{d}/{data} {s}/{sequence}")[step] for s in range(sequence)]
+            assert all(np.array_equal(shard.document_ends, shards[0].document_ends) for shard in shards)
+            of_data.append([np.concatenate(x, -1) for x in list(zip(*shards, strict=True))[:2]])
         for number in range(2):
             assert np.array_equal(np.concatenate([x[number] for x in of_data]), expected[number])
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_the_portions_of_a_step_do_not_change_what_is_in_it(corpora: Corpora, packing: Packing):
-    one, other = (batches_of(corpora, packing, micro_batch_sequences=size) for size in (1, 8))
+def test_the_micro_batch_size_does_not_change_a_step(corpora: Corpora, packing: Packing):
+    one, other = (batches_of(corpora, packing, micro_batch_size=size) for size in (1, 8))
     for x, y in zip(whole(one, range(30)), whole(other, range(30)), strict=True):
         assert np.array_equal(x, y)
     again, changed = batches_of(corpora, packing), batches_of(corpora, packing, seed=2)
@@ -131,7 +152,7 @@ def test_the_portions_of_a_step_do_not_change_what_is_in_it(corpora: Corpora, pa
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_mixture_goes_through_each_corpus_as_if_it_were_alone(mixed: Corpora, packing: Packing):
+def test_a_mixture_reads_each_corpus_in_epochs_of_its_own(mixed: Corpora, packing: Packing):
     _, labels = whole(batches_of(mixed, packing), range(40))
     for number, one in enumerate(mixed.shards):
         lowest = 10_001 if one.folder.name == "b" else 1
@@ -143,7 +164,7 @@ def test_a_mixture_goes_through_each_corpus_as_if_it_were_alone(mixed: Corpora, 
 
 
 class Counted(Concatenation):
-    """Counts what is read of all."""
+    """Counts the tokens that are read."""
 
     read_tokens = 0
 
@@ -153,23 +174,23 @@ class Counted(Concatenation):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_rank_reads_its_share_and_no_more(corpora: Corpora, packing: Packing, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_reads_only_its_batch_shard(corpora: Corpora, packing: Packing, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loader, "Concatenation", Counted)
-    for ranks, share in (("0/1 0/1", 1), ("1/4 0/1", 4), ("0/1 1/2", 2), ("1/2 1/2", 4)):
+    for ranks, divisor in (("0/1 0/1", 1), ("1/4 0/1", 4), ("0/1 1/2", 2), ("1/2 1/2", 4)):
         batches = batches_of(corpora, packing, ranks)
         Counted.read_tokens = 0
         batch = batches[2]
         labels = (batch.labels != IGNORED).sum()
-        assert batch.labels.size == BATCH * T // share
-        spans_at_most = BATCH * T // share if packing == "best-fit" else BATCH  # the token before each, at most
-        assert labels <= Counted.read_tokens <= labels + min(spans_at_most, labels // 4)
+        assert batch.labels.size == BATCH * T // divisor
+        max_segments = BATCH * T // divisor if packing == "best-fit" else BATCH  # each may read the token before it
+        assert labels <= Counted.read_tokens <= labels + min(max_segments, labels // 4)
 
 
-def test_too_short_a_corpus_is_named(corpora: Corpora, tmp_path: Path):
+def test_a_too_short_corpus_is_named(corpora: Corpora, tmp_path: Path):
     for packing in PACKINGS:
         batches_of(Corpora([hand_made(tmp_path / f"enough {packing}", [15, 5])], [1.0]), packing)
         short = Corpora([hand_made(tmp_path / packing, [15, 4])], [1.0])
-        with pytest.raises(ConfigError, match=r"^train\.sequence_tokens 20: .*, 19 tokens; shorten it"):
+        with pytest.raises(ConfigError, match=r"^train\.seq_len 20: .* only 19 tokens; lower it"):
             batches_of(short, packing)
     with pytest.raises(IndexError):
         batches_of(corpora, "best-fit")[-1]
@@ -179,5 +200,5 @@ def test_too_short_a_corpus_is_named(corpora: Corpora, tmp_path: Path):
     ("packing", "pinned"), [("concatenated", [381, 1441, 1041, 1001]), ("best-fit", [1227, 711, 724, 186])]
 )
 def test_batches_are_pinned(corpora: Corpora, packing: Packing, pinned: list[int]):
-    # Runs are resumed with later versions of this package, so these numbers may never change.
+    # Later versions must resume runs of earlier ones, so these numbers must not change.
     assert batches_of(corpora, packing)[1000].labels[:, 0, 0].tolist() == pinned

@@ -1,4 +1,4 @@
-"""Orders without a table: bijections that look random, and stay as they are for good."""
+"""Permutations without a table: pinned bijections that look random."""
 
 from collections import Counter
 
@@ -11,11 +11,11 @@ from tost_lm.data.permutation import Order, permuted
 
 
 @given(st.integers(1, 5000), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4))
-def test_every_number_is_met_once(n: int, key: list[int]):
+def test_permutations_are_bijections(n: int, key: list[int]):
     assert (np.sort(permuted(np.arange(n), n, *key)) == np.arange(n)).all()
 
 
-def test_any_part_can_be_worked_out_by_itself():
+def test_elements_are_computed_independently():
     whole = permuted(np.arange(1000), 1000, 1, 2)
     chosen = np.array([999, 3, 3, 500])
     assert np.array_equal(permuted(chosen, 1000, 1, 2), whole[chosen])
@@ -26,11 +26,11 @@ def test_any_part_can_be_worked_out_by_itself():
 
 @pytest.mark.parametrize("n", [2**16, 2**16 + 1, 100_000])
 def test_an_order_looks_random(n: int):
-    place, value = np.arange(n), permuted(np.arange(n), n, Order.WINDOWS, 0, 0, 5)
-    assert abs(np.corrcoef(place, value)[0, 1]) < 0.02
+    index, value = np.arange(n), permuted(np.arange(n), n, Order.WINDOWS, 0, 0, 5)
+    assert abs(np.corrcoef(index, value)[0, 1]) < 0.02
     assert abs(np.corrcoef(value[:-1], value[1:])[0, 1]) < 0.02
-    assert np.abs(place - value).mean() / n == pytest.approx(1 / 3, rel=0.02)
-    # Steps from one value to the next repeat as seldom as in an order that NumPy draws, and lowest bits mix.
+    assert np.abs(index - value).mean() / n == pytest.approx(1 / 3, rel=0.02)
+    # Differences of neighbours repeat as rarely as in a NumPy permutation, and the lowest bits mix.
     drawn = np.random.default_rng(0).permutation(n)
     assert len(np.unique(np.diff(value))) == pytest.approx(len(np.unique(np.diff(drawn))), rel=0.02)
     odd = value % 2
@@ -38,20 +38,20 @@ def test_an_order_looks_random(n: int):
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_all_orders_of_a_few_are_as_likely(n: int):
+def test_all_orders_of_few_elements_are_equally_likely(n: int):
     seen = Counter(tuple(permuted(np.arange(n), n, 0, seed).tolist()) for seed in range(2400))
     expected = 2400 / (6 if n == 3 else 24)
     assert len(seen) == (6 if n == 3 else 24)
     assert sum((count - expected) ** 2 / expected for count in seen.values()) < (25 if n == 3 else 60)
 
 
-def test_every_key_has_an_order_of_its_own():
+def test_every_key_has_a_different_order():
     keys = [(order, corpus, epoch, seed) for order in Order for corpus in (0, 1) for epoch in (0, 1) for seed in (0, 1)]
     assert len({tuple(permuted(np.arange(50), 50, *key).tolist()) for key in keys}) == len(keys)
 
 
 def test_orders_are_pinned():
-    # Runs are resumed with later versions of this package and of NumPy, so these numbers may never change.
+    # Later versions, also of NumPy, must resume runs of earlier ones, so these numbers must not change.
     assert permuted(np.arange(10), 10, 0, 0, 1234).tolist() == [3, 2, 0, 1, 7, 6, 5, 9, 4, 8]
     far = permuted(np.array([0, 1, 999_999_999]), 10**9, 3, 1, 4, 1, 2**63 - 1)
     assert far.tolist() == [722731806, 341553257, 581113387]

@@ -1,4 +1,4 @@
-"""Shards hold the corpus exactly, Megatron reads the same tokens, and anything damaged or foreign is refused."""
+"""Shards contain the corpus exactly, Megatron reads the same tokens, and damaged or foreign files are refused."""
 
 import json
 import random
@@ -21,7 +21,7 @@ from tost_lm.files import manifest_bytes
 
 @pytest.fixture
 def folder(built: Built, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy for tests that damage it."""
     return Path(shutil.copytree(built.config.shards.folder, tmp_path / "copy"))
 
 
@@ -42,7 +42,7 @@ def test_documents_decode_to_the_sources(built, split):
 
 
 @pytest.mark.parametrize("first", [0, 1, 17, 40, 1000])
-def test_documents_from_any_number_on(built, first):
+def test_documents_are_read_from_any_number(built, first):
     opened = Shards.open(built.config.shards.folder)
     expected = [tokens.tolist() for tokens in opened.documents("train")][first:]
     assert [tokens.tolist() for tokens in opened.documents("train", first)] == expected
@@ -63,7 +63,7 @@ def test_megatron_reads_the_same_tokens(built, split):
     assert next(texts, None) is None
 
 
-def test_the_index_is_byte_for_byte_megatrons(built, tmp_path):
+def test_the_index_equals_megatrons_byte_for_byte(built, tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     opened = Shards.open(built.config.shards.folder)
@@ -77,7 +77,7 @@ def test_the_index_is_byte_for_byte_megatrons(built, tmp_path):
         assert (tmp_path / f"train.{ending}").read_bytes() == ours.read_bytes()
 
 
-def test_manifest_counts_what_is_there(built):
+def test_the_manifest_has_the_counts_of_the_shards(built):
     opened = Shards.open(built.config.shards.folder)
     manifest = built.manifest
     assert opened.manifest == manifest
@@ -96,12 +96,12 @@ def test_manifest_counts_what_is_there(built):
     assert len(manifest["splits"]["train"]["shards"]) > 2
     for split in SPLITS:
         for entry, lengths in zip(opened.entries(split), opened.lengths(split), strict=True):
-            assert entry["tokens"] - lengths[-1] < 900  # full with its last document, not before
+            assert entry["tokens"] - lengths[-1] < 900  # only the last document fills the shard
         assert all(shard["tokens"] >= 900 for shard in opened.entries(split)[:-1])
     opened.verify()
 
 
-def test_the_fingerprint_is_that_of_the_tokens(built, tmp_path):
+def test_the_fingerprint_identifies_the_tokens(built, tmp_path):
     opened = Shards.open(built.config.shards.folder)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(Path(built.config.corpus.source).read_bytes())
@@ -111,8 +111,8 @@ def test_the_fingerprint_is_that_of_the_tokens(built, tmp_path):
     assert Shards.open(tmp_path / "other").fingerprint != opened.fingerprint
 
 
-def test_any_flipped_bit_and_any_truncation_is_refused(folder, survived):
-    """200 of them, over all files; the line names the file, and for flipped tokens the place."""
+def test_flipped_bits_and_truncations_are_refused(folder, record_fault):
+    """200 damages over all files; the error names the file."""
     draws = random.Random(0)
     names = sorted(path.name for path in folder.iterdir())
     for number in range(200):
@@ -132,10 +132,10 @@ def test_any_flipped_bit_and_any_truncation_is_refused(folder, survived):
         assert "\n" not in line
         path.write_bytes(whole)
     Shards.open(folder).verify()
-    survived("a bit flipped in a shard, or the shard cut off", 200, "refused, naming file and place")
+    record_fault("a flipped bit in a shard, or a truncated shard", 200, "refused; the error names the file")
 
 
-def test_verify_says_where_tokens_are_damaged(built, tmp_path, monkeypatch):
+def test_verify_names_the_damaged_byte_range(built, tmp_path, monkeypatch):
     for module in (shard_format, shards):
         monkeypatch.setattr(module, "HASH_BLOCK_BYTES", 500)
     build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "shards"), built.tokenizer)
@@ -149,7 +149,7 @@ def test_verify_says_where_tokens_are_damaged(built, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [0, 9, 17, 18, 26, 34, -400])
-def test_flipped_byte_in_an_index_is_refused_when_read(folder, place):
+def test_a_flipped_byte_in_an_index_is_refused_when_read(folder, place):
     path = folder / "train_00000.idx"
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -164,7 +164,7 @@ def test_flipped_byte_in_an_index_is_refused_when_read(folder, place):
 def test_truncated_and_missing_files_are_refused_on_opening(folder, name):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:-1])
-    with pytest.raises(DataError, match=f"{name}: damaged, {len(data) - 1} bytes where the manifest says {len(data)}"):
+    with pytest.raises(DataError, match=f"{name}: damaged, {len(data) - 1} bytes instead of {len(data)}"):
         Shards.open(folder)
     (folder / name).unlink()
     with pytest.raises(DataError, match=f"{name}: missing"):
@@ -188,10 +188,10 @@ def test_wrong_and_missing_tokenizers_are_refused(folder):
         ('"eot": 1', '"eot": "one"', r"\(tokenizer\.eot:"),
         ('"eot"', '"end"', r"\(tokenizer\."),
         ("}", "", "damaged or not"),
-        ('"source": "', '"source": "x', "not as it was written"),
+        ('"source": "', '"source": "x', "does not match its hash"),
     ],
 )
-def test_manifest_of_another_kind_is_refused(folder, old, new, problem):
+def test_a_manifest_of_another_format_is_refused(folder, old, new, problem):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(DataError, match=problem) as caught:
@@ -199,13 +199,13 @@ def test_manifest_of_another_kind_is_refused(folder, old, new, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_other_folders_are_no_shards(tmp_path):
+def test_other_folders_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(DataError, match="not a shard folder"):
             Shards.open(path)
 
 
-def test_formats():
+def test_dtypes_index_sizes_and_manifest_bytes():
     assert [dtype_for(size) for size in (300, 65_536, 65_537)] == ["uint16", "uint16", "int32"]
     assert index_size(1) == 34 + 12 + 16
     written = json.loads(manifest_bytes({"a": {"b": "naïve"}}))

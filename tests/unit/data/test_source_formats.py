@@ -1,4 +1,4 @@
-"""Every format gives the same rows, cut into blocks that can be read on from any block's end."""
+"""Every format gives the same rows, in blocks at whose ends reading can resume."""
 
 import gzip
 import io
@@ -6,9 +6,9 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
+from builds import corpus, read, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,24 +31,8 @@ TEXTS = [
 ]
 
 
-def corpus(source: Path, **chosen) -> CorpusConfig:
-    return CorpusConfig.model_validate({"source": str(source), **chosen})
-
-
-def read(config: CorpusConfig, block_bytes: int = 1 << 20) -> list[Document | BadRow]:
-    return [row for block in read_blocks(config, block_bytes=block_bytes) for row in parse(block, config)]
-
-
-def refusal(config: CorpusConfig) -> str:
-    with pytest.raises(DataError) as caught:
-        read(config)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def json_lines(texts: list[str]) -> bytes:
-    """Rows with raw line separators of Unicode in them, which end no line."""
+    """Rows with unescaped Unicode line separators, which do not end a line."""
     return "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
@@ -107,7 +91,7 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_rows_and_goes_on_from_every_block(tmp_path, name):
+def test_every_format_gives_the_same_rows_and_resumes_at_every_block(tmp_path, name):
     (tmp_path / name).write_bytes(FORMATS[name](TEXTS))
     (tmp_path / "z.txt").write_text("the next file")
     config = corpus(tmp_path)
@@ -121,12 +105,12 @@ def test_every_format_gives_the_same_rows_and_goes_on_from_every_block(tmp_path,
         for number, block in enumerate(blocks, start=1):
             rest = list(read_blocks(config, block.end, block_bytes=block_bytes))
             assert rest == blocks[number:]
-        shares = [block.share_read or 0 for block in blocks]
-        assert shares == sorted(shares)
-        assert shares[-1] == 1
+        fractions = [block.fraction_read or 0 for block in blocks]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1
 
 
-def test_blocks_are_about_as_large_as_asked_for(tmp_path):
+def test_blocks_have_about_the_requested_size(tmp_path):
     texts = [f"{n} " * 100 for n in range(2000)]
     for name in FORMATS:
         file = tmp_path / name
@@ -152,7 +136,7 @@ LINES = st.lists(
     st.booleans(),
     st.integers(1, 200),
 )
-def test_lines_are_rows_however_blocks_are_cut(tmp_path, rows, newline, ended, block_bytes):
+def test_lines_are_rows_for_any_block_size(tmp_path, rows, newline, ended, block_bytes):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(newline.join(rows) + newline * ended)
     config = corpus(file)
@@ -171,7 +155,7 @@ def test_lines_are_rows_however_blocks_are_cut(tmp_path, rows, newline, ended, b
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "array.json"])
 @pytest.mark.parametrize("pack", [lambda data: (data, ""), lambda data: (gzip.compress(data), ".gz")])
-def test_byte_order_mark_before_everything_is_no_text(tmp_path, name, pack):
+def test_a_byte_order_mark_is_skipped(tmp_path, name, pack):
     body = {"a.txt": b"one\ntwo", "array.json": json_array(["one", "two"])}.get(name, json_lines(["one", "two"]))
     data, ending = pack(b"\xef\xbb\xbf" + body)
     file = tmp_path / (name + ending)
@@ -182,13 +166,13 @@ def test_byte_order_mark_before_everything_is_no_text(tmp_path, name, pack):
     assert list(read_blocks(config, first.end, block_bytes=22 if "json" in name else 4)) == [second]
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_plain_text_is_one_document_or_one_a_line(tmp_path, ending):
+@pytest.mark.parametrize("kind", [".txt", ".md"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_a_text_file_is_one_document_or_one_a_line(tmp_path, kind, compression):
     data = "one\r\n\n  \ntwo\u2028zwei\n\nthree".encode()
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard}[ending]
-    (tmp_path / f"a.txt{ending}").write_bytes(pack(data))
-    (tmp_path / f"b.txt{ending}").write_bytes(pack(b""))
-    (tmp_path / f"c.txt{ending}").write_bytes(pack(b"last\n"))
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard}[compression]
+    for name, text in {"a": data, "b": b"", "c": b"last\n"}.items():
+        (tmp_path / f"{name}{kind}{compression}").write_bytes(pack(text))
     assert read(corpus(tmp_path)) == [Document(0, data.decode()), Document(2, "last\n")]
     by_line = corpus(tmp_path, text_documents="line")
     expected = [Document(row, text) for row, text in enumerate(["one", "two\u2028zwei", "three", "last"])]
@@ -200,7 +184,7 @@ def test_plain_text_is_one_document_or_one_a_line(tmp_path, ending):
                 assert list(read_blocks(config, block.end, block_bytes=block_bytes)) == blocks[number:]
 
 
-def test_documents_too_long_to_hold_are_refused(tmp_path, monkeypatch):
+def test_too_long_documents_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "ROW_LIMIT", 1000)
     monkeypatch.setattr(tables, "ROW_LIMIT", 1000)
     (tmp_path / "a.txt").write_text("x" * 1000)
@@ -217,18 +201,18 @@ def test_documents_too_long_to_hold_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_that_was_cut_short_is_named(tmp_path, name):
+def test_a_truncated_file_is_named(tmp_path, name):
     whole = FORMATS[name](["".join(random.Random(n).choices("abcdefgh", k=2000)) for n in range(100)])
     file = tmp_path / name
     for cut in (len(whole) // 2 + 3, len(whole) - 5, 3):
         file.write_bytes(whole[:cut])
         config = corpus(file)
         if name in ("rows.jsonl", "lines.json"):
-            *_, last = read(config)  # a cut line is a bad row like any other
+            *_, last = read(config)  # a truncated line is a bad row
             assert isinstance(last, BadRow)
             assert "not JSON" in last.reason
         elif "stream" in name or name in ("dictionary.arrow", "view.arrow"):
-            if cut != len(whole) - 5:  # the mark of the end may be missing from a stream
+            if cut != len(whole) - 5:  # a stream may lack its end marker
                 assert f"{file}: cannot be read" in refusal(config)
         elif name == "array.json":
             item = {3: 0, len(whole) - 5: 99}.get(cut, 50)
@@ -237,7 +221,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, name):
             assert f"{file}: cannot be read" in refusal(config)
 
 
-def test_files_that_are_not_what_their_name_says(tmp_path):
+def test_files_with_the_wrong_ending_are_named(tmp_path):
     for name in ("a.jsonl.gz", "a.txt.zst", "a.parquet", "a.arrow"):
         file = tmp_path / name
         file.write_bytes(b'{"text": "plain"}\n' * 20)
@@ -245,7 +229,7 @@ def test_files_that_are_not_what_their_name_says(tmp_path):
     for name in ("a.jsonl.gz", "a.json.zst", "a.txt.gz", "a.txt.zst"):
         file = tmp_path / name
         file.write_bytes(b"")
-        assert f"{file}: cannot be read: truncated to 0 bytes; mend it, fetch it again" in refusal(corpus(file))
+        assert f"{file}: cannot be read: truncated to 0 bytes; correct, replace or remove" in refusal(corpus(file))
     damaged = bytearray(gzip.compress(json_lines(TEXTS)))
     damaged[-8] ^= 1
     file = tmp_path / "a.jsonl.gz"
@@ -256,13 +240,14 @@ def test_files_that_are_not_what_their_name_says(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.endswith((".parquet", ".arrow"))])
-def test_columns_are_asked_for_by_name_and_kind(tmp_path, name):
+def test_the_text_column_must_exist_and_hold_strings(tmp_path, name):
     file = tmp_path / name
     file.write_bytes(FORMATS[name](["x"]))
-    assert f"{file}: no column 'body'; set corpus.text_field to one of those there: id, text" in refusal(
-        corpus(file, text_field="body")
-    )
-    assert f"{file}: column 'id' is int64, not string" in refusal(corpus(file, text_field="id"))
+    for column, problem in {
+        "body": "no column 'body'; set corpus.text_field to a column of the table: id, text",
+        "id": "column 'id' is int64; set corpus.text_field to a string column",
+    }.items():
+        assert f"{file}: {problem}" in refusal(corpus(file, text_field=column))
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_stream, as_feather])
@@ -277,20 +262,20 @@ def test_null_in_a_table_is_a_bad_row(tmp_path, write, kind):
 
 
 @pytest.mark.parametrize(("binary", "kind"), [("binary", "string"), ("large_binary", "large_string")])
-def test_what_is_not_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
+def test_invalid_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
     raw = pyarrow.array([b"one", b"caf\xe9", None, b"last"], getattr(pyarrow, binary)())
     column = raw.view(getattr(pyarrow, kind)())
     file = tmp_path / "a.arrow"
     file.write_bytes(as_stream(pyarrow.table({"text": column})))
     assert read(corpus(file)) == [
         Document(0, "one"),
-        BadRow(1, f"{file}, row 1", "byte 3 is not UTF-8"),
+        BadRow(1, f"{file}, row 1", "byte 3 is not UTF-8 (convert the text, for example with iconv)"),
         BadRow(2, f"{file}, row 2", "field 'text' is null"),
         Document(3, "last"),
     ]
 
 
-def test_items_of_an_array_are_kept_as_they_are(tmp_path):
+def test_array_items_are_not_changed(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(
         '[{"text": "\\ud800"}, {"text": "\\ud83d\\ude00"}, {"text": "a", "n": 123456789012345678901234567890},'
@@ -298,7 +283,7 @@ def test_items_of_an_array_are_kept_as_they_are(tmp_path):
     )
     config = corpus(file)
     surrogate, *middle, number, field = read(config)
-    assert surrogate == BadRow(0, f"{file}, item 0", "character 0 of field 'text' is half of a surrogate pair")
+    assert surrogate == BadRow(0, f"{file}, item 0", "character 0 of field 'text' is a lone surrogate")
     assert middle == [Document(1, "😀"), Document(2, "a")]
     assert number == BadRow(3, f"{file}, item 3", "not a JSON object but a number")
     assert isinstance(field, BadRow)
@@ -306,7 +291,7 @@ def test_items_of_an_array_are_kept_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("sign", ["\n", "\r\n", "\r", "\t", "\0", "\x1f"])
-def test_a_control_character_in_an_array_spoils_one_item(tmp_path, sign):
+def test_a_control_character_in_an_array_makes_one_bad_row(tmp_path, sign):
     file = tmp_path / "a.json"
     file.write_bytes(f'[{{"text":\n\t"a"\r\n}}, {{"text": "b{sign}c"}}, {{"text{sign}": 1}}, {{"text": "d"}}]'.encode())
     first, text, name, last = read(corpus(file))
@@ -330,7 +315,7 @@ def test_a_control_character_in_an_array_spoils_one_item(tmp_path, sign):
         ("[" * 100_000 + "PAD", ": nested too deeply"),
     ],
 )
-def test_an_array_that_is_no_json_is_refused_where_it_breaks(tmp_path, monkeypatch, content, problem, padding):
+def test_an_array_with_invalid_json_is_refused_at_the_item(tmp_path, monkeypatch, content, problem, padding):
     monkeypatch.setattr(arrays, "READ_BYTES", 1000)
     file = tmp_path / "a.json"
     file.write_text(content.replace("PAD", padding))
@@ -345,7 +330,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUES, min_size=1), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(1, 40))
-def test_arrays_are_read_as_the_json_module_reads_them(tmp_path, items, indent, ascii_only, read_bytes):
+def test_arrays_are_read_like_the_json_module(tmp_path, items, indent, ascii_only, read_bytes):
     file = tmp_path / "a.json"
     file.write_bytes(b" " + json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
     with pytest.MonkeyPatch.context() as patched:
@@ -356,7 +341,7 @@ def test_arrays_are_read_as_the_json_module_reads_them(tmp_path, items, indent, 
 
 
 def peak_bytes(config: CorpusConfig) -> int:
-    """Python's and Arrow's memory at most while blocks are read and dropped."""
+    """Peak memory of Python and Arrow while blocks are read and dropped."""
     list(read_blocks(config))  # imports
     pool, before = pyarrow.default_memory_pool(), pyarrow.total_allocated_bytes()
     highest = 0

@@ -1,4 +1,4 @@
-"""A corpus is found, counted, identified and turned into documents; what cannot be used is said in one line."""
+"""A corpus is found, counted, fingerprinted and parsed; unusable input gives a one-line error."""
 
 import json
 import os
@@ -7,24 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+from builds import corpus, read, refusal
 
 from tost_lm.config import validate
 from tost_lm.data.build import build_shards
-from tost_lm.data.config import CorpusConfig, DataPrepConfig
-from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, parse, read_blocks
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, left_out_files, parse, read_blocks
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.record import write_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import DataError
-
-
-def corpus(source: Path | str, **settings) -> CorpusConfig:
-    return CorpusConfig.model_validate({"source": str(source), **settings})
-
-
-def read(source: Path | str, **settings) -> list[Document | BadRow]:
-    config = corpus(source, **settings)
-    return [row for block in read_blocks(config) for row in parse(block, config)]
 
 
 def texts(source: Path | str, **settings) -> list[str]:
@@ -33,16 +25,8 @@ def texts(source: Path | str, **settings) -> list[str]:
     return [row.text for row in rows if isinstance(row, Document)]
 
 
-def refusal(source: Path | str, **settings) -> str:
-    with pytest.raises(DataError) as caught:
-        read(source, **settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def write(folder: Path, **files: str) -> Path:
-    """Files of one JSON row or text each; in names, __ stands for / and the last _ for the dot of the ending."""
+    """Files of one JSON row or one text each; in names, __ means / and the last _ is the dot of the ending."""
     for name, text in files.items():
         path = folder / ".".join(name.replace("__", "/").rsplit("_", 1))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +34,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_embedded_is_large_and_the_same_every_time():
+def test_the_embedded_corpus_is_large_and_deterministic():
     found = texts("embedded")
     assert len(found) > 400
     assert sum(len(text.encode()) for text in found) > 5_000_000
@@ -60,10 +44,10 @@ def test_embedded_is_large_and_the_same_every_time():
     assert fingerprint(corpus("embedded")) == fingerprint(corpus("embedded"))
 
 
-def test_folder_is_read_in_order_of_names_without_what_is_hidden_or_unknown(tmp_path):
+def test_a_folder_is_read_in_order_of_names_without_hidden_files(tmp_path):
     write(tmp_path, b__two_txt="three", c_jsonl="four", a_jsonl="one", b__ONE_TXT="two")
-    write(tmp_path, **{"README_md": "no", "b__x_csv": "no", ".hidden_txt": "no", ".cache__copy_txt": "no"})
-    assert texts(tmp_path) == ["one", "two", "three", "four"]
+    write(tmp_path, **{"README_md": "zero", "b__x_csv": "no", ".hidden_txt": "no", ".cache__copy_txt": "no"})
+    assert texts(tmp_path) == ["zero", "one", "two", "three", "four"]
     assert texts(f"{tmp_path}/") == texts(tmp_path)
     assert texts(tmp_path / "a.jsonl") == ["one"]
     hidden = tmp_path / ".corpus"
@@ -71,14 +55,30 @@ def test_folder_is_read_in_order_of_names_without_what_is_hidden_or_unknown(tmp_
     assert texts(write(hidden, a_txt="a hidden folder may be named")) == ["a hidden folder may be named"]
 
 
-def test_glob_takes_what_it_matches_in_order_of_names(tmp_path):
+def test_left_out_files_of_a_folder_are_counted_by_ending(tmp_path):
+    write(tmp_path, a_txt="one", b_md="two", **{".hidden_pdf": "", "c__x_PDF": "", "c__y_pdf": "", "odd_\x1b": ""})
+    for name in ("LICENSE", "Makefile", "table.csv.gz", "c/rows.parquet.zst", "c/z.pdf"):
+        (tmp_path / name).touch()
+    counts = "3 .pdf, 2 without ending, 1 .\\x1b, 1 .csv.gz, 1 .parquet.zst"
+    assert left_out_files(str(tmp_path)) == f"left out 8 files: {counts}"
+    assert texts(tmp_path) == ["one", "two"]
+    assert left_out_files(str(tmp_path / "a.txt")) == left_out_files("embedded") == left_out_files("hub:a/b") == ""
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/scan.pdf").touch()
+    assert "no supported file in this folder (left out 1 file: 1 .pdf); add" in refusal(tmp_path / "only")
+    for number in range(20):
+        (tmp_path / f"only/part.{number:03}").touch()
+    assert left_out_files(str(tmp_path / "only")).endswith(", 1 .007 …")
+
+
+def test_a_glob_reads_its_matches_in_order_of_names(tmp_path):
     write(tmp_path, b__2_jsonl="b2", a__1_jsonl="a1", a__deep__3_jsonl="a3", b__2_txt="text", b__table_csv="x")
     assert texts(f"{tmp_path}/*/*.jsonl") == ["a1", "b2"]
     assert texts(f"{tmp_path}/**/*.jsonl") == ["a1", "a3", "b2"]
     assert texts(f"{tmp_path}/[b]/?.*") == ["b2", "text"]
-    assert "b/table.csv cannot be read; a corpus takes .txt, .jsonl" in refusal(f"{tmp_path}/b/*")
+    assert "b/table.csv has no supported format; convert it to .txt, .md" in refusal(f"{tmp_path}/b/*")
     assert "no file matches" in refusal(f"{tmp_path}/*.parquet")
-    assert "it matches folders" in refusal(f"{tmp_path}/[ab]")
+    assert f"no file matches, only folders; set it to {tmp_path}/[ab]/**" in refusal(f"{tmp_path}/[ab]")
     write(tmp_path, **{"odd[1]_txt": "a name with signs of a glob"})
     assert texts(tmp_path / "odd[1].txt") == ["a name with signs of a glob"]
 
@@ -88,10 +88,10 @@ def test_linked_folders_are_followed_and_loops_refused(tmp_path):
     (tmp_path / "data/linked").symlink_to(tmp_path / "elsewhere")
     assert texts(tmp_path / "data") == ["one", "two"]
     (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data")
-    assert "links back to a folder" in refusal(tmp_path / "data")
+    assert "back: links to a folder that contains it; remove the link" in refusal(tmp_path / "data")
 
 
-def test_what_datasets_saves_beside_its_rows_is_no_part_of_a_folder(tmp_path):
+def test_metadata_of_the_datasets_library_is_ignored(tmp_path):
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "saved", num_shards={"train": 2})
@@ -100,16 +100,17 @@ def test_what_datasets_saves_beside_its_rows_is_no_part_of_a_folder(tmp_path):
     assert texts(tmp_path / "saved") == ["one", "two", "three"]
     write(tmp_path, states__state_json='{"text": "of affairs"}')
     assert texts(tmp_path / "states") == ["of affairs"]
+    assert left_out_files(str(tmp_path / "saved")) == ""
 
 
-def test_what_is_made_of_a_corpus_may_lie_in_it(tmp_path):
+def test_the_results_of_data_preparation_in_a_corpus_folder_are_ignored(tmp_path):
     rows = [json.dumps({"text": f"row {number}, the file has more of them {number * 7919}"}) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "bad"]))
     write(tmp_path, web__manifest_json='{"text": "of a ship"}', web__card_model_json='{"text": "of a car"}')
     sources = [tmp_path, f"{tmp_path}/**/*.json*", f"{tmp_path}/[abtw]*/**", f"{tmp_path}/**"]
     before = [(fingerprint(corpus(source)), list(read_blocks(corpus(source)))) for source in sources]
     tree = {
-        "corpus": {"source": str(tmp_path), "valid_share": 0.2, "max_bad_share": 0.1},
+        "corpus": {"source": str(tmp_path), "valid_fraction": 0.2, "max_bad_fraction": 0.1},
         "tokenizer": {"path": str(tmp_path / "tokens/own.model"), "vocab_size": 300},
         "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
     }
@@ -122,21 +123,20 @@ def test_what_is_made_of_a_corpus_may_lie_in_it(tmp_path):
     for source, (found, blocks) in zip(sources, before, strict=True):
         assert fingerprint(corpus(source)) == found
         assert list(read_blocks(corpus(source))) == blocks
-    assert "no file in this folder ends in" in refusal(tmp_path / "shards")
-    assert refusal(f"{tmp_path}/shards/*").endswith("no file matches")
+    assert left_out_files(str(tmp_path)) == ""
+    assert "no supported file in this folder; add" in refusal(tmp_path / "shards")
+    assert refusal(f"{tmp_path}/shards/*").endswith("no file matches; correct the pattern")
 
 
-def test_missing_empty_and_unknown_sources(tmp_path):
-    assert "embeded: no such file or folder; it takes embedded, a file, a folder, a glob or hub:NAME" in refusal(
-        "embeded"
-    )
-    assert "no file in this folder ends in .txt, .jsonl" in refusal(tmp_path)
+def test_missing_empty_and_unsupported_sources(tmp_path):
+    assert "embeded: no such file or folder; set it to a file, a folder, a glob, hub:NAME" in refusal("embeded")
+    assert "no supported file in this folder; add files that end in .txt, .md, .jsonl" in refusal(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    assert "holds no rows" in refusal(tmp_path)
+    assert "no rows; set it to files with documents" in refusal(tmp_path)
     (tmp_path / "table.csv").write_text("a,b")
-    assert "table.csv cannot be read; a corpus takes" in refusal(tmp_path / "table.csv")
+    assert "table.csv has no supported format; convert it" in refusal(tmp_path / "table.csv")
     (tmp_path / "table.parquet.gz").write_text("a,b")
-    assert "table.parquet.gz cannot be read; a corpus takes" in refusal(tmp_path / "table.parquet.gz")
+    assert "table.parquet.gz has no supported format; convert it" in refusal(tmp_path / "table.parquet.gz")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     assert "gone.txt: No such file" in refusal(tmp_path)
     for call in (count_rows, fingerprint):
@@ -144,7 +144,7 @@ def test_missing_empty_and_unknown_sources(tmp_path):
             call(corpus(tmp_path / "nowhere"))
 
 
-def test_fingerprint_follows_files_and_settings_that_decide_documents(tmp_path):
+def test_the_fingerprint_depends_on_files_and_document_settings(tmp_path):
     file = write(tmp_path, data__a_txt="one") / "data/a.txt"
     folder = file.parent
 
@@ -157,7 +157,13 @@ def test_fingerprint_follows_files_and_settings_that_decide_documents(tmp_path):
         "max_characters": 9, "hub_subset": "en", "hub_revision": "main", "hub_split": "test",
     }.items():  # fmt: skip
         prints.append(of_folder(**{name: value}))
-    same = {"split": "nanogpt", "valid_share": 0.2, "test_share": 0.1, "max_bad_share": 0.5, "hub_streaming": False}
+    same = {
+        "split": "nanogpt",
+        "valid_fraction": 0.2,
+        "test_fraction": 0.1,
+        "max_bad_fraction": 0.5,
+        "hub_streaming": False,
+    }
     assert of_folder(**same) == prints[0]
     file.write_text("three")
     prints.append(of_folder())
@@ -172,17 +178,17 @@ def test_fingerprint_follows_files_and_settings_that_decide_documents(tmp_path):
     assert globbed == fingerprint(corpus(f"{moved.rename(folder)}/*.txt"))
 
 
-def test_blocks_are_numbered_from_end_to_end(tmp_path):
+def test_blocks_are_numbered_through_the_corpus(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n\n' for n in range(50)))
     write(tmp_path, bb_txt="a text")
     blocks = list(read_blocks(corpus(tmp_path), block_bytes=100))
     assert [block.first_row for block in blocks] == [0, *(block.end.row for block in blocks[:-1])]
     assert blocks[-1].end.row == sum(block.rows for block in blocks) == count_rows(corpus(tmp_path)) == 151
-    shares = [block.share_read or 0 for block in blocks]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.1
-    assert shares[-1] == 1
+    fractions = [block.fraction_read or 0 for block in blocks]
+    assert fractions == sorted(fractions)
+    assert fractions[0] < 0.1
+    assert fractions[-1] == 1
     rows = [row for block in blocks for row in parse(block, corpus(tmp_path))]
     assert [row.row for row in rows] == list(range(151))
     for block in blocks:
@@ -195,8 +201,8 @@ def test_blocks_are_numbered_from_end_to_end(tmp_path):
     [
         (b'{"text": "cut', "not JSON: Unterminated string starting at at character 9"),
         (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
-        (b"[" * 100_000, "not JSON that can be read"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+        (b"[" * 100_000, "JSON that cannot be read"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "JSON that cannot be read"),
         (b'["text"]', "not a JSON object but an array"),
         (b"null", "not a JSON object but null"),
         (b'{"body": "x", "id": 3}', "no field 'text'; set corpus.text_field to one of the fields there: body, id"),
@@ -205,10 +211,10 @@ def test_blocks_are_numbered_from_end_to_end(tmp_path):
         (b'{"text": ["a"]}', "field 'text' is an array, not a string"),
         (b'{"text": true}', "field 'text' is a boolean, not a string"),
         (b'{"text": null}', "field 'text' is null, not a string"),
-        (b'{"text": "a\\ud800"}', "character 1 of field 'text' is half of a surrogate pair"),
+        (b'{"text": "a\\ud800"}', "character 1 of field 'text' is a lone surrogate"),
     ],
 )
-def test_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
+def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine too"}')
     first, bad, last = read(file)
@@ -220,7 +226,7 @@ def test_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("names", [["a\nb\u2028\ud800é\x1b[0m"], ["x" * 10_000], [f"field {n}" for n in range(5000)]])
-def test_fields_are_listed_on_a_short_line(tmp_path, names):
+def test_field_names_are_listed_on_a_short_line(tmp_path, names):
     (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(names, 1)))
     (bad,) = read(tmp_path)
     assert isinstance(bad, BadRow)
@@ -230,32 +236,28 @@ def test_fields_are_listed_on_a_short_line(tmp_path, names):
     assert re.search(shown, bad.reason)
 
 
-def test_names_of_files_that_are_not_utf8_are_escaped(tmp_path):
+def not_utf8(byte: int) -> str:
+    return f"byte {byte} is not UTF-8 (convert the text, for example with iconv)"
+
+
+def test_file_names_that_are_not_utf8_are_escaped(tmp_path):
     file = tmp_path / os.fsdecode(b"caf\xe9\n.txt")
     file.write_bytes(b"\xff")
-    assert read(tmp_path) == [BadRow(0, f"{tmp_path}/caf\\udce9\\n.txt", "byte 0 is not UTF-8")]
+    assert read(tmp_path) == [BadRow(0, f"{tmp_path}/caf\\udce9\\n.txt", not_utf8(0))]
 
 
 def test_a_text_that_is_not_utf8_is_one_bad_row(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"fine\ncaf\xe9\nfine\n")
     write(tmp_path, z_txt="the next file")
-    assert read(tmp_path) == [
-        BadRow(0, f"{tmp_path}/latin.txt", "byte 8 is not UTF-8"),
-        Document(1, "the next file"),
-    ]
+    assert read(tmp_path) == [BadRow(0, f"{tmp_path}/latin.txt", not_utf8(8)), Document(1, "the next file")]
     assert read(tmp_path / "latin.txt", text_documents="line") == [
         Document(0, "fine"),
-        BadRow(1, f"{tmp_path}/latin.txt, line 2", "byte 3 is not UTF-8"),
+        BadRow(1, f"{tmp_path}/latin.txt, line 2", not_utf8(3)),
         Document(2, "fine"),
     ]
 
 
-def test_text_field_names_the_field(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "x", "text": "y"}')
-    assert texts(tmp_path / "a.jsonl", text_field="body") == ["x"]
-
-
-def test_texts_are_normalised_and_then_measured_in_characters(tmp_path):
+def test_texts_are_normalized_before_their_length_is_checked(tmp_path):
     words = ["", "e\u0301", "ﬁ", "abc", "😀😀"]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
     assert read(tmp_path) == [Document(row, word) for row, word in enumerate(words) if row]
@@ -266,7 +268,7 @@ def test_texts_are_normalised_and_then_measured_in_characters(tmp_path):
     assert texts(tmp_path, max_characters=1) == ["ﬁ"]
 
 
-def test_a_corpus_is_only_read(tmp_path):
+def test_a_corpus_is_never_written(tmp_path):
     write(tmp_path, a_jsonl="one", b_txt="two")
     tmp_path.chmod(0o555)
     try:
@@ -281,7 +283,7 @@ def test_a_corpus_is_only_read(tmp_path):
 
 @pytest.fixture
 def hub_folder(tmp_path, monkeypatch) -> Path:
-    """A folder of Parquet files with two subsets, of which one says how many rows it has."""
+    """A folder of Parquet files with two subsets; the metadata of one has its number of rows."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")
@@ -311,7 +313,7 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_hub_dataset_is_read_by_subset_and_split(hub_folder, streaming):
+def test_a_hub_dataset_is_read_by_subset_and_split(hub_folder, streaming):
     source, mode = f"hub:{hub_folder}", {"hub_streaming": streaming}
     rows = read(source, **mode)
     assert rows[:4] == [
@@ -325,17 +327,17 @@ def test_hub_dataset_is_read_by_subset_and_split(hub_folder, streaming):
     assert texts(source, hub_split="validation", **mode) == ["held out"]
     assert texts(source, hub_subset="de", **mode) == ["eins"]
     for settings, problem in [
-        ({"text_field": "body"}, "no column 'body'; set corpus.text_field to one of those there: text, n"),
-        ({"text_field": "n"}, "column 'n' is int64, not string"),
+        ({"text_field": "body"}, "no column 'body'; set corpus.text_field to a column of the table: text, n"),
+        ({"text_field": "n"}, "column 'n' is int64; set"),
         ({"hub_split": "nope"}, "cannot be loaded"),
         ({"hub_subset": "nope"}, "cannot be loaded"),
     ]:
         assert problem in refusal(source, **mode, **settings)
-    assert "cannot be loaded" in refusal(f"{source}/nowhere", **mode)
+    assert "; check the name, corpus.hub_subset" in refusal(f"{source}/nowhere", **mode)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_hub_dataset_goes_on_from_every_block(hub_folder, streaming):
+def test_a_hub_dataset_resumes_at_every_block(hub_folder, streaming):
     config = corpus(f"hub:{hub_folder}", hub_streaming=streaming)
     blocks = list(read_blocks(config, block_bytes=2000))
     assert len(blocks) > 4
@@ -343,14 +345,14 @@ def test_hub_dataset_goes_on_from_every_block(hub_folder, streaming):
         assert list(read_blocks(config, block.end, block_bytes=2000)) == blocks[number:]
 
 
-def test_hub_dataset_is_identified_and_counted_by_what_it_says(hub_folder):
+def test_a_hub_dataset_is_counted_by_its_metadata(hub_folder):
     config = corpus(f"hub:{hub_folder}", hub_subset="de")
-    assert [block.share_read for block in read_blocks(config)] == [1.0]
+    assert [block.fraction_read for block in read_blocks(config)] == [1.0]
     assert count_rows(config) == 1
     unknown = corpus(f"hub:{hub_folder}")
-    assert {block.share_read for block in read_blocks(unknown)} == {None}
+    assert {block.fraction_read for block in read_blocks(unknown)} == {None}
     downloaded = corpus(f"hub:{hub_folder}", hub_streaming=False)
-    assert [block.share_read for block in read_blocks(downloaded)] == [1.0]
+    assert [block.fraction_read for block in read_blocks(downloaded)] == [1.0]
     assert fingerprint(downloaded) == fingerprint(unknown)
     before = fingerprint(unknown)
     assert before == fingerprint(unknown) != fingerprint(config)
@@ -358,7 +360,7 @@ def test_hub_dataset_is_identified_and_counted_by_what_it_says(hub_folder):
     assert before != fingerprint(unknown)
 
 
-def test_hub_dataset_of_a_loading_script_names_the_way_out(hub_folder):
+def test_a_hub_dataset_with_a_loading_script_names_the_fix(hub_folder):
     script = hub_folder.parent / "scripted"
     script.mkdir()
     (script / "scripted.py").write_text("import datasets\n")

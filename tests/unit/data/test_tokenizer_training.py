@@ -1,4 +1,4 @@
-"""Training a tokenizer: on a fair sample, the same each time, ended by Ctrl-C; mistakes are named in one line."""
+"""Tokenizer training: a uniform sample, deterministic, interruptible; errors are one line."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.record import record_path, why_stale, write_tokenizer
+from tost_lm.data.tokenizers.record import record_path, retrain_reason, write_tokenizer
 from tost_lm.data.tokenizers.sample import Sample, sample_texts
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ def write_rows(path: Path, rows: list[str]) -> None:
 
 def prep_config(source: Path, corpus: dict[str, Any] | None = None, **tokenizer: Any) -> DataPrepConfig:
     tree = {
-        "corpus": {"source": str(source), "valid_share": 0.1, **(corpus or {})},
+        "corpus": {"source": str(source), "valid_fraction": 0.1, **(corpus or {})},
         "tokenizer": {"path": str(source.parent / "tokenizer.model"), "vocab_size": 400, **tokenizer},
         "shards": {"folder": "unused"},
     }
@@ -66,14 +66,14 @@ def train_texts(config: DataPrepConfig) -> list[str]:
     return [text for row, text in enumerate(TEXTS) if splitter.split_of(row, text) == "train"]
 
 
-def test_a_small_corpus_is_taken_whole(corpus):
+def test_the_sample_of_a_small_corpus_is_the_whole_corpus(corpus):
     config = prep_config(corpus)
     found = sample(config)
     assert sorted(text.decode() for text in found.texts) == sorted(train_texts(config))
     assert found.documents == len(found.texts) < len(TEXTS)
 
 
-def test_a_sample_is_of_its_size_and_of_the_training_documents(corpus):
+def test_a_sample_has_its_size_and_only_training_documents(corpus):
     config = prep_config(corpus, sample_bytes=20_000)
     found = sample(config)
     *whole, last = found.texts
@@ -84,16 +84,16 @@ def test_a_sample_is_of_its_size_and_of_the_training_documents(corpus):
     assert found.documents == len(train_texts(config))
 
 
-def test_every_document_is_as_likely_in_a_sample(corpus):
-    places = {text: number for number, text in enumerate(train_texts(prep_config(corpus)))}
+def test_a_sample_is_uniform(corpus):
+    indices = {text: number for number, text in enumerate(train_texts(prep_config(corpus)))}
     drawn: list[int] = []
     for seed in range(20):
         texts = sample(prep_config(corpus, sample_bytes=30_000, seed=seed)).texts[:-1]
-        drawn += [places[text.decode()] for text in texts]
+        drawn += [indices[text.decode()] for text in texts]
         assert len(texts) > 100
     fifths = [0] * 5
-    for place in drawn:
-        fifths[5 * place // len(places)] += 1
+    for index in drawn:
+        fifths[5 * index // len(indices)] += 1
     expected = len(drawn) / 5
     assert sum((count - expected) ** 2 / expected for count in fifths) < 18.5  # chi-squared of 4, p = 0.001
 
@@ -109,41 +109,41 @@ def test_a_sample_does_not_depend_on_order_or_files(corpus, tmp_path):
         assert sample(prep_config(corpus, sample_bytes=most, seed=1)).texts != one.texts
 
 
-def test_texts_that_are_there_often_do_not_depend_on_order(tmp_path):
+def test_a_sample_of_repeated_texts_does_not_depend_on_order(tmp_path):
     rows = ["a" * 100] * 30 + ["b" * 100] * 30 + ["c" * 100] * 30
     for number, order in enumerate((rows, rows[::-1], random.Random(0).sample(rows, 90))):
         write_rows(tmp_path / f"{number}.jsonl", order)
-    samples = [sample(prep_config(tmp_path / f"{i}.jsonl", {"valid_share": 0}, sample_bytes=4550)) for i in range(3)]
+    samples = [sample(prep_config(tmp_path / f"{i}.jsonl", {"valid_fraction": 0}, sample_bytes=4550)) for i in range(3)]
     assert samples[0] == samples[1] == samples[2]
     assert sum(map(len, samples[0].texts)) == 4550
 
 
-def test_one_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
+def test_a_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
     (tmp_path / "one.txt").write_text("é" * 5000)
-    found = sample(prep_config(tmp_path / "one.txt", {"valid_share": 0}, sample_bytes=1001))
+    found = sample(prep_config(tmp_path / "one.txt", {"valid_fraction": 0}, sample_bytes=1001))
     assert found.texts == [("é" * 500).encode()]
 
 
-def test_the_nanogpt_split_goes_by_rows(corpus):
+def test_a_sample_with_the_nanogpt_split(corpus):
     found = sample(prep_config(corpus, {"split": "nanogpt"}))
     assert found.documents == len(TEXTS) - 1
     assert len(found.texts) == found.documents
 
 
-def test_bad_rows_are_left_out_up_to_their_share(tmp_path):
+def test_bad_rows_are_skipped_up_to_the_allowed_fraction(tmp_path):
     path = tmp_path / "corpus.jsonl"
     write_rows(path, TEXTS[:50])
     path.write_text(path.read_text() + '{"text": 7}\nnot JSON\n')
-    found = sample(prep_config(path, {"valid_share": 0, "max_bad_share": 2 / 52}))
+    found = sample(prep_config(path, {"valid_fraction": 0, "max_bad_fraction": 2 / 52}))
     assert (found.documents, found.bad_rows) == (50, 2)
     with pytest.raises(
         DataError,
-        match=r"corpus\.jsonl, line 51: field 'text' is a number, not a string; 2 of 52 rows cannot be read: mend "
-        r"them, or allow more with corpus\.max_bad_share$",
+        match=r"corpus\.jsonl, line 51: field 'text' is a number, not a string; 2 of 52 rows cannot be read: correct "
+        r"them, or raise corpus\.max_bad_fraction$",
     ):
-        sample(prep_config(path, {"max_bad_share": 0.038}))
+        sample(prep_config(path, {"max_bad_fraction": 0.038}))
     write_rows(path, ["", ""])
-    with pytest.raises(DataError, match=r"no training document; lower corpus\.valid_share or add documents"):
+    with pytest.raises(DataError, match=r"no training document; add documents or lower corpus\.valid_fraction"):
         sample(prep_config(path))
 
 
@@ -157,12 +157,12 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
         return found
 
     monkeypatch.setattr(train_tokenizer, "sample_texts", changing)
-    with pytest.raises(DataError, match=r"^corpus\.source .*jsonl: changed while it was read; the same"):
+    with pytest.raises(DataError, match=r"^corpus\.source .*jsonl: changed while it was read; run the same"):
         train_tokenizer.main(None, prep_config(path))
     assert [file.name for file in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_tokenizer_that_loses_text_is_refused():
+def test_a_lossy_tokenizer_is_refused():
     class Lossy(SentencePieceTokenizer):
         def encode(self, text: str) -> list[int]:
             return super().encode(text.replace("é", "e"))
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_loses_text_is_refused():
     model = train_sentencepiece(TEXTS, 400)
     texts = [text.encode() for text in TEXTS[:50]]
     assert train_tokenizer.check_lossless(SentencePieceTokenizer(model), texts) > 1
-    with pytest.raises(DataError, match=r"loses text: a document of \d+ bytes does not come back"):
+    with pytest.raises(DataError, match=r"not lossless: it decodes a document of \d+ bytes to another text"):
         train_tokenizer.check_lossless(Lossy(model), texts)
 
 
@@ -194,7 +194,7 @@ def test_training_is_reported():
     assert {total for _, total in reports} == {1000}
 
 
-def test_user_symbols_are_one_piece_each():
+def test_each_user_symbol_is_one_piece():
     symbols = ["<|fim|>", "a b", " ", "\n\n", ",", '"x,"', "a", "\\", "😀"]
     tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS, 400, symbol_pieces(symbols)))
     ids = [tokenizer.encode(symbol) for symbol in symbols]
@@ -209,22 +209,22 @@ def test_user_symbols_are_one_piece_each():
     ("symbols", "problem"),
     [
         (["a", ""], "'' is empty"),
-        (["b", "a", "b"], "'b' is there more than once"),
-        (["<|endoftext|>"], "'<|endoftext|>' is a piece that every"),
-        (["<unk>"], "'<unk>' is a piece that every"),
-        (["<0x0A>"], "'<0x0A>' is a piece that every"),
+        (["b", "a", "b"], "'b' is repeated"),
+        (["<|endoftext|>"], "'<|endoftext|>' is already a piece of every"),
+        (["<unk>"], "'<unk>' is already a piece of every"),
+        (["<0x0A>"], "'<0x0A>' is already a piece of every"),
         (["a\u2581"], "has the character U+2581"),
         (["\U000f25810"], "has the character U+F2581"),
         (["\0"], "has the character U+0000"),
     ],
 )
-def test_user_symbols_that_cannot_be(symbols, problem):
+def test_invalid_user_symbols_are_refused(symbols, problem):
     with pytest.raises(ConfigError, match=rf"^tokenizer\.user_symbols: .*{re.escape(problem)}[^\n]*$"):
         symbol_pieces(symbols)
 
 
-def test_vocabulary_as_large_as_the_message_says_can_be_trained():
-    with pytest.raises(DataError, match=r"vocab_size 50000: too large, .* at most \d+;") as caught:
+def test_the_largest_vocabulary_of_the_message_can_be_trained():
+    with pytest.raises(DataError, match=r"vocab_size 50000: too large .* at most \d+ or add text") as caught:
         train_sentencepiece(TEXTS, 50_000)
     most = re.search(r"at most (\d+)", str(caught.value))
     assert most is not None
@@ -233,19 +233,19 @@ def test_vocabulary_as_large_as_the_message_says_can_be_trained():
         train_sentencepiece(TEXTS, int(most[1]) + 1)
 
 
-def test_vocabulary_too_small_for_the_characters():
-    with pytest.raises(DataError, match=r"vocab_size 300: too small, .* at least 1258"):
+def test_a_vocabulary_too_small_for_the_characters_is_refused():
+    with pytest.raises(DataError, match=r"vocab_size 300: too small .* at least 1258"):
         train_sentencepiece(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 300)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["\0"]])
-def test_nothing_to_train_on(texts):
-    with pytest.raises(DataError, match="no training document"):
+def test_no_training_text_is_refused(texts):
+    with pytest.raises(DataError, match="no training text; add text"):
         train_sentencepiece(texts, 300)
 
 
 @pytest.mark.parametrize("error", [DataError("row 3: bad"), BrokenPipeError(), KeyboardInterrupt()])
-def test_what_the_corpus_raises_comes_through(error):
+def test_errors_of_the_corpus_pass_through(error):
     def texts():
         yield "some text"
         raise error
@@ -257,11 +257,11 @@ def test_what_the_corpus_raises_comes_through(error):
 
 
 def trainers() -> list[psutil.Process]:
-    """Training processes of this one, which has others too."""
+    """The training processes among the children of this process."""
     return [child for child in psutil.Process().children() if "training_process" in " ".join(child.cmdline())]
 
 
-def test_what_the_report_raises_comes_through():
+def test_errors_of_the_report_pass_through():
     def fail(done: int, total: int) -> None:
         raise BrokenPipeError
 
@@ -269,7 +269,7 @@ def test_what_the_report_raises_comes_through():
         train_sentencepiece(TEXTS, 1000, report=fail)
 
 
-def test_ctrl_c_ends_the_training():
+def test_ctrl_c_ends_training():
     started = time.monotonic()
 
     def interrupt(done: int, total: int) -> None:
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_training():
     assert time.monotonic() - started < 20
 
 
-def test_a_training_that_is_killed_says_so():
+def test_a_killed_training_is_reported():
     def kill(done: int, total: int) -> None:
         for child in trainers():
             child.kill()
@@ -290,23 +290,24 @@ def test_a_training_that_is_killed_says_so():
         train_sentencepiece(TEXTS * 20, 2000, report=kill)
 
 
-def test_a_record_holds_for_its_settings_alone(tmp_path):
+def test_a_record_matches_only_its_settings(tmp_path):
     path = tmp_path / "corpus.jsonl"
     config = prep_config(path)
-    assert why_stale(config, "abc") == "there is none yet"
+    assert retrain_reason(config, "abc") == "it does not exist yet"
     write_tokenizer(config, "abc", b"a model", 3, 14)
-    assert why_stale(config, "abc") is None
-    assert why_stale(config, "abd") == "the corpus or what is taken of it changed"
+    assert retrain_reason(config, "abc") is None
+    assert retrain_reason(config, "abd") == "the corpus or its settings changed"
     settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"user_symbols": ["x"]}, {"sample_bytes": 9}, {"seed": 1}]
     for changed in settings:
         (setting,) = changed
-        assert why_stale(prep_config(path, **changed), "abc") == f"{setting} was {getattr(config.tokenizer, setting)}"
-    for changed in ({"valid_share": 0.2}, {"test_share": 0.2}, {"split": "nanogpt"}):
+        was = getattr(config.tokenizer, setting)
+        assert retrain_reason(prep_config(path, **changed), "abc") == f"{setting} was {was}"
+    for changed in ({"valid_fraction": 0.2}, {"test_fraction": 0.2}, {"split": "nanogpt"}):
         (setting,) = changed
-        assert why_stale(prep_config(path, changed), "abc") == f"{setting} was {getattr(config.corpus, setting)}"
+        assert retrain_reason(prep_config(path, changed), "abc") == f"{setting} was {getattr(config.corpus, setting)}"
     for record in ("[]", "{"):
         record_path(config).write_text(record)
-        assert why_stale(config, "abc") is not None
+        assert retrain_reason(config, "abc") is not None
     write_tokenizer(config, "abc", b"a model", 3, 14)
     (tmp_path / "tokenizer.model").write_bytes(b"b model")
-    assert why_stale(config, "abc") == "the model file is not the one in its record"
+    assert retrain_reason(config, "abc") == "the model file differs from its record"

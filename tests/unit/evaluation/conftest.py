@@ -33,7 +33,7 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
     folder = tmp_path_factory.mktemp("shards")
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     tree = {
-        "corpus": {"source": str(folder / "corpus.jsonl"), "valid_share": 0.3},
+        "corpus": {"source": str(folder / "corpus.jsonl"), "valid_fraction": 0.3},
         "tokenizer": {"path": "unused", "vocab_size": 330},
         "shards": {"folder": str(folder / "shards"), "workers": 1},
     }
@@ -43,7 +43,7 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 
 @pytest.fixture
 def make_model():
-    """Tiny models whose logits are well apart: weights far wider than for training, biases that are not 0."""
+    """Tiny models with distinct logits: large weights, and biases other than 0."""
 
     def make(pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, **settings: Any) -> TostLM:
         tree = {
@@ -65,14 +65,14 @@ def make_model():
 
 @pytest.fixture
 def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model) -> Path:
-    """A run of 100 steps, as training leaves it: settings, environment, metrics and one checkpoint."""
+    """The folder of a run of 100 steps: settings, environment, metrics and one checkpoint."""
     run = tmp_path / "run"
     model = make_model(vocab_size=tokenizer.vocab_size)
     write_checkpoint(run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer)
     tables = {
         "model": to_toml(model.config),
         "data": f"folder = {json.dumps(str(shards.folder))}",
-        "train": "steps = 100\nbatch_sequences = 2\nsequence_tokens = 16",
+        "train": "steps = 100\nglobal_batch_size = 2\nseq_len = 16",
         "run": 'name = "tiny"',
     }
     (run / "config.toml").write_text("\n".join(f"[{name}]\n{table}\n" for name, table in tables.items()))

@@ -1,7 +1,8 @@
-"""eval.analyze: what it prints and keeps, and what it refuses."""
+"""eval.analyze: output, results, report sections, rejected models."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.report.analysis.ablations import ablations
 from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
 from tost_lm.evaluation.report.analysis.influence import influence
 from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
 from tost_lm.evaluation.report.analysis.stream import stream
 from tost_lm.evaluation.report.analysis.subspaces import subspaces
-from tost_lm.evaluation.report.analysis.swaps import swaps
 from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
 
 BY_POSITION = ("concentration_by_position", "score_spread_by_position", "explained_within_stretches")
@@ -31,15 +32,26 @@ def settings(**memberships) -> AnalyzeConfig:
     return validate(AnalyzeConfig, {"memberships": {**few, **memberships}}, "test")
 
 
-def results_of(run: Path) -> dict:
-    return json.loads((run / "eval/memberships@3/results.json").read_text())
+def results_of(run: Path, protocol: str = "memberships@3") -> dict:
+    return json.loads((run / f"eval/{protocol}/results.json").read_text())
 
 
-def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, capsys):
-    main(run_folder, settings())
-    said = capsys.readouterr().out
-    assert "not after 8, 50: the model reads 16 tokens at most" in said
-    results = results_of(run_folder)
+@pytest.fixture
+def analyzed(run_folder: Path, capsys):
+    """Results of a protocol, printed text, and the report section with its figures."""
+
+    def analyze(protocol: str, section: Callable[[EvaluatedModel, Page], str], **memberships):
+        main(run_folder, settings(**memberships))
+        page = Page("", figures="f")
+        results, output = results_of(run_folder, protocol), capsys.readouterr().out
+        return results, output, section(RunRecord.read(run_folder), page), page.charts
+
+    return analyze
+
+
+def test_contexts_beyond_the_positions_are_skipped(run_folder: Path, analyzed, capsys):
+    results, output, section, charts = analyzed("memberships@3", memberships_of_run)
+    assert "skipped contexts: 8, 50; the model has 16 positions" in output
     assert results["position_ends"] == [8, 16]
     assert [len(layer) for layer in results["concentration_by_position"]] == [2, 2]
     assert [row["context_tokens"] for row in results["after_context"]] == [0, 5, 7]
@@ -47,28 +59,22 @@ def test_of_a_model_with_a_limit_what_passes_it_is_left_out(run_folder: Path, ca
     assert min(results["after_context"][1]["moved"]) > 0
     main(run_folder, settings())
     assert "reusing" in capsys.readouterr().out
-    page = Page("", figures="f")
-    section = memberships_of_run(RunRecord.read(run_folder), page)
-    assert "Of `step_00000100`" in section
+    assert "Checkpoint `step_00000100`" in section
     layer, other = results["after_context"][2]["moved"]
     assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in section
     layer, other = results["concentration_by_position"]
     assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in section
-    assert page.charts["f/memberships"].rows == [
+    assert charts["f/memberships"].rows == [
         [end, *[of_layer[i] for key in BY_POSITION for of_layer in results[key]]] for i, end in enumerate([8, 16])
     ]
-    told = ", ".join(f"{share:.1%}" for share in results["explained_by_position"])
-    assert f"of all their variance it is {told}, layer by layer" in section
+    percentages = ", ".join(f"{fraction:.1%}" for fraction in results["explained_by_position"])
+    assert f"Over all positions it explains {percentages} (by layer)" in section
 
 
-def test_the_tokens_of_heads_are_kept_and_reported(run_folder: Path, tokenizer, capsys):
-    main(run_folder, settings(sequences=16))
-    said = capsys.readouterr().out
-    results = json.loads((run_folder / "eval/tokens/results.json").read_text())
-    for name, shares in results["explained"].items():
-        assert f"the {name} explains, by layer: {' '.join(f'{share:.1%}' for share in shares)}" in said
-    page = Page("", figures="f")
-    section = tokens(RunRecord.read(run_folder), page)
+def test_token_preferences_are_written_and_reported(run_folder: Path, analyzed):
+    results, output, section, charts = analyzed("tokens", tokens, sequences=16)
+    for name, fractions in results["explained"].items():
+        assert f"the {name} explains, by layer: {' '.join(f'{fraction:.1%}' for fraction in fractions)}" in output
     listed = [
         (layer, head, words["most"])
         for layer, heads in enumerate(results["layers"], start=1)
@@ -78,49 +84,39 @@ def test_the_tokens_of_heads_are_kept_and_reported(run_folder: Path, tokenizer, 
     assert all(word["tokens"] >= 5 and word["surplus"] * word["tokens"] ** 0.5 >= 4 for word in most)
     first = f"“{most[0]['text'].replace(' ', '␣')}” {most[0]['surplus']:+.1f} ± {most[0]['tokens'] ** -0.5:.1f}"
     assert f"| {layer} | {head} | {first}" in section
-    explained = page.charts["f/explained"].rows
-    assert [row[1] for row in explained] == [100 * share for share in results["explained"]["word"]]
-    assert len(page.charts["f/word_classes"].rows) == 2 * 2 * len(results["word_classes"])
+    explained = charts["f/explained"].rows
+    assert [row[1] for row in explained] == [100 * fraction for fraction in results["explained"]["word"]]
+    assert len(charts["f/word_classes"].rows) == 2 * 2 * len(results["word_classes"])
     assert sum(results["word_class_tokens"]) == 16 * 16
     coloured = (run_folder / "eval/tokens/text.html").read_text()
     assert coloured.count('<p class="text">') == 2
     assert coloured.count('title="head ') + coloured.count('title="no head') == 2 * 16
 
 
-def test_the_residual_stream_is_kept_and_reported(run_folder: Path, capsys):
-    main(run_folder, settings())
-    said = capsys.readouterr().out
-    results = json.loads((run_folder / "eval/stream/results.json").read_text())
-    page = Page("", figures="f")
-    section = stream(RunRecord.read(run_folder), page)
+def test_residual_stream_is_written_and_reported(analyzed):
+    results, output, section, charts = analyzed("stream", stream)
     assert sum(group["tokens"] for group in results["groups"]) == 3 * 16
     assert results["groups"][0]["kept"][0] == pytest.approx(1)
     for number, layer in enumerate(results["layers"], start=1):
         longest = layer["longest"][0]
-        assert f"{longest['medians']:.1f} medians: {longest['text']!r} at position {longest['position']}" in said
+        assert f"{longest['medians']:.1f} medians: {longest['text']!r} at position {longest['position']}" in output
         assert f"| {number} | {layer['median']:.3g} | {layer['long_share']:.2%} | " in section
-    assert [row[1] for row in page.charts["f/stream"].rows] == results["groups"][0]["update"]
+    assert [row[1] for row in charts["f/stream"].rows] == results["groups"][0]["update"]
 
 
-def test_the_influence_is_kept_and_reported(run_folder: Path, capsys):
-    main(run_folder, settings())
-    assert "when one token before is swapped, over 12 swaps" in capsys.readouterr().out
-    results = json.loads((run_folder / "eval/influence/results.json").read_text())
+def test_influence_is_written_and_reported(analyzed):
+    results, output, section, charts = analyzed("influence", influence)
+    assert "after one earlier token is replaced, 12 tokens" in output
     assert results["distance_ends"] == [1, 2, 4, 8]
-    page = Page("", figures="f")
-    section = influence(RunRecord.read(run_folder), page)
-    told = [f"{results['mean'][i][2]:.3g} ± {results['standard_error'][i][2]:.1g}" for i in (0, 1)]
-    assert f"| 4 | {told[0]} | {told[1]} |" in section
-    assert [row[1] for row in page.charts["f/influence"].rows] == results["mean"][0]
+    cells = [f"{results['mean'][i][2]:#.2g} ± {results['standard_error'][i][2]:#.2g}" for i in (0, 1)]
+    assert f"| 4 | {cells[0]} | {cells[1]} |" in section
+    assert [row[1] for row in charts["f/influence"].rows] == results["mean"][0]
 
 
-def test_coding_rates_are_those_of_all_kept_checkpoints(run_folder: Path, make_model, tokenizer, capsys):
-    page = Page("", figures="f")
-    main(run_folder, settings())
-    first = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_model, tokenizer, analyzed):
+    first, _, _, charts = analyzed("coding_rate@2", coding_rates)
     assert [row["step"] for row in first["steps"]] == [100]
-    coding_rates(RunRecord.read(run_folder), page)
-    assert "f/coding_rate_steps" not in page.charts
+    assert "f/coding_rate_steps" not in charts
     model = make_model(vocab_size=tokenizer.vocab_size)
     with torch.no_grad():
         model.blocks[1].mixer.in_proj.weight.mul_(2)
@@ -128,69 +124,57 @@ def test_coding_rates_are_those_of_all_kept_checkpoints(run_folder: Path, make_m
     write_checkpoint(run_folder / "checkpoints" / "step_00000300", model.config, model.state_dict(), tokenizer)
     weights = next((run_folder / "checkpoints" / "step_00000300").glob("model*"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    capsys.readouterr()
-    main(run_folder, settings())
-    said = capsys.readouterr().out
-    assert f"left out: {weights}: damaged" in said
-    results = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+    results, output, section, charts = analyzed("coding_rate@2", coding_rates)
+    assert f"skipped checkpoint: {weights}: damaged" in output
     assert [row["step"] for row in results["steps"]] == [100, 200]
     assert results["steps"][0] == first["steps"][0]
     assert results["steps"][1]["layers"] != first["steps"][0]["layers"]
     for step, own in zip(results["steps"][1]["layers"], results["layers"], strict=True):
         assert step == {name: own[name] for name in step}
-    section = coding_rates(RunRecord.read(run_folder), page)
-    assert "The same of 2 checkpoints" in section
-    assert "Left out: " in section
-    assert [row[0] for row in page.charts["f/coding_rate_steps"].rows] == [100, 200]
+    assert "Rates of the 2 retained checkpoints" in section
+    assert "Skipped checkpoint: " in section
+    assert [row[0] for row in charts["f/coding_rate_steps"].rows] == [100, 200]
     gap = results["layers"][1]["variational"]["mean"] - results["layers"][1]["coding"]["mean"]
-    assert page.charts["f/coding_rate_steps"].rows[1][-1] == pytest.approx(gap)
+    assert charts["f/coding_rate_steps"].rows[1][-1] == pytest.approx(gap)
 
 
-def test_subspaces_are_kept_and_reported(run_folder: Path, capsys):
-    main(run_folder, settings())
-    assert "effective rank" in capsys.readouterr().out
-    layers = json.loads((run_folder / "eval/subspaces/results.json").read_text())["layers"]
-    page = Page("", figures="f")
-    section = subspaces(RunRecord.read(run_folder), page)
-    assert page.charts["f/subspaces"].rows[1] == [1, 1, 2, layers[0]["overlap"][0][1]]
+def test_subspaces_are_written_and_reported(analyzed):
+    results, output, section, charts = analyzed("subspaces", subspaces)
+    layers = results["layers"]
+    assert "effective rank" in output
+    assert charts["f/subspaces"].rows[1] == [1, 1, 2, layers[0]["overlap"][0][1]]
     for number, layer in enumerate(layers, start=1):
         assert 1 <= layer["mean"]["effective_rank"] <= layer["channels"] == 8
         assert f"| {number} | {layer['mean']['effective_rank']:.1f} of 8 | " in section
         assert f" | {layer['spanned']} | {layer['outside']:.2%} |" in section
 
 
-def test_losses_without_parts_are_kept_and_reported(run_folder: Path, capsys):
-    main(run_folder, settings())
-    said = capsys.readouterr().out
-    page = Page("", figures="f")
-    section = swaps(RunRecord.read(run_folder), page)
-    as_it_is, *others = json.loads((run_folder / "eval/swaps@2/results.json").read_text())["losses"]
+def test_ablations_are_written_and_reported(analyzed):
+    results, output, section, charts = analyzed("swaps@2", ablations)
+    as_it_is, *others = results["losses"]
     assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
     assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
     for loss in others:
         assert loss["nats_per_token"] == pytest.approx(as_it_is["nats_per_token"] + loss["change"])
         change = f"{loss['change']:+.4f} ± {loss['standard_error']:.4f}"
         assert f"| {loss['name']} | {loss['nats_per_token']:.4f} | {change} |" in section
-        assert f"{loss['nats_per_token']:.4f}  ({change})" in said
-    assert [row[2] for row in page.charts["f/swaps"].rows] == [0, *[loss["change"] for loss in others]]
+        assert f"{loss['nats_per_token']:.4f}  ({change})" in output
+    assert [row[2] for row in charts["f/ablations"].rows] == [0, *[loss["change"] for loss in others]]
 
 
-def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
-    main(run_folder, settings())
-    assert "TSSA layer 2    R_c " in capsys.readouterr().out
-    rates = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+def test_coding_rates_are_written_and_reported(run_folder: Path, analyzed, capsys):
+    rates, output, section, charts = analyzed("coding_rate@2", coding_rates)
+    assert "TSSA layer 2    R_c " in output
     assert rates["position_ends"] == [8, 16]
     assert len(rates["layers"]) == 2
-    page = Page("", figures="f")
-    section = coding_rates(RunRecord.read(run_folder), page)
     for number, found in enumerate(rates["layers"], start=1):
         assert found["coding"]["mean"] <= found["variational"]["mean"]
         assert found["coding_by_prefix"]["mean"][-1] == found["coding"]["mean"]
         change = found["variational_change"]
         assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in section
         assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in section
-    assert page.charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
-    prefixes = page.charts["f/coding_rate_prefixes"].rows
+    assert charts["f/coding_rate"].rows[1][1] == rates["layers"][1]["coding_change"]["mean"]
+    prefixes = charts["f/coding_rate_prefixes"].rows
     assert [row[0] for row in prefixes] == [8, 16]
     assert prefixes[1][1:] == [
         layer[key]["mean"] for key in ("variational", "variational_change") for layer in rates["layers"]
@@ -199,57 +183,57 @@ def test_coding_rates_are_kept_and_reported(run_folder: Path, capsys):
     main(run_folder, settings())
     assert capsys.readouterr().out.startswith("reusing ")
     assert (run_folder / "eval/memberships@3/results.json").is_file()
-    main(run_folder, settings(sequences=1))
-    assert " ± " not in coding_rates(RunRecord.read(run_folder), page).split("\n| 1 |")[1].split("\n")[0]
+    section = analyzed("coding_rate@2", coding_rates, sequences=1)[2]
+    assert " ± " not in section.split("\n| 1 |")[1].split("\n")[0]
 
 
-def test_an_export_has_its_own_results_and_report(run_folder: Path, tmp_path: Path, shards, capsys):
+def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_path: Path, shards, capsys):
     export = tmp_path / "export"
     shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
-    with pytest.raises(ConfigError, match=r"names no text; give heldout\.shards=FOLDER$"):
+    with pytest.raises(ConfigError, match=r"has no shards; give heldout\.shards=FOLDER$"):
         main(export, settings())
     main(export, settings().model_copy(update={"heldout": TextConfig(shards=str(shards.folder))}))
-    rates = json.loads((export / "eval/coding_rate@2/results.json").read_text())
+    rates = results_of(export, "coding_rate@2")
     assert rates["steps"] == []
     write_report(export)
     report = (export / "report.md").read_text()
-    assert report.startswith("# Export export\n")
+    assert report.startswith("# Model export\n")
     assert f"`python -m eval.zero_shot {export} heldout.shards=FOLDER`" in report
     assert "## Coding rates (coding\\_rate@2)" in report
     assert (export / "eval/report/influence.pdf").read_bytes().startswith(b"%PDF")
     main(run_folder, settings())
-    own = json.loads((run_folder / "eval/coding_rate@2/results.json").read_text())
+    own = results_of(run_folder, "coding_rate@2")
     assert rates["layers"] == own["layers"]
-    with pytest.raises(ConfigError, match="not a run folder but a checkpoint"):
+    with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
         write_report(run_folder / "checkpoints" / "step_00000100")
 
 
-def test_a_model_without_a_limit_reads_past_what_it_was_trained_on(run_folder: Path, make_model, tokenizer, capsys):
+def test_a_model_of_unlimited_length_uses_all_contexts(run_folder: Path, make_model, tokenizer, capsys):
     model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", denom_bias="head")
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     main(run_folder, settings())
-    assert "not after" not in capsys.readouterr().out
+    assert "skipped contexts" not in capsys.readouterr().out
     results = results_of(run_folder)
     assert [row["context_tokens"] for row in results["after_context"]] == [0, 5, 7, 8, 50]
     assert len(results["concentration_by_position"]) == 1
 
 
-def test_a_model_that_reads_one_token_is_refused(run_folder: Path, make_model, tokenizer):
+def test_a_model_with_one_position_is_rejected(run_folder: Path, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=1)
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    with pytest.raises(ConfigError, match=r"reads one token \(model\.max_positions\)"):
+    with pytest.raises(ConfigError, match=r"too short: model\.max_positions=1;"):
         main(run_folder, settings())
 
 
 @pytest.mark.parametrize("model", [{"pattern": "A"}, {"heads": 1}])
-def test_a_model_whose_heads_share_nothing_out_is_refused(run_folder: Path, make_model, tokenizer, model):
+def test_a_model_without_several_tssa_heads_is_rejected(run_folder: Path, make_model, tokenizer, model):
     model = make_model(vocab_size=tokenizer.vocab_size, **model)
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    with pytest.raises(ConfigError, match=f"^{run_folder}: has no layer in which heads share tokens out"):
+    with pytest.raises(ConfigError, match=f"^{run_folder}: no TSSA layer with several heads: "):
         main(run_folder, settings())
 
 
 @pytest.mark.parametrize("amounts", [[0, 5], [5, 5], [7, 5]])
-def test_amounts_rise(amounts: list[int]):
-    with pytest.raises(ConfigError, match=r"memberships\.context_tokens: .* must be above 0 and rise"):
+def test_context_tokens_increase(amounts: list[int]):
+    with pytest.raises(ConfigError, match=r"memberships\.context_tokens: .* is not ascending"):
         settings(context_tokens=amounts)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tost_lm.analysis.text import WORD_CLASSES, information, read_text, word_classes
+from tost_lm.analysis.text import WORD_CLASSES, read_text, unigram_information, word_classes
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
@@ -19,7 +19,7 @@ def test_it_is_held_out_text_after_the_context(shards: Shards):
     assert found.sequences_NT[0].tolist() == text[20:30]
     assert found.sequences_NT[-1].tolist() == text[-10:]
     assert found.sequences_NT.shape == found.documents_NT.shape == (4, 10)
-    with pytest.raises(DataError, match=rf"held-out text has {len(text):,} tokens.*lower memberships.context_tokens"):
+    with pytest.raises(DataError, match=rf"too short .*: {len(text):,} tokens; lower memberships.context_tokens"):
         read_text(shards, 4, 10, len(text) - 39)
 
 
@@ -38,7 +38,7 @@ def test_documents_are_told_apart(shards: Shards):
 def test_information_is_of_the_held_out_text(shards: Shards):
     text = [token for array in shards.token_arrays("valid") for token in array.tolist()]
     count = Counter(text)
-    found = information(shards)
+    found = unigram_information(shards)
     assert len(found) == shards.vocab_size
     for word, nats in enumerate(found.tolist()):
         assert nats == pytest.approx(-math.log(count[word] / len(text)) if word in count else math.inf)
@@ -49,7 +49,7 @@ def test_information_is_of_the_held_out_text(shards: Shards):
     [
         (" little", "letters after a space"), ("ver", "letters without a space"), ("9", "number"),
         ("\n", "line break"), ("    ", "spaces"), (".", "punctuation"), ('."', "punctuation"), ("_", "punctuation"),
-        ("é", "part of a character"),
+        ("é", "incomplete character"),
     ],
 )  # fmt: skip
 def test_words_have_a_class(tokenizer: Tokenizer, text: str, expected: str):

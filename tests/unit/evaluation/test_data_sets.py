@@ -1,7 +1,10 @@
-"""Files of test sets: given ones, and those made of a dataset's rows by the real datasets library."""
+"""Files of test sets: given files, and files made from the rows of the real datasets library."""
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder of JSON lines for each data set in place of the hub's."""
+    """A local folder of JSON lines instead of each data set on the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name, rows in ROWS.items():
@@ -48,61 +52,80 @@ def given(**files: Path) -> DataSetsConfig:
 
 
 @pytest.mark.usefixtures("hub")
-def test_rows_of_the_hub_become_the_published_files(capsys: pytest.CaptureFixture[str]):
+def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.CaptureFixture[str]):
     wiki = find_set_file("wikitext2", given()).path
     assert wiki.read_text() == " \n = Title = \n \n A text . \n"
     assert wikitext.rows_of(wiki) == [row["text"] for row in ROWS["wikitext2"]]
     passages = find_set_file("lambada_openai", given()).path
     assert lambada.passages(passages) == [row["text"] for row in ROWS["lambada_openai"]]
     treebank = find_set_file("ptb", given()).path
-    assert ptb.sentences(treebank) == [row["sentence"] for row in ROWS["ptb"]]
+    assert ptb.read_lines(treebank) == [f" {row['sentence']} " for row in ROWS["ptb"]]
     first, second = cbt.questions(find_set_file("cbt_cn", given()).path)
     assert first == second
     assert first.before.startswith("Sentence 1 , it said . Sentence 2")
     assert (first.after, first.answer, first.candidates) == ("said no .", "dog", ("dog", *"abcdefghi"))
-    assert capsys.readouterr().out.count("fetching ") == 4
+    assert capsys.readouterr().out.count("downloading ") == 4
 
 
 @pytest.mark.usefixtures("hub")
-def test_what_was_fetched_is_not_fetched_again(capsys: pytest.CaptureFixture[str]):
-    fetched = find_set_file("ptb", given())
-    assert fetched.source == f"hub:{HUB_SETS['ptb'].name}"
+def test_a_downloaded_file_is_reused(capsys: pytest.CaptureFixture[str]):
+    downloaded = find_set_file("ptb", given())
+    assert downloaded.is_published is None
     capsys.readouterr()
-    assert find_set_file("ptb", given()) == fetched
+    assert find_set_file("ptb", given()) == downloaded
     assert capsys.readouterr().out == ""
+    assert find_set_file("wikitext2", given()).is_published is False
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_fetched_file_that_is_not_the_published_one_is_said_to_be_another():
-    assert find_set_file("wikitext2", given()).source == "other"
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_set_that_cannot_be_had_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"^enwik8 needs a file: give sets\.enwik8=FILE \(enwik8 as it is"):
+def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(
+        ConfigError, match=r"^sets\.enwik8: not set, and .* give sets\.enwik8=FILE \(enwik8, the whole file\)"
+    ):
         find_set_file("enwik8", given())
     monkeypatch.setitem(data_sets.HUB_SETS, "ptb", HUB_SETS["ptb"]._replace(name="/nowhere/at/all"))
-    with pytest.raises(ConfigError, match=r"^ptb needs a file: .*; hub:/nowhere/at/all cannot be had: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^sets\.ptb: not set, and hub:/nowhere/at/all cannot .*; give sets\.ptb=FILE",
+    ):
         find_set_file("ptb", given())
     assert not Path("data").exists()
 
 
-def test_a_given_file_is_taken_packed_or_not(tmp_path: Path):
+def test_without_a_network_nothing_is_retried(tmp_path: Path):
+    script = (
+        "from tost_lm.evaluation.data_sets import find_set_file\n"
+        "from tost_lm.evaluation.zero_shot_config import DataSetsConfig\n"
+        "find_set_file('ptb', DataSetsConfig())\n"
+    )
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **unreachable}, capture_output=True, text=True
+    )
+    assert done.stdout == "downloading ptb from hub:ptb-text-only/ptb_text_only\n"
+    *_, line = done.stderr.splitlines()
+    assert "ConfigError: sets.ptb: not set, and hub:ptb-text-only/ptb_text_only cannot be downloaded (" in line
+    assert "Retrying" not in done.stderr
+    assert "thrown while requesting" not in done.stderr
+
+
+def test_a_file_may_be_compressed(tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
     plain, packed = (find_set_file("ptb", given(ptb=tmp_path / name)) for name in ("a.txt", "a.txt.gz"))
     assert plain.sha256 == packed.sha256
-    assert plain.source == packed.source == "unverified"
-    assert find_set_file("wikitext2", given(wikitext2=tmp_path / "a.txt")).source == "other"
+    assert plain.is_published is packed.is_published is None
+    assert find_set_file("wikitext2", given(wikitext2=tmp_path / "a.txt")).is_published is False
+    assert find_set_file("enwik8", given(enwik8=tmp_path / "a.txt")).is_published is False  # its size is known
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:12] + b"\xff" * 9)
-    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: "):
+    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: .*; download it again"):
         find_set_file("ptb", given(ptb=tmp_path / "a.txt.gz"))
-    with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file"):
+    with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file; give Mikolov's ptb\.test\.txt"):
         find_set_file("ptb", given(ptb=tmp_path / "nowhere"))
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are not at hand")
-def test_the_rows_of_the_hub_give_the_published_bytes():
+@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
+def test_rows_of_the_hub_give_the_published_bytes():
     rows = [{"text": row} for row in wikitext.rows_of(SHARED / "wiki.test.raw.gz")]
     texts = {"wikitext2": "".join(HUB_SETS["wikitext2"].to_text(rows))}
     rows = [{"text": text} for text in lambada.passages(SHARED / "lambada_test.jsonl.gz")]
@@ -111,12 +134,14 @@ def test_the_rows_of_the_hub_give_the_published_bytes():
         assert sha256_bytes(text.encode()) == PUBLISHED_SHA256[name]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are not at hand")
-def test_the_published_files_are_known():
-    files = {
-        "wikitext2": "wiki.test.raw.gz",
-        "wikitext103": "wiki.test.raw.gz",
-        "lambada_openai": "lambada_test.jsonl.gz",
-    }
-    for name, file in files.items():
-        assert find_set_file(name, given(**{name: SHARED / file})).source == "published"
+@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
+def test_published_files_are_recognized():
+    wiki, lambada_test = SHARED / "wiki.test.raw.gz", SHARED / "lambada_test.jsonl.gz"
+    for name, file in {"wikitext2": wiki, "wikitext103": wiki, "lambada_openai": lambada_test}.items():
+        assert find_set_file(name, given(**{name: file})).is_published
+    with pytest.raises(DataError, match=r"jsonl\.gz: the published file of lambada_openai; give wiki\.test"):
+        find_set_file("wikitext2", given(wikitext2=lambada_test))
+    with pytest.raises(DataError, match=r"the published file of lambada_openai; give LAMBADA's original, lower-case"):
+        find_set_file("lambada_standard", given(lambada_standard=lambada_test))
+    with pytest.raises(DataError, match="the published file of wikitext2; give enwik8, the whole file$"):
+        find_set_file("enwik8", given(enwik8=wiki))

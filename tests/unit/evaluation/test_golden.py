@@ -1,4 +1,4 @@
-"""Figures of two tiny models with fixed weights, in float64: a change of a protocol or of the scorer shows here."""
+"""Results of two tiny models with fixed weights in float64, which change when a protocol or the scorer changes."""
 
 import json
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Bytes(Tokenizer):
-    """An id for each byte; the end of text is 256."""
+    """An id for each byte; 256 is the end of text."""
 
     eot, vocab_size = 256, 257
 
@@ -58,7 +58,7 @@ class Bytes(Tokenizer):
 
 @torch.no_grad()
 def fixed(model: Model) -> Model:
-    """Weights that no version of torch draws otherwise."""
+    """Weights that do not depend on the version of torch."""
     draws = np.random.default_rng(0)
     for name, parameter in sorted(model.named_parameters()):
         drawn = torch.from_numpy(draws.normal(size=tuple(parameter.shape)))
@@ -73,7 +73,7 @@ def gpt2() -> HuggingFaceLM:
 
 @pytest.mark.parametrize("protocol", list(GOLDEN))
 @pytest.mark.parametrize("name", ["tost", "gpt2"])
-def test_figures_are_what_they_were(name: str, protocol: str, make_model, tmp_path: Path):
+def test_results_are_unchanged(name: str, protocol: str, make_model, tmp_path: Path):
     model = gpt2() if name == "gpt2" else fixed(make_model("TA", vocab_size=257, max_positions=24, width=8))
     measured = find_protocol(protocol)
     path = tmp_path / "file"

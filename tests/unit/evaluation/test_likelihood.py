@@ -1,4 +1,4 @@
-"""Requests against a pass for every token, and windows that score each token once."""
+"""Scores and continuations against a forward pass for every token, and windows that score each token once."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.likelihood import Request, score_requests
-from tost_lm.evaluation.windows import after_what_fits, disjoint_windows, strided_windows
+from tost_lm.evaluation.likelihood import Request, continue_greedily, score_requests
+from tost_lm.evaluation.windows import disjoint_windows, left_truncated, strided_windows
+from tost_lm.testing import FLOAT32_REORDERED
 
 VOCAB = 40
 
@@ -23,7 +24,7 @@ SHAPES = [(1, 1), (1, 9), (5, 1), (12, 3), (3, 3), (7, 10), (1, 16)]
 
 @torch.inference_mode()
 def brute_force(model, request: Request) -> tuple[float, bool]:
-    """A forward pass for every single token."""
+    """A forward pass for every token."""
     ids, nats, is_greedy = [*request.context, *request.target], 0.0, True
     for end in range(len(request.context), len(ids)):
         logits_V = model(torch.tensor([ids[:end]])).logits[0, -1]
@@ -33,8 +34,8 @@ def brute_force(model, request: Request) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("pattern", ["T", "TA"])
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
-def test_equals_a_pass_for_every_token(make_model, pattern, dtype, relative):
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, FLOAT32_REORDERED)])
+def test_scores_equal_a_pass_for_every_token(make_model, pattern, dtype, relative):
     model, requests = make_model(pattern).to(dtype), drawn_requests(SHAPES)
     scores = score_requests(model, requests, batch_tokens=40)
     expected, _ = zip(*[brute_force(model, request) for request in requests], strict=True)
@@ -43,14 +44,14 @@ def test_equals_a_pass_for_every_token(make_model, pattern, dtype, relative):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 30, 1000])
-def test_the_batch_does_not_matter(make_model, batch_tokens):
+def test_scores_do_not_depend_on_the_batch(make_model, batch_tokens):
     model, requests = make_model().double(), drawn_requests(SHAPES)
     expected = score_requests(model, requests, batch_tokens=50)
     np.testing.assert_allclose(score_requests(model, requests, batch_tokens).nats, expected.nats, rtol=1e-12)
 
 
 @torch.inference_mode()
-def test_targets_that_the_model_would_write_itself_are_greedy(make_model):
+def test_targets_of_most_likely_tokens_are_greedy(make_model):
     model, requests = make_model("TA").double(), []
     for request in drawn_requests(SHAPES):
         ids = request.context.tolist()
@@ -65,13 +66,35 @@ def test_targets_that_the_model_would_write_itself_are_greedy(make_model):
     assert [brute_force(model, request)[1] for request in requests] == scores.is_greedy.tolist()
 
 
-def test_more_than_the_model_reads_is_refused(make_model):
-    with pytest.raises(ConfigError, match="tokens are more than the model has positions"):
+@pytest.mark.parametrize("pattern", ["T", "TA"])
+@torch.inference_mode()
+def test_greedy_continuations_equal_a_pass_for_every_token(make_model, pattern):
+    model, vocab_size = make_model(pattern).double(), VOCAB - 5
+    prompts = [request.context for request in drawn_requests([(n, 1) for n in (3, 7, 3, 1, 7, 3)])]
+    expected = []
+    for prompt in prompts:
+        ids = prompt.tolist()
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1, :vocab_size].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert len({tuple(ids) for ids in expected}) > 3
+    for batch_tokens in (1, 7, 1000):
+        assert continue_greedily(model, prompts, 6, vocab_size, batch_tokens) == expected
+
+
+def test_progress_is_printed(make_model, monkeypatch, capsys):
+    monkeypatch.setattr("tost_lm.evaluation.ranks.PROGRESS_EVERY_S", 0)
+    score_requests(make_model(), drawn_requests(SHAPES), batch_tokens=1)
+    assert capsys.readouterr().out.splitlines()[-1] == "7 of 7 requests scored"
+
+
+def test_requests_longer_than_the_positions_are_rejected(make_model):
+    with pytest.raises(ConfigError, match="tokens are more than the model's positions"):
         score_requests(make_model(), drawn_requests([(10, 10)]))
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.booleans())
-def test_disjoint_windows_score_each_token_once_after_what_stands_before_it(tokens: int, window: int, fill_last: bool):
+def test_disjoint_windows_score_each_token_once(tokens: int, window: int, fill_last: bool):
     ids = np.arange(1, tokens + 1)
     windows = list(disjoint_windows(ids, 0, window, fill_last=fill_last))
     assert np.concatenate([request.target for request in windows]).tolist() == ids.tolist()
@@ -86,13 +109,13 @@ def test_disjoint_windows_score_each_token_once_after_what_stands_before_it(toke
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.data())
-def test_strided_windows_are_those_of_the_guide(tokens: int, window: int, data: st.DataObject):
+def test_strided_windows_are_those_of_hugging_faces_guide(tokens: int, window: int, data: st.DataObject):
     stride = data.draw(st.integers(1, window))
     found = [(r.context.tolist(), r.target.tolist()) for r in strided_windows(np.arange(tokens), window, stride)]
     expected, ended = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
-        labels = [t for t in range(begin + 1, end) if t >= ended]  # a label is what follows a token of the window
+        labels = [t for t in range(begin + 1, end) if t >= ended]  # a label follows a token of the window
         if labels:
             expected.append((list(range(begin, labels[0])), labels))
         ended = end
@@ -101,8 +124,8 @@ def test_strided_windows_are_those_of_the_guide(tokens: int, window: int, data: 
     assert found == expected
 
 
-def test_as_much_context_as_fits():
+def test_left_truncation():
     ids = np.arange(10)
-    assert after_what_fits(ids, 8, 4).context.tolist() == [5, 6, 7]
-    assert after_what_fits(ids, 8, 100).context.tolist() == list(range(8))
-    assert after_what_fits(ids, 3, 4).context.tolist() == [2]
+    assert left_truncated(ids, 8, 4).context.tolist() == [5, 6, 7]
+    assert left_truncated(ids, 8, 100).context.tolist() == list(range(8))
+    assert left_truncated(ids, 3, 4).context.tolist() == [2]

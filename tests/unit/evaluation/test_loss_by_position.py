@@ -1,4 +1,4 @@
-"""eval.positions: the loss by position is that of whole sequences, and what is beyond the trained length is marked."""
+"""eval.positions: the loss by position equals that of whole sequences, and the trained length is marked."""
 
 import json
 from itertools import pairwise
@@ -15,11 +15,12 @@ from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
 from tost_lm.evaluation.positions import Lengths, by_position, mean_nats
 from tost_lm.evaluation.positions_config import PositionsConfig
-from tost_lm.evaluation.report.beyond import beyond, beyond_chart
+from tost_lm.evaluation.report.length_extrapolation import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
-from tost_lm.model.streaming import PIECE_TOKENS
+from tost_lm.model.streaming import TILE_TOKENS
+from tost_lm.testing import FLOAT32_REORDERED
 
 UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
 
@@ -32,17 +33,17 @@ def results_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "eval/positions/results.json").read_text())
 
 
-def read_beyond(run: Path, make_model, tokenizer) -> Any:
-    """A newer checkpoint of the run, of a model that reads any number of tokens."""
+def add_unlimited(run: Path, make_model, tokenizer) -> Any:
+    """A newer checkpoint of the run: a model without a maximum length."""
     model = make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED)
     write_checkpoint(run / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     return model
 
 
 @torch.inference_mode()
-def test_each_stretch_is_the_mean_of_a_pass_over_the_whole(make_model):
+def test_each_bucket_is_the_mean_of_a_pass_over_the_whole(make_model):
     model = make_model("TA", window=7, **UNLIMITED).double()
-    ends = [8, 12, 16, PIECE_TOKENS - 1, PIECE_TOKENS + 3, PIECE_TOKENS + 50]
+    ends = [8, 12, 16, TILE_TOKENS - 1, TILE_TOKENS + 3, TILE_TOKENS + 50]
     ids = np.random.default_rng(0).integers(0, 40, ends[-1] + 1)
     whole = torch.from_numpy(ids)[None]
     nats = model(whole[:, :-1], labels=whole[:, 1:]).nats[0].double().numpy()
@@ -50,10 +51,10 @@ def test_each_stretch_is_the_mean_of_a_pass_over_the_whole(make_model):
     np.testing.assert_allclose(mean_nats(model, ids, ends), expected, rtol=1e-10)
 
 
-def test_a_run_is_measured_up_to_times_its_positions(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
-    model = read_beyond(run_folder, make_model, tokenizer)
+def test_a_run_is_read_beyond_its_positions(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
+    model = add_unlimited(run_folder, make_model, tokenizer)
     main(run_folder, settings())
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     results = results_of(run_folder)
     assert [row["end"] for row in results["by_position"]] == [8, 16, 32, 64]
     assert [row["trained"] for row in results["by_position"]] == [True, True, False, False]
@@ -65,22 +66,22 @@ def test_a_run_is_measured_up_to_times_its_positions(run_folder: Path, make_mode
         nats = model(windows[:, :-1], labels=windows[:, 1:]).nats.double()
     for begin, row in zip([0, 8, 16, 32], results["by_position"], strict=True):
         mean_N = nats[:, begin : row["end"]].mean(1)
-        assert row["nats_per_token"] == pytest.approx(mean_N.mean().item(), rel=1e-6)
+        assert row["nats_per_token"] == pytest.approx(mean_N.mean().item(), rel=FLOAT32_REORDERED)
         assert row["standard_error"] == pytest.approx(mean_N.std().item() / 3**0.5, rel=1e-3)
 
-    lines = said.splitlines()
-    mark = next(number for number, line in enumerate(lines) if line.endswith("trained so far"))
+    lines = output.splitlines()
+    mark = next(number for number, line in enumerate(lines) if line.endswith("trained length"))
     assert lines[mark - 1].split()[0] == "16"
     assert lines[mark + 1].split()[0] == "32"
-    assert "reads no further" not in said
+    assert "cannot read beyond" not in output
     main(run_folder, settings())
     assert "reusing" in capsys.readouterr().out
 
 
-def test_the_trained_length_is_that_of_the_run_and_ends_a_stretch(run_folder: Path, make_model, tokenizer):
+def test_the_trained_length_is_that_of_the_run_and_ends_a_bucket(run_folder: Path, make_model, tokenizer):
     config = run_folder / "config.toml"
-    config.write_text(config.read_text().replace("sequence_tokens = 16", "sequence_tokens = 20"))
-    read_beyond(run_folder, make_model, tokenizer)
+    config.write_text(config.read_text().replace("seq_len = 16", "seq_len = 20"))
+    add_unlimited(run_folder, make_model, tokenizer)
     main(run_folder, settings(sequences=1))
     rows = results_of(run_folder)["by_position"]
     assert [(row["end"], row["trained"]) for row in rows] == [
@@ -91,13 +92,13 @@ def test_the_trained_length_is_that_of_the_run_and_ends_a_stretch(run_folder: Pa
 
 def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path, capsys):
     main(run_folder, settings())
-    assert "the model has learned 16 positions and reads no further" in capsys.readouterr().out
+    assert "the model has 16 learned positions and cannot read beyond them" in capsys.readouterr().out
     results = results_of(run_folder)
     assert [(row["end"], row["trained"]) for row in results["by_position"]] == [(8, True), (16, True)]
     assert results["position_limit"] == 16
 
 
-def test_an_export_was_trained_on_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):
+def test_the_trained_length_of_an_export_is_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=12, **UNLIMITED)
     write_checkpoint(tmp_path / "export", model.config, model.state_dict(), tokenizer)
     tree = {"positions": {"times": 2}, "heldout": {"shards": str(shards.folder)}}
@@ -106,41 +107,41 @@ def test_an_export_was_trained_on_its_positions(tmp_path: Path, make_model, toke
     assert [(row["end"], row["trained"]) for row in rows] == [(8, True), (12, True), (16, False), (24, False)]
 
 
-def test_too_little_text_is_told_or_refused(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
-    read_beyond(run_folder, make_model, tokenizer)
+def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
+    add_unlimited(run_folder, make_model, tokenizer)
     tokens = sum(map(len, shards.token_arrays("valid")))
-    there = (tokens - 1) // 64
-    main(run_folder, settings(sequences=there + 1))
-    said = capsys.readouterr().out
-    assert f"the held-out text has {there} such sequences, not positions.sequences {there + 1}\n" in said
-    assert results_of(run_folder)["sequences"] == there
-    with pytest.raises(DataError, match=rf"has {tokens:,} tokens, and a sequence of .* lower positions\.times"):
+    available = (tokens - 1) // 64
+    main(run_folder, settings(sequences=available + 1))
+    output = capsys.readouterr().out
+    assert f"the held-out text has {available} sequences, fewer than positions.sequences {available + 1}\n" in output
+    assert results_of(run_folder)["sequences"] == available
+    with pytest.raises(DataError, match=rf"has {tokens:,} tokens, less than a sequence of .*; lower positions\.times"):
         main(run_folder, settings(times=tokens // 16 + 1))
     main(run_folder, settings(times=(tokens - 1) // 16))
     assert results_of(run_folder)["sequences"] == 1
 
 
-def test_lengths_without_a_limit_that_matters():
+def test_ends_of_buckets():
     assert Lengths(16, 24, None).ends == [8, 16, 24]
     assert Lengths(5, 24, None).ends == [5, 8, 16, 24]
     assert Lengths(100, 24, None).ends == [8, 16, 24]
 
 
-def test_the_report_shows_what_lies_beyond(run_folder: Path, make_model, tokenizer):
+def test_the_report_marks_positions_beyond_the_trained_length(run_folder: Path, make_model, tokenizer):
     page = Page("", figures="f")
-    assert "`python -m eval.positions " in beyond(RunRecord.read(run_folder), page)
-    read_beyond(run_folder, make_model, tokenizer)
+    assert "`python -m eval.positions " in length_extrapolation(RunRecord.read(run_folder), page)
+    add_unlimited(run_folder, make_model, tokenizer)
     main(run_folder, settings())
-    section = beyond(RunRecord.read(run_folder), page)
+    section = length_extrapolation(RunRecord.read(run_folder), page)
     first, *_, last = results_of(run_folder)["by_position"]
-    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} |  |" in section
+    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} | within |" in section
     assert f"| 64 | {last['nats_per_token']:.4f} | {last['standard_error']:.4f} | beyond |" in section
-    assert "reads no further" not in section
-    assert list(page.charts) == ["f/beyond"]
+    assert "learned positions" not in section
+    assert list(page.charts) == ["f/length_extrapolation"]
 
 
 def test_the_chart_has_the_numbers(run_folder: Path):
     rows = by_position(np.array([[6.0, 5.0, 5.5], [5.0, 5.0, 6.5]]), [8, 16, 32], 16)
-    assert beyond_chart(rows, 16).table().splitlines()[1:] == ["8,5.5,0.5,1", "16,5.0,0.0,1", "32,6.0,0.5,0"]
+    assert extrapolation_chart(rows, 16).table().splitlines()[1:] == ["8,5.5,0.5,1", "16,5.0,0.0,1", "32,6.0,0.5,0"]
     (alone,) = by_position(np.array([[6.0]]), [8], 16)
-    assert beyond_chart([alone], 16).table().splitlines()[1:] == ["8,6.0,,1"]
+    assert extrapolation_chart([alone], 16).table().splitlines()[1:] == ["8,6.0,,1"]

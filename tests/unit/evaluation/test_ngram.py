@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tost_lm.evaluation import ngram
-from tost_lm.evaluation.ngram import NAMES, ByteNgrams, limited
+from tost_lm.evaluation.ngram import NAMES, ByteNgrams, first_bytes
 
 TRAINING = [b"abracadabra", b"", b"a", b"ab", b"banana band", bytes(range(250, 256)) * 2, b"\0\0\0\0"]
 HELDOUT = [b"abba", b"n", b"", b"xyz banana", b"\xff\xfe\0\0\0", b"cadab"]
 
 
 def plain_probability(training: list[bytes], context: bytes, byte: int) -> float:
-    """Witten-Bell as it is written, counting afresh for every byte."""
+    """The formula of Witten-Bell, with new counts for every byte."""
     below = plain_probability(training, context[1:], byte) if context else 1 / 256
     after = Counter(
         text[i] for text in training for i in range(len(context), len(text)) if text[i - len(context) : i] == context
@@ -24,9 +24,9 @@ def plain_probability(training: list[bytes], context: bytes, byte: int) -> float
     return (after[byte] + len(after) * below) / (after.total() + len(after))
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3, 1000])
-def test_equals_plain_python(monkeypatch, piece_bytes):
-    monkeypatch.setattr(ngram, "PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("tile_bytes", [1, 3, 1000])
+def test_equals_plain_python(monkeypatch, tile_bytes):
+    monkeypatch.setattr(ngram, "TILE_BYTES", tile_bytes)
     ngrams = ByteNgrams(TRAINING)
     assert ngrams.bytes == sum(map(len, TRAINING))
     for document in HELDOUT:
@@ -54,6 +54,6 @@ def test_bits_of_each_document():
 
 
 def test_training_text_is_cut_to_its_limit():
-    assert list(limited([b"abc", b"def", b"ghi"], 5)) == [b"abc", b"de"]
-    assert list(limited([b"abc", b"def"], 3)) == [b"abc"]
-    assert list(limited([b"abc"], 100)) == [b"abc"]
+    assert list(first_bytes([b"abc", b"def", b"ghi"], 5)) == [b"abc", b"de"]
+    assert list(first_bytes([b"abc", b"def"], 3)) == [b"abc"]
+    assert list(first_bytes([b"abc"], 100)) == [b"abc"]

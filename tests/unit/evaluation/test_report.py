@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, honest about what is missing, small or out of date."""
+"""Report of a run: self-contained, with notes about missing, small or outdated results."""
 
 import base64
 import csv
@@ -15,10 +15,11 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.config import GenerateConfig, ScoreTextConfig
 from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page as ReportPage
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.report.run import all_sections
+from tost_lm.evaluation.report.run import run_sections
 from tost_lm.evaluation.retrieval_config import NEEDLE
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
 from tost_lm.model.checkpoint import write_checkpoint
@@ -76,7 +77,7 @@ def evaluated(run_folder: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """The tags of a page with their attributes, its visible text, and the text of each code block."""
+    """Tags with their attributes, visible text, and text of each code block."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -103,12 +104,12 @@ class Page(HTMLParser):
 
 
 def text_of(folder: Path) -> Page:
-    """The page without its figures drawn."""
+    """The page without drawing its figures."""
     run = RunRecord.read(folder)
-    return Page(to_html(to_markdown(all_sections(run, ReportPage("", figures="f"))), {}, ""))
+    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"))), {}, ""))
 
 
-def test_the_page_needs_nothing_else_and_its_figures_lie_beside_it(evaluated):
+def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     write_report(evaluated)
     page = Page((evaluated / "report.html").read_text())
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
@@ -126,25 +127,58 @@ def test_the_page_needs_nothing_else_and_its_figures_lie_beside_it(evaluated):
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == {*files, "needle.tex"}
 
 
-def test_generated_text_is_shown_as_it_is(evaluated):
+def test_cells_break_only_between_words(evaluated):
+    page = to_html(to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"))), {}, "")
+    cells = re.findall(r"<(t[dh])(.*?)>(.*?)</t[dh]>", page)
+    assert all(text for kind, _, text in cells if kind == "th")
+    assert '<td style="text-align:right"><span>2.4525 ± 0.0123</span></td>' in page
+    assert "<td><span>tokens/s/device</span></td>" in page
+    for _, _, text in cells:
+        assert not re.search(r"\S[-/]|[-/]\S|±", re.sub("<span>.*?</span>", "", text)), text
+
+
+def test_columns_are_aligned_by_their_content():
+    rows = [
+        ("-1.5 ± 0.2", "12.5%, 3.25 / 17.50", "NaN", "1: optim.lr=0.1", "word " * 9),
+        ("–", "4 of 32", "1,024", "", ""),
+    ]
+    _, alignment, *_ = table(("a", "b", "c", "d", "e"), rows).splitlines()
+    assert alignment == "| ---: | ---: | ---: | --- | :--- |"
+
+
+def test_generated_text_is_shown_verbatim(evaluated):
     page = text_of(evaluated)
     assert f"{NASTY}\n" in page.code
     assert f"{NASTY} again\n" in page.code
 
 
-def test_the_model_is_compared_with_the_baselines(evaluated):
+def test_the_model_is_compared_with_baselines(evaluated):
     page = text_of(evaluated)
-    assert (
-        "the model beats the byte unigram, cannot be told from the byte bigram, loses to the byte trigram" in page.text
-    )
+    for verdict in (
+        "better than the byte unigram",
+        "not significantly different from the byte bigram",
+        "worse than the",
+    ):
+        assert verdict in page.text
     for figure in ("4.2500", "70.10", "2.4525 ± 0.0123", "+2.0475 ± 0.0100", "123,456"):
         assert figure in page.text
 
 
-def test_needle_means_chance_and_expectation(evaluated):
+def test_needle_means_chance_and_limits(evaluated):
     page = text_of(evaluated)
-    for words in ("25.0%", "12.5%", "Chance is 10%", "32 in all", "not expected to recall a word exactly"):
+    for words in ("25.0%", "12.5%", "choice: 10%", "the grid 32", "not expected to recall an exact word"):
         assert words in page.text
+
+
+def change_results(folder: Path, protocol: str, **changes: Any) -> None:
+    path = folder / "eval" / protocol / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_checkpoint(folder: Path, protocol: str) -> None:
+    identity = json.loads((folder / "eval" / protocol / "results.json").read_text())["identity"]
+    older = {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
+    change_results(folder, protocol, identity=identity | older)
 
 
 def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
@@ -160,7 +194,7 @@ def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
     subject.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
 
 
-def test_retrieval_tasks_are_a_heatmap_and_tables_by_length(run_folder):
+def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
     add_task(run_folder, "vt@own-words", cell_of_task(2048, 0.6, 0.2))
     add_task(
         run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
@@ -173,7 +207,7 @@ def test_retrieval_tasks_are_a_heatmap_and_tables_by_length(run_folder):
     assert "Needle in a haystack" not in text
     folder = run_folder / "eval/report"
     header, *rows = csv.reader((folder / "retrieval.csv").read_text().splitlines())
-    assert header[:4] == ["task", "length (tokens)", "found (%)", "found without the needles (%)"]
+    assert header[:4] == ["task", "length (tokens)", "recall (%)", "recall, control (%)"]
     assert [row[:4] for row in rows] == [
         ["niah_single_1@own-words", "1024", "87.5", "0.0"], ["niah_single_1@own-words", "2048", "37.5", "12.5"],
         ["vt@own-words", "2048", "60.0", "20.0"],
@@ -189,31 +223,28 @@ def test_retrieval_tasks_are_a_heatmap_and_tables_by_length(run_folder):
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tasks_of_several_checkpoints_are_told_apart(run_folder):
+def test_tasks_name_their_checkpoints(run_folder):
     for name in ("niah_single_1@own-words", "vt@own-words"):
         add_task(run_folder, name, cell_of_task(1024, 0.5, 0.0))
-    path = Subject.find(run_folder).results_path("vt@own-words")
-    results = json.loads(path.read_text())
-    results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
-    path.write_text(json.dumps(results))
+    change_checkpoint(run_folder, "vt@own-words")
     text = " ".join(text_of(run_folder).text.split())
-    assert "niah_single_1@own-words: Of step_00000100" in text
-    assert "vt@own-words: Of step_00000050" in text
+    assert "niah_single_1@own-words: Checkpoint step_00000100" in text
+    assert "vt@own-words: Checkpoint step_00000050" in text
     assert f"python -m eval.retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
 
 
-def test_a_short_run_is_called_one(run_folder):
+def test_a_short_run_is_called_a_smoke_run(run_folder):
     page = text_of(run_folder)
     # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
     block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
     parameters = 330 * 16 + 2 * block + 16
-    assert f"smoke run and no benchmark: it was trained on 3,200 tokens with {parameters:,} parameters" in page.text
+    assert f"smoke run, not a benchmark. It has 3,200 training tokens for {parameters:,} parameters" in page.text
     config = run_folder / "config.toml"
-    config.write_text(config.read_text().replace("batch_sequences = 2", "batch_sequences = 2000"))
+    config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 2000"))
     assert "smoke" not in text_of(run_folder).text
 
 
-def test_what_is_missing_names_its_command(run_folder):
+def test_missing_results_name_their_command(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     page = text_of(run_folder)
     for program in ("eval.zero_shot", "eval.retrieval", "tost_lm.generate"):
@@ -222,7 +253,7 @@ def test_what_is_missing_names_its_command(run_folder):
     assert "img" not in [tag for tag, _ in page.tags]
 
 
-def test_of_a_mixture_the_commands_ask_for_the_text(run_folder):
+def test_commands_for_a_mixture_ask_for_the_text(run_folder):
     config = run_folder / "config.toml"
     named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
     assert named
@@ -231,14 +262,11 @@ def test_of_a_mixture_the_commands_ask_for_the_text(run_folder):
 
 
 def test_results_of_another_checkpoint_are_marked(evaluated):
-    assert "not the run's newest" not in text_of(evaluated).text
-    path = Subject.find(evaluated).results_path(NEEDLE)
-    results = json.loads(path.read_text())
-    results["identity"] |= {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
-    path.write_text(json.dumps(results))
+    assert "not the newest" not in text_of(evaluated).text
+    change_checkpoint(evaluated, NEEDLE)
     page = text_of(evaluated)
     assert page.text.count("not the newest checkpoint") == 1
-    assert "Of step_00000050" in page.text
+    assert "Checkpoint step_00000050" in page.text
 
 
 def test_hashes_and_environment_are_listed(evaluated, shards):
@@ -248,7 +276,7 @@ def test_hashes_and_environment_are_listed(evaluated, shards):
         assert text in page.text
 
 
-def test_the_same_run_gives_the_same_bytes(run_folder):
+def test_reports_are_reproducible(run_folder):
     def written() -> dict[str, bytes]:
         files = [write_report(run_folder), run_folder / "report.md", *sorted((run_folder / "eval/report").iterdir())]
         return {file.name: file.read_bytes() for file in files}
@@ -256,7 +284,7 @@ def test_the_same_run_gives_the_same_bytes(run_folder):
     assert written() == written()
 
 
-def test_other_folders_are_refused(tmp_path, run_folder):
+def test_other_folders_are_rejected(tmp_path, run_folder):
     with pytest.raises(ConfigError, match="not a run folder"):
         write_report(tmp_path)
     (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
@@ -265,35 +293,31 @@ def test_other_folders_are_refused(tmp_path, run_folder):
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
-def test_without_its_packages_it_says_what_to_install(run_folder, monkeypatch, package):
+def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{package}: pip install 'tost-lm\[report\]'"):
+    with pytest.raises(ConfigError, match=rf"{package}; run pip install 'tost-lm\[report\]'"):
         write_report(run_folder)
 
 
-def test_a_few_documents_allow_no_conclusion(evaluated):
-    path = evaluated / "eval" / HELDOUT / "results.json"
-    results = json.loads(path.read_text())
-    results["model"]["documents"] = 3
-    path.write_text(json.dumps(results))
+def test_few_documents_allow_no_conclusion(evaluated):
+    change_results(evaluated, HELDOUT, model=RESULTS[HELDOUT]["model"] | {"documents": 3})
     page = text_of(evaluated)
     assert "3 of 27 held-out documents" in page.text
     assert "3 documents are too few for a standard error" in page.text
-    assert "beats" not in page.text
+    assert "better than" not in page.text
 
 
 @pytest.mark.parametrize(
     ("pattern", "window", "expected"),
     [
-        ("T", 0, "the same after any number of tokens"),
-        ("TA", 64, "grows up to the attention's window of 64 tokens"),
-        ("TA", 0, "it grows with every token (softmax)"),
+        ("T", 0, "it is the same after any number of tokens"),
+        ("TA", 64, "grows up to the attention window of 64 tokens"),
+        ("TA", 0, "it grows with every token (softmax attention)"),
     ],
 )
-def test_the_state_is_said_to_grow_if_it_does(evaluated, pattern, window, expected):
+def test_growth_of_the_state_is_described(evaluated, pattern, window, expected):
     for protocol in (NEEDLE, SAMPLE):
-        path = evaluated / "eval" / protocol / "results.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"pattern": pattern, "window": window}))
+        change_results(evaluated, protocol, pattern=pattern, window=window)
     page = text_of(evaluated)
     assert expected in page.text
     assert ("not expected to recall" in page.text) == (pattern == "T")
@@ -302,27 +326,27 @@ def test_the_state_is_said_to_grow_if_it_does(evaluated, pattern, window, expect
 @pytest.mark.parametrize(
     ("lines", "layers", "positions"),
     [
-        ('pattern = "T"', "token statistics (TSSA), linear in time", "16"),
-        ('pattern = "A"', "softmax attention", "16"),
+        ('pattern = "T"', "token statistics (TSSA), linear in time", "16 positions"),
+        ('pattern = "A"', "softmax attention", "16 positions"),
         (
             'pattern = "TA"\nwindow = 8\npositions = "none"\ndenom_bias = "head"',
-            "TA, repeated: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
-            "any number",
+            "pattern TA: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
+            "unlimited",
         ),
     ],
 )
-def test_layers_and_positions_are_described(run_folder, lines, layers, positions):
+def test_layers_and_lengths_are_described(run_folder, lines, layers, positions):
     config = run_folder / "config.toml"
     kept = [line for line in config.read_text().splitlines()
             if not line.startswith(("pattern", "window", "positions", "denom_bias"))]  # fmt: skip
     config.write_text("\n".join(kept).replace("[model]", f"[model]\n{lines}"))
     text = " ".join(text_of(run_folder).text.split())
     assert f"layers {layers} shape" in text
-    assert f"330, {positions} parameters" in text
+    assert f"vocabulary size 330 maximum length {positions} parameters" in text
 
 
-def test_a_text_in_one_stream_is_shown(run_folder):
-    assert "in one stream" not in text_of(run_folder).text  # its model reads 16 tokens
+def test_scores_of_a_text_file_are_shown(run_folder):
+    assert "Text file" not in text_of(run_folder).text  # the model has 16 positions
     subject = Subject.find(run_folder)
     settings = validate(ScoreTextConfig, {"text": {"file": "a_book.txt"}}, "test")
     results = {
@@ -340,13 +364,13 @@ def test_a_text_in_one_stream_is_shown(run_folder):
         "25.79",
         "1.0655",
         "12,345 tokens, 54,321 bytes",
-        "4,321 bytes; the same after",
+        "4,321 bytes; it is the same after",
     ):
         assert words in page.text
 
 
-def test_scores_on_test_sets_are_a_row_each(run_folder):
-    assert "Test sets" not in text_of(run_folder).text
+def test_each_test_set_has_a_row(run_folder):
+    assert "test sets" not in text_of(run_folder).text
     subject = Subject.find(run_folder)
     totals = {
         "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
@@ -354,22 +378,22 @@ def test_scores_on_test_sets_are_a_row_each(run_folder):
     }
     for protocol, model in totals.items():
         headline = list(model)[1]
-        subject.write_results(protocol, subject.identity(None, None), 0.0, {"model": model, "headline": headline})
+        results = {"model": model, "headline": headline, "published_file": protocol.startswith("lambada")}
+        subject.write_results(protocol, subject.identity(None, None), 0.0, results)
     text = " ".join(text_of(run_folder).text.split())
-    assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 step_" in text
-    assert "wikitext2@lm-eval word perplexity 37.37 62 step_" in text
+    assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
+    assert "wikitext2@lm-eval word perplexity 37.37 62 not the published file step_" in text
 
 
-def test_a_model_that_reads_any_length_may_score_a_text(run_folder, make_model, tokenizer):
+def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, positions="none", denom_bias="none")
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     assert f"python -m eval.text {run_folder} text.file=PATH" in text_of(run_folder).text
 
 
-def test_of_a_long_generated_text_the_beginning_is_shown(evaluated):
-    path = Subject.find(evaluated).results_path(SAMPLE)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"characters": 1_234_567}))
-    assert "the first of 1,234,567 characters; all are in eval/sample/text.txt" in text_of(evaluated).text
+def test_a_long_generated_text_is_shortened(evaluated):
+    change_results(evaluated, SAMPLE, characters=1_234_567)
+    assert "The full text of 1,234,567 characters is in eval/sample/text.txt" in text_of(evaluated).text
 
 
 def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):
@@ -385,6 +409,6 @@ def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: 
     for name in figures:
         picture = launch / "files" / paths[name]
         assert picture.read_bytes()[:4] == b"\x89PNG"
-        table = json.loads((launch / "files" / paths[f"{name}_table"]).read_text())
+        logged = json.loads((launch / "files" / paths[f"{name}_table"]).read_text())
         with (evaluated / f"eval/report/{name}.csv").open(newline="") as lines:
-            assert [table["columns"], *table["data"]] == list(csv.reader(lines))
+            assert [logged["columns"], *logged["data"]] == list(csv.reader(lines))

@@ -1,4 +1,4 @@
-"""Results beside published figures: what may be compared, and what not; and the record of all results."""
+"""Comparison with published results, and the history of all results."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.history import figure, record
+from tost_lm.evaluation.history import format_result, record
 from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.published import KNOWN_OF_GPT2, PUBLISHED, is_reached
 from tost_lm.evaluation.side_by_side import side_by_side
@@ -20,7 +20,7 @@ def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
     identity = {"checkpoint": "step_00000010", "data_sha256": changed.pop("data", "d1")}
     identity["tokenizer_sha256"] = changed.pop("tokenizer", "t1")
     results = {
-        "protocol": protocol, "identity": identity, "headline": measure, "window_tokens": 1024, "file_is": "published",
+        "protocol": protocol, "identity": identity, "headline": measure, "window_tokens": 1024, "published_file": True,
         "by_token": find_protocol(protocol).by_token, "tokenizer_is_gpt2s": True,
         "model": {measure: 31.5, f"{measure}_standard_error": 0.25, **changed.pop("figures", {})}, **changed,
     }  # fmt: skip
@@ -36,7 +36,7 @@ def verdicts(text: str) -> dict[str, str]:
     return {f"{row[0]}, {row[3]}": row[-1] for row in cells if row[0] not in ("model", "---")}
 
 
-def test_figures_stand_beside_published_ones_of_the_same_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_results_are_listed_with_published_ones_of_the_same_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(put(Path("a")), PAGES, headline="word_perplexity")
     text = side_by_side([Path("a")])
@@ -51,21 +51,18 @@ def test_figures_stand_beside_published_ones_of_the_same_protocol(tmp_path: Path
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"window_tokens": 512}, "no: windows of 512 tokens, and 1,024 there"),
-        ({"file_is": "other"}, "no: the file is not the published one"),
-        ({"file_is": "unverified"}, "yes, if the file is the published one"),
-        ({"tokenizer_is_gpt2s": False}, "no: by token, and the tokenizer is not GPT-2's"),
-        ({"file_is": "hub:Salesforce/wikitext"}, "yes"),
+        ({"window_tokens": 512}, "no: windows of 512 tokens, not 1,024"),
+        ({"published_file": False}, "no: the file is not the published one"),
+        ({"published_file": None}, "yes, if the file is the published one"),
+        ({"tokenizer_is_gpt2s": False}, "no: measured by token, and the tokenizer is not GPT-2's"),
     ],
 )
-def test_what_was_measured_otherwise_is_not_comparable(tmp_path: Path, changed: dict[str, Any], why: str):
+def test_results_measured_differently_are_not_comparable(tmp_path: Path, changed: dict[str, Any], why: str):
     text = side_by_side([put(tmp_path / "a", **changed)])
     assert verdicts(text)["GPT-2 124M, GPT-2's released weights"] == why
 
 
-def test_two_models_are_compared_with_the_first_and_with_published_ones_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_models_are_compared_with_the_first_and_with_published_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
     homes = [put(Path("a")), put(Path("b"), window_tokens=512), put(Path("c"), **other), put(Path("e"), data="d2")]
@@ -73,20 +70,18 @@ def test_two_models_are_compared_with_the_first_and_with_published_ones_each(
     found = verdicts(side_by_side(homes))
     assert [found[f"{name}, step\\_00000010"] for name in "abceh"] == [
         "yes",
-        "no: windows of 512 tokens, and 1,024 in the first",
-        "no: by token, and the tokenizers differ",
-        "no: of another file",
+        "no: windows of 512 tokens, not 1,024 as in the first row",
+        "no: measured by token, and the tokenizers differ",
+        "no: another test set file",
         "yes",
     ]
     assert found["GPT-2 124M, GPT-2's released weights"].startswith("a: yes; b: no: windows of 512 tokens")
     words = [put(Path(name), PAGES, headline="word_perplexity", tokenizer=name) for name in "fg"]
-    assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, whatever the tokens
+    assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, so the tokenizer does not matter
 
 
-@pytest.mark.parametrize("protocol", ["lambada_openai@last-token", "ptb@tost", "owt@tost"])
-def test_what_hangs_on_tokens_is_not_compared_over_tokenizers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
-):
+@pytest.mark.parametrize("protocol", ["lambada_openai@last-token", "ptb@tost", "owt@tost", "wikitext2@tost"])
+def test_metrics_by_token_need_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str):
     monkeypatch.chdir(tmp_path)
     other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
     headline = find_protocol(protocol).headline
@@ -95,22 +90,20 @@ def test_what_hangs_on_tokens_is_not_compared_over_tokenizers(
         put(Path("b"), protocol, headline=headline, **other),
     ]
     found = verdicts(side_by_side(homes))
-    assert found["b, step\\_00000010"] == "no: by token, and the tokenizers differ"
+    assert found["b, step\\_00000010"] == "no: measured by token, and the tokenizers differ"
     published = [verdict for row, verdict in found.items() if "GPT-2's released" in row or "ToST paper" in row]
     assert published
-    assert all("b: no: by token, and the tokenizer is not GPT-2's" in verdict for verdict in published)
+    assert all("b: no: measured by token, and the tokenizer is not GPT-2's" in verdict for verdict in published)
 
 
-def test_each_published_measure_stands_beside_ours(tmp_path: Path):
+def test_each_published_measure_is_listed_after_ours(tmp_path: Path):
     home = put(tmp_path / "a", "lambada_openai@lm-eval", headline="accuracy", figures={"word_perplexity": 41.0})
     text = side_by_side([home])
     assert "| word perplexity | 41.00 |" in text
     assert text.index("| accuracy | 32.56% |") < text.index("| word perplexity | 41.00 |") < text.index("| 40.06 |")
 
 
-def test_a_step_folder_and_a_hub_model_stand_for_where_their_results_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(Path("runs/openai-community--gpt2"))
     step = put(Path("runs/tiny")) / "checkpoints/step_00000010"
@@ -119,59 +112,60 @@ def test_a_step_folder_and_a_hub_model_stand_for_where_their_results_are(
     assert "| hub:openai-community/gpt2 | token perplexity | 31.50" in text
 
 
-def test_a_folder_without_results_is_refused(tmp_path: Path):
+def test_a_folder_without_results_is_rejected(tmp_path: Path):
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=r"has no results of test sets; python -m eval\.zero_shot"):
+    with pytest.raises(ConfigError, match=r"no results on test sets; run python -m eval\.zero_shot"):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])
     (tmp_path / "a/eval" / STRIDED / "results.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"results\.json: damaged; remove it"):
+    with pytest.raises(ConfigError, match=r"results\.json: damaged; delete it"):
         side_by_side([tmp_path / "a"])
 
 
-def test_published_figures_are_of_protocols_that_are_there():
+def test_published_results_have_existing_protocols():
     for row in PUBLISHED:
         assert find_protocol(row.protocol).name == row.protocol
     assert len(KNOWN_OF_GPT2) == 5
 
 
-def test_known_figures_are_reached_to_a_fifth_of_a_percent():
+def test_known_values_are_reached_within_a_fifth_of_a_percent():
     known = KNOWN_OF_GPT2[0]
     assert is_reached(known, 29.98)
     assert not is_reached(known, 30.1)
     assert not is_reached(known, 29.8)
 
 
-def test_every_result_is_kept_in_order(tmp_path: Path):
+def test_the_history_has_every_result_in_order(tmp_path: Path):
     identity = {"checkpoint": "step_00000010", "checkpoint_sha256": "c" * 64, "tokenizer_sha256": "t" * 64}
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval/results.jsonl").write_text('{"cut\n')
-    for accuracy in (0.25, 0.5):
+    for accuracy, published in ((0.25, True), (0.5, False), (0.75, None)):
         totals = {"accuracy": accuracy, "accuracy_standard_error": 0.01, "examples": 5153}
         record(
             tmp_path,
             {
                 "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc-dirty", "seconds": 2.0,
-                "headline": "accuracy", "window_tokens": 1024, "file_is": "published", "model": totals, "rows": [1, 2],
+                "headline": "accuracy", "window_tokens": 1024, "published_file": published, "model": totals,
+                "rows": [1],
             },
         )  # fmt: skip
     damaged, *lines = (tmp_path / "eval/results.jsonl").read_text().split("\n")[:-1]
     assert damaged == '{"cut'
     rows = [json.loads(line) for line in lines]
-    assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5]
+    assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5, 0.75]
     assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc-dirty" for row in rows)
-    header, _, first, second = (tmp_path / "eval/results.md").read_text().splitlines()
-    assert header.startswith("| protocol | measure | result | examples |")
-    assert first.startswith(
-        "| lambada\\_openai@lm-eval | accuracy | 25.00% ± 1.00% | 5,153 | step\\_00000010 cccccccccccc |"
-    )
-    assert "50.00%" in second
+    header, _, first, second, third = (tmp_path / "eval/results.md").read_text().splitlines()
+    assert header.startswith("| protocol | measure | result | examples | test set file |")
+    name, cells = "lambada\\_openai@lm-eval", "25.00% ± 1.00% | 5,153 | published file | step\\_00000010 cccccccccccc"
+    assert first.startswith(f"| {name} | accuracy | {cells} |")
+    assert "| 50.00% ± 1.00% | 5,153 | not the published file |" in second
+    assert "| hash unknown |" in third
 
 
-def test_figures_have_the_digits_that_are_cited():
-    assert figure("word_perplexity", {"word_perplexity": 37.372}) == "37.37"
+def test_results_have_the_digits_of_citations():
+    assert format_result("word_perplexity", {"word_perplexity": 37.372}) == "37.37"
     assert (
-        figure("nats_per_token", {"nats_per_token": 3.20456, "nats_per_token_standard_error": 0.01})
+        format_result("nats_per_token", {"nats_per_token": 3.20456, "nats_per_token_standard_error": 0.01})
         == "3.2046 ± 0.0100"
     )

@@ -1,4 +1,4 @@
-"""A text file in one stream: its score is that of the whole text, and files that are none are refused."""
+"""Score of a text file read as one stream, and rejected files."""
 
 import math
 from pathlib import Path
@@ -11,6 +11,8 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import GenerateConfig, ScoreTextConfig
 from tost_lm.evaluation.text import BLOCK_BYTES, TextFile, score_text
+from tost_lm.model.streaming import TILE_TOKENS
+from tost_lm.testing import FLOAT32_REORDERED
 
 TEXT = "Page 1. The lines of this page are short, née 漢字 🙂.\n\n  They say little! " * 30
 UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
@@ -28,28 +30,36 @@ def model(make_model, tokenizer: Tokenizer):
 
 
 @torch.inference_mode()
-def test_its_score_is_that_of_the_whole(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
+def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
     monkeypatch.setattr("tost_lm.evaluation.text.BLOCK_BYTES", 100)
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(TEXT)]])
     nats = model(ids[:, :-1], labels=ids[:, 1:]).nats.double().sum().item()
     scores, state = score_text(model, tokenizer, text)
     tokens, size = ids.shape[1] - 1, len(TEXT.encode())
-    assert scores["nats"] == pytest.approx(nats, rel=1e-6)
+    assert scores["nats"] == pytest.approx(nats, rel=FLOAT32_REORDERED)
     assert (scores["tokens"], scores["bytes"], state.positions) == (tokens, size, (tokens,))
     assert scores["nats_per_token"] == scores["nats"] / tokens
     assert scores["perplexity_per_token"] == pytest.approx(math.exp(scores["nats"] / tokens))
     assert scores["bits_per_byte"] == pytest.approx(scores["nats"] / math.log(2) / size)
 
 
-def test_the_mean_so_far_is_told(text: TextFile, model, tokenizer: Tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr("tost_lm.evaluation.text.TELL_EVERY_S", 0)
+def test_progress_is_printed(text: TextFile, model, tokenizer: Tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr("tost_lm.evaluation.ranks.PROGRESS_EVERY_S", 0)
     scores, _ = score_text(model, tokenizer, text)
     assert f"{scores['tokens']:,} tokens, {scores['nats_per_token']:.4f} nats/token so far" in capsys.readouterr().out
 
 
-def test_a_text_beyond_the_positions_is_refused(text: TextFile, make_model, tokenizer: Tokenizer):
-    with pytest.raises(ConfigError, match=r"more than the model has positions \(model\.max_positions = 16\)"):
-        score_text(make_model(vocab_size=tokenizer.vocab_size), tokenizer, text)
+def test_a_text_longer_than_the_positions_is_rejected_with_its_length(tmp_path: Path, make_model, tokenizer: Tokenizer):
+    (tmp_path / "text.txt").write_text("They say little! " * 2500)
+    text = TextFile.check(tmp_path / "text.txt", "text.file")
+    length = len(tokenizer.encode("They say little! " * 2500))
+    assert length > 2 * TILE_TOKENS
+    for limit in (16, TILE_TOKENS + 9, length - 1):
+        model = make_model(vocab_size=tokenizer.vocab_size, max_positions=limit)
+        with pytest.raises(ConfigError, match=rf"{length:,} tokens are more than .* = {limit:,}\); shorten the text"):
+            score_text(model, tokenizer, text)
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length)
+    assert score_text(model, tokenizer, text)[0]["tokens"] == length
 
 
 @pytest.mark.parametrize(
@@ -61,22 +71,22 @@ def test_a_text_beyond_the_positions_is_refused(text: TextFile, make_model, toke
         ("cut off: é".encode()[:-1], r"not UTF-8 \(byte 0xc3 at offset 9\)"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes, problem: str):
+def test_a_file_that_is_not_text_is_rejected(tmp_path: Path, data: bytes, problem: str):
     path = tmp_path / "text.txt"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=problem) as refused:
+    with pytest.raises(DataError, match=problem) as rejected:
         TextFile.check(path, "text.file")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_a_path_that_is_not_a_file_is_rejected(tmp_path: Path):
     with pytest.raises(DataError, match=r"text\.file .*nowhere: no such file"):
         TextFile.check(tmp_path / "nowhere", "text.file")
-    with pytest.raises(DataError, match="not a file; it is read twice, so a pipe will not do"):
+    with pytest.raises(DataError, match="not a file; give a file, since a pipe cannot be read twice"):
         TextFile.check(tmp_path, "text.file")
 
 
-def test_a_text_that_changes_while_it_is_read_is_refused(text: TextFile):
+def test_a_text_that_changes_while_it_is_read_is_rejected(text: TextFile):
     assert "".join(text.blocks()) == TEXT
     text.path.write_text(TEXT.replace("1", "2"))
     with pytest.raises(DataError, match="changed while it was read"):
@@ -88,8 +98,8 @@ def test_the_end_of_a_text(text: TextFile, characters: int):
     assert text.end(characters) == TEXT[-characters:]
 
 
-def test_settings_that_miss_or_double_a_text_are_one_line():
+def test_a_missing_or_second_text_in_the_settings_is_one_line():
     with pytest.raises(ConfigError, match=r"^test: text\.file: must be set$"):
         validate(ScoreTextConfig, {}, "test")
-    with pytest.raises(ConfigError, match=r"^test: sample\.prompt_file stands in place of sample\.prompt: give one"):
+    with pytest.raises(ConfigError, match=r"^test: sample\.prompt and sample\.prompt_file are both set; give one"):
         validate(GenerateConfig, {"sample": {"prompt": "a", "prompt_file": "b"}}, "test")

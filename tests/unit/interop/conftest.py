@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer, as an export."""
+"""A tiny model and its tokenizer, as a model folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def make_export(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
-    """Folders with tiny models whose logits are well apart: weights far wider than for training."""
+    """Writes tiny models with large weights, so that their logits differ clearly."""
 
     def make(tokenizer: Tokenizer = tokenizer, **settings: Any) -> Path:
         tree = {

@@ -1,4 +1,4 @@
-"""The released code's checkpoints: the logits that it computes itself, back again, and files that are refused."""
+"""Checkpoints of the released code: equal logits, conversion in both directions, refused files."""
 
 import os
 import pickle
@@ -18,46 +18,67 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.interop.authors import read_authors, to_authors, write_authors
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.optim.config import OptimConfig
 
 LAYERS, HEADS, WIDTH, BLOCK, VOCAB = 2, 2, 8, 12, 40
+SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK}
+BETA1, BETA2 = 0.9, 0.95
 
 
-def their_weights(kind: str = "T", bias: bool = False) -> dict[str, Tensor]:
-    """Weights as their model names and shapes them, of a size that lets every part show."""
+def their_weights(kind: str = "T", bias: bool = False, layer_scale: bool = True) -> dict[str, Tensor]:
+    """Weights by the names, shapes and order of their model, large enough for every term to matter.
+
+    Their train.py always builds LayerScale; a checkpoint of nanoGPT itself has none.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, mean: float = 0.0, std: float = 0.5) -> Tensor:
         return mean + std * torch.randn(shape, generator=generator)
 
+    def norm(name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": draw(WIDTH, mean=1.0)} | ({f"{name}.bias": draw(WIDTH)} if bias else {})
+
+    def linear(name: str, out: int, into: int) -> dict[str, Tensor]:
+        return {f"{name}.weight": draw(out, into)} | ({f"{name}.bias": draw(out)} if bias else {})
+
     weights = {"wte.weight": draw(VOCAB, WIDTH), "wpe.weight": draw(BLOCK, WIDTH)}
-    norms, linears = {"ln_f": WIDTH}, {}
-    for layer in range(LAYERS):
-        block = f"h.{layer}"
-        norms |= {f"{block}.ln_1": WIDTH, f"{block}.ln_2": WIDTH}
-        linears |= {
-            f"{block}.attn.c_attn": (WIDTH if kind == "T" else 3 * WIDTH, WIDTH),
-            f"{block}.attn.c_proj": (WIDTH, WIDTH),
-            f"{block}.mlp.c_fc": (4 * WIDTH, WIDTH),
-            f"{block}.mlp.c_proj": (WIDTH, 4 * WIDTH),
-        }
+    for block in (f"h.{layer}" for layer in range(LAYERS)):
+        if layer_scale:
+            weights |= {f"{block}.gamma{branch}": draw(WIDTH, mean=1.0) for branch in (1, 2)}
+        weights |= norm(f"{block}.ln_1")
         if kind == "T":
             weights |= {
                 f"{block}.attn.temp": draw(HEADS, 1, mean=1.0),
                 f"{block}.attn.denom_bias": draw(HEADS, BLOCK, 1),
-                f"{block}.gamma1": draw(WIDTH, mean=1.0),
-                f"{block}.gamma2": draw(WIDTH, mean=1.0),
             }
-    weights |= {f"{name}.weight": draw(width, mean=1.0) for name, width in norms.items()}
-    weights |= {f"{name}.weight": draw(*shape) for name, shape in linears.items()}
-    if bias:
-        weights |= {f"{name}.bias": draw(width) for name, width in norms.items()}
-        weights |= {f"{name}.bias": draw(shape[0]) for name, shape in linears.items()}
-    named = {f"transformer.{name}": weight for name, weight in weights.items()}
+        weights |= linear(f"{block}.attn.c_attn", WIDTH if kind == "T" else 3 * WIDTH, WIDTH)
+        weights |= linear(f"{block}.attn.c_proj", WIDTH, WIDTH) | norm(f"{block}.ln_2")
+        weights |= linear(f"{block}.mlp.c_fc", 4 * WIDTH, WIDTH) | linear(f"{block}.mlp.c_proj", WIDTH, 4 * WIDTH)
+    named = {f"transformer.{name}": weight for name, weight in (weights | norm("ln_f")).items()}
     return named | {"lm_head.weight": named["transformer.wte.weight"]}
 
 
+def their_adamw(weights: dict[str, Tensor], weight_decay: float = 0.01) -> torch.optim.AdamW:
+    """The optimizer of their train.py: no decay of temp, denom_bias and 1-D tensors."""
+    parameters = {name: weight.clone() for name, weight in weights.items() if name != "lm_head.weight"}
+    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for name, parameter in parameters.items():
+        groups[parameter.dim() < 2 or name.endswith((".temp", ".denom_bias"))].append(parameter)
+    decay = [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(decay, lr=6e-4, betas=(BETA1, BETA2))
+
+
+def stepped(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
+    """After one step with gradients equal to the weights."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.clone()
+    optimizer.step()
+    return optimizer
+
+
 def their_logits(w: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    """What the released code computes, from the formulas of arXiv 2412.17810 and of GPT-2."""
+    """Logits by the formulas of arXiv 2412.17810 and of GPT-2, as in the released code."""
     batch, length = tokens_BT.shape
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -95,73 +116,106 @@ def their_logits(w: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
     return norm(x, "ln_f") @ w["lm_head.weight"].T
 
 
-def write_theirs(path: Path, weights: dict[str, Any], **arguments: Any) -> Path:
-    sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK, "vocab_size": VOCAB}
-    torch.save(
-        {
-            "model": weights,
-            "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
-            "model_args": {**sizes, "bias": False, "dropout": 0.1, **arguments},
-            "iter_num": 600000,
-            "best_val_loss": torch.tensor(2.75),
-            "config": {"dataset": "openwebtext", "compile": True},
-        },
-        path,
-    )
+def their_checkpoint(weights: dict[str, Any], compiled: bool = False, **arguments: Any) -> dict[str, Any]:
+    """All keys that their train.py saves, in its order."""
+    is_tssa = any(name.endswith(".temp") for name in weights)
+    trained = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    model_args = {**SIZES, "bias": False, "vocab_size": VOCAB, "dropout": 0.1, "TSSA": is_tssa, **arguments}
+    return {
+        "model": {f"_orig_mod.{name}": weight for name, weight in weights.items()} if compiled else weights,
+        "optimizer": stepped(their_adamw(trained)).state_dict(),
+        "model_args": model_args,
+        "iter_num": 600000,
+        "best_val_loss": torch.tensor(2.75),
+        "config": {"dataset": "openwebtext", "compile": compiled, "TSSA": is_tssa},
+    }
+
+
+def write_theirs(path: Path, weights: dict[str, Any], **options: Any) -> Path:
+    torch.save(their_checkpoint(weights, **options), path)
     return path
 
 
-def model_of(config: ModelConfig, weights: dict[str, Tensor]) -> TostLM:
+def our_logits(config: ModelConfig, weights: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
     model = TostLM(config)
     model.load_state_dict(weights)
-    return model.eval()
+    with torch.no_grad():
+        return model.double().eval()(tokens_BT).logits
 
 
 def tokens() -> Tensor:
     return torch.randint(VOCAB, (3, BLOCK), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["T", "A"])
-def test_logits_are_those_of_the_released_code_and_the_way_back_is_exact(tmp_path: Path, kind: str, bias: bool):
-    theirs = their_weights(kind, bias)
-    found = read_authors(write_theirs(tmp_path / "ckpt.pt", theirs, bias=bias))
-    assert (found.config.pattern, found.config.bias, found.config.layer_scale > 0) == (kind, bias, kind == "T")
-    assert (found.iterations, found.best_nats) == (600000, 2.75)
-    with torch.no_grad():
-        logits = model_of(found.config, found.weights)(tokens()).logits
-    assert logits.std() > 0.5
-    assert_close(logits, their_logits(theirs, tokens()), rtol=0, atol=1e-5)
+def double(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.double() for name, weight in weights.items()}
 
-    back = to_authors(found.config, found.weights, iterations=7)
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "layer_scale"), [("T", True), ("A", True), ("A", False)])
+def test_logits_equal_the_formulas_and_the_way_back_is_exact(tmp_path: Path, kind: str, layer_scale: bool, bias: bool):
+    theirs = their_weights(kind, bias, layer_scale)
+    found = read_authors(write_theirs(tmp_path / "ckpt.pt", theirs, compiled=layer_scale, bias=bias))
+    assert (found.config.pattern, found.config.bias, found.config.layer_scale > 0) == (kind, bias, layer_scale)
+    assert (found.iterations, found.best_nats) == (600000, 2.75)
+    logits = our_logits(found.config, found.weights, tokens())
+    assert logits.std() > 0.5
+    assert_close(logits, their_logits(double(theirs), tokens()), rtol=0, atol=1e-12)
+
+    back = to_authors(found.config, found.weights, 7, OptimConfig(weight_decay=0.25))
+    expected = their_checkpoint(theirs, bias=bias)
+    assert back.keys() == expected.keys()
     assert back["iter_num"] == 7
-    assert back["model_args"] == {
-        "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK, "vocab_size": VOCAB, "bias": bias,
-        "dropout": 0.0,
-    }  # fmt: skip
-    assert back["model"].keys() == theirs.keys()
+    assert back["model_args"] == expected["model_args"] | {"dropout": 0.0}
     for name, weight in theirs.items():
         assert torch.equal(back["model"][name], weight), name
+    added = set(back["model"]) - set(theirs)
+    assert added == (set() if layer_scale else {f"transformer.h.{n}.gamma{m}" for n in range(LAYERS) for m in (1, 2)})
+    assert all(torch.equal(back["model"][name], torch.ones(WIDTH)) for name in added)
+    resumed = their_adamw(back["model"])
+    resumed.load_state_dict(back["optimizer"])
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.25, 0.0]
+    assert all(group["betas"] == (BETA1, BETA2) for group in resumed.param_groups)
+    stepped(resumed)
+    read_again = read_authors(write_theirs(tmp_path / "back.pt", back["model"], bias=bias))
+    assert torch.equal(our_logits(read_again.config, read_again.weights, tokens()), logits)
 
 
-def test_names_of_compiled_models_and_masks_of_old_versions_say_nothing(tmp_path: Path):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["T", "A"])
+def test_moments_belong_to_their_parameters(tmp_path: Path, kind: str, compiled: bool):
+    theirs = their_weights(kind, bias=True)
+    found = read_authors(write_theirs(tmp_path / "ckpt.pt", theirs, compiled=compiled, bias=True))
+    assert found.updates == 1
+    assert len(found.moments) == 2 * len(found.weights)
+    for name, weight in found.weights.items():  # of gradients that were the weights
+        assert_close(found.moments[f"exp_avg/{name}"], (1 - BETA1) * weight)
+        assert_close(found.moments[f"exp_avg_sq/{name}"], (1 - BETA2) * weight**2)
+
+
+def test_an_optimizer_that_does_not_fit_is_left_out(tmp_path: Path):
+    weights = their_weights()
+    whole = their_checkpoint(weights)
+    fresh = their_adamw(weights).state_dict()
+    other_groups = torch.optim.AdamW([weight.clone() for weight in weights.values()]).state_dict()
+    without_step = {"state": {n: {} for n in range(40)}, "param_groups": fresh["param_groups"]}
+    other_shapes = stepped(their_adamw({name: torch.cat([w, w]) for name, w in weights.items()})).state_dict()
+    for optimizer in (fresh, other_groups, without_step, other_shapes, None, {"state": {0: 1}}):
+        torch.save(whole | {"optimizer": optimizer}, tmp_path / "ckpt.pt")
+        found = read_authors(tmp_path / "ckpt.pt")
+        assert (found.moments, found.updates) == ({}, 0)
+        assert found.iterations == 600000
+
+
+def test_causal_masks_of_old_versions_are_ignored(tmp_path: Path):
     theirs = their_weights("A")
-    plain = read_authors(write_theirs(tmp_path / "plain.pt", theirs))
     masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, BLOCK, BLOCK).tril() for n in range(LAYERS)}
-    compiled = {f"_orig_mod.{name}": weight for name, weight in (theirs | masks).items()}
-    other = read_authors(write_theirs(tmp_path / "compiled.pt", compiled))
-    assert other.config == plain.config
-    assert other.weights.keys() == plain.weights.keys()
-    assert all(torch.equal(other.weights[name], weight) for name, weight in plain.weights.items())
-
-
-def test_a_model_without_layer_scale_has_one_of_ones_there():
-    sizes = {"layers": 2, "heads": HEADS, "width": WIDTH, "vocab_size": VOCAB, "max_positions": BLOCK}
-    model = TostLM(validate(ModelConfig, {**sizes, "layer_scale": 0.0}, "test")).eval()
-    theirs = to_authors(model.config, model.state_dict(), 0)["model"]
-    assert torch.equal(theirs["transformer.h.1.gamma2"], torch.ones(WIDTH))
-    with torch.no_grad():
-        assert_close(model(tokens()).logits, their_logits(theirs, tokens()), rtol=0, atol=1e-5)
+    path = tmp_path / "ckpt.pt"
+    torch.save(their_checkpoint(theirs) | {"model": theirs | masks}, path)
+    found, expected = read_authors(path), read_authors(write_theirs(tmp_path / "plain.pt", theirs))
+    assert found.config == expected.config
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+    assert found.moments.keys() == expected.moments.keys() != set()
 
 
 @pytest.mark.parametrize(
@@ -169,17 +223,14 @@ def test_a_model_without_layer_scale_has_one_of_ones_there():
     [
         (
             {"membership": "energy-mean", "denom_bias": "head"},
-            ["model.membership 'energy-mean': the released code has no such model, only 'energy-share'",
-             "model.denom_bias 'head': the released code has no such model, only 'position'"],
+            ["model.membership 'energy-mean': the released code only has 'energy-share'",
+             "model.denom_bias 'head': the released code only has 'position'"],
         ),
-        ({"pattern": "TA"}, ["model.pattern 'TA': the released code has no such model, only 'T'"]),
-        (
-            {"pattern": "A", "layer_scale": 0.0},
-            ["model.rope_theta 10000.0: the released code has no such model, only 0.0"],
-        ),
+        ({"pattern": "TA"}, ["model.pattern 'TA': the released code only has 'T'"]),
+        ({"pattern": "A"}, ["model.rope_theta 10000.0: the released code only has 0.0"]),
         (
             {"pattern": "A", "layer_scale": 0.0, "rope_theta": 0.0, "gelu": "tanh"},
-            ["model.gelu 'tanh': the released code has no such model, only 'exact'"],
+            ["model.gelu 'tanh': the released code only has 'exact'"],
         ),
     ],
 )  # fmt: skip
@@ -187,7 +238,7 @@ def test_models_that_the_released_code_does_not_have_are_refused(settings: dict,
     tree = {"layers": 2, "heads": 2, "width": 8, **settings}
     with pytest.raises(ConfigError) as error:
         to_authors(validate(ModelConfig, tree, "test"), {}, 0)
-    assert str(error.value).split("\n") == problems
+    assert [line.partition(";")[0] for line in str(error.value).split("\n")] == problems
 
 
 def without(name: str) -> dict[str, Tensor]:
@@ -197,24 +248,23 @@ def without(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("weights", "arguments", "problem"),
     [
-        (without("h.1.attn.temp"), {}, r"lacks h\.1\.attn\.temp$"),
-        (without("wte.weight"), {}, r"lacks wte\.weight$"),
+        (without("h.1.attn.temp"), {}, r"lacks weights: h\.1\.attn\.temp; copy it again$"),
+        (without("wte.weight"), {}, r"lacks weights: wte\.weight;"),
         (their_weights() | {"transformer.h.0.attn.c_gate.weight": torch.ones(2)}, {},
-         r"holds what such a model does not have: h\.0\.attn\.c_gate\.weight$"),
-        (their_weights(), {"block_size": 16},
-         r"h\.0\.attn\.denom_bias is of shape \[2, 12, 1\], .* say \[2, 16, 1\]|wpe\.weight is of shape \[12, 8\], .* "
-         r"say \[16, 8\]"),
-        (their_weights() | {"transformer.ln_f.weight": torch.ones(8, dtype=torch.int64)}, {},
-         r"ln_f\.weight is no tensor of floating point"),
-        (their_weights() | {"lm_head.weight": torch.ones(VOCAB, WIDTH)}, {}, r"lm_head\.weight is not the token embed"),
-        ({"transformer.wte.weight": torch.ones(2)}, {}, r"lacks lm_head\.weight"),
-        (their_weights(), {"n_layer": 3}, r"is said to have 3 layers, and holds weights of 2"),
+         r"unexpected weights: h\.0\.attn\.c_gate\.weight;"),
+        (their_weights(), {"block_size": 16}, r"has shape \[.*12.*\], its settings say \[.*16.*\];"),
+        (their_weights() | {"transformer.ln_f.weight": "text"}, {}, r"ln_f\.weight is not a floating-point tensor"),
+        (their_weights() | {"lm_head.weight": torch.ones(VOCAB, WIDTH)}, {}, r"lm_head\.weight differs from the to"),
+        ({"transformer.wte.weight": torch.ones(2, 2)}, {}, r"lacks lm_head\.weight;"),
+        (their_weights(), {"n_layer": 3}, r"its settings say 3 layers, its weights 2;"),
         (their_weights(), {"n_head": 3}, r"model_args: model\.width 8 is not divisible by model\.heads 3"),
-        (their_weights(), {"rotary": True}, r"model_args: rotary True: an option that is not understood"),
+        (their_weights(), {"rotary": True}, r"model_args: unknown option: rotary True; train without it$"),
+        (their_weights(), {"TSSA": False}, r"model_args: TSSA False contradicts the weights, which are of TSSA;"),
+        (their_weights("A"), {"TSSA": True}, r"TSSA True contradicts the weights, which are of softmax attention;"),
     ],
 )  # fmt: skip
-def test_weights_that_are_not_those_of_the_sizes_are_named(
-    tmp_path: Path, weights: dict[str, Tensor], arguments: dict, problem: str
+def test_weights_that_do_not_fit_the_sizes_are_named(
+    tmp_path: Path, weights: dict[str, Any], arguments: dict, problem: str
 ):
     path = write_theirs(tmp_path / "ckpt.pt", weights, **arguments)
     with pytest.raises((CheckpointError, ConfigError)) as error:
@@ -236,15 +286,15 @@ class Payload:
 
 def test_a_hostile_pickle_is_refused_and_never_run(tmp_path: Path):
     target, path = tmp_path / "was_run", tmp_path / "ckpt.pt"
-    write_theirs(path, their_weights() | {"more": Payload(target)})
-    with pytest.raises(CheckpointError, match=r"ckpt\.pt: refused: reading it would run posix\.system, .* nothing of"):
+    torch.save(their_checkpoint(their_weights()) | {"config": Payload(target)}, path)
+    with pytest.raises(CheckpointError, match=r"ckpt\.pt: refused: it would call posix\.system; nothing in it was run"):
         read_authors(path)
     assert not target.exists()
     path.write_bytes(pickle.dumps(Payload(target)))
     with pytest.raises(CheckpointError, match=r"ckpt\.pt: damaged, or not a file of torch\.save"):
         read_authors(path)
     assert not target.exists()
-    pickle.loads(path.read_bytes())  # it does what it is refused for
+    pickle.loads(path.read_bytes())  # shows that the payload works
     assert target.exists()
 
 
@@ -256,9 +306,9 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path):
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a.txt", "text")
     contents = {
-        "is not right": whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+        "wrong checksum": whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
         "damaged, or not a file of torch.save": whole[: len(whole) // 2],
-        "torch.save: copy it again": b"",
+        "torch.save; copy it again": b"",
         "RuntimeError": other.read_bytes(),
     }
     for problem, content in contents.items():
@@ -267,7 +317,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path):
             read_authors(path)
         assert "\n" not in str(error.value)
     torch.save([1, 2], path)
-    with pytest.raises(CheckpointError, match="not a checkpoint of the released code: it holds no dictionary 'model'"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of the released code: it has no dictionary 'model'"):
         read_authors(path)
 
 

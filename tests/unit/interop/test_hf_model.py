@@ -1,4 +1,4 @@
-"""TostForCausalLM: our model's numbers, padding as if it were not there, and generation from its cache."""
+"""TostForCausalLM: logits and loss of TostLM, padding without effect, generation from its cache."""
 
 import copy
 from collections.abc import Iterator
@@ -26,30 +26,30 @@ PATTERNS: list[dict[str, Any]] = [
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
 
 
-def facts(**settings: Any) -> ModelConfig:
+def model_config(**settings: Any) -> ModelConfig:
     tree = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "max_positions": 64, "layer_scale": 1.0}
     return validate(ModelConfig, tree | settings, "test")
 
 
 def make(**settings: Any) -> TostForCausalLM:
-    """In float64, with weights far wider than for training, so that tokens differ in what follows them."""
+    """A float64 model with large weights, so that the next token depends on the tokens before."""
     torch.manual_seed(0)
-    model: Any = TostForCausalLM(TostConfig.of(facts(**settings), pad_token_id=0))
+    model: Any = TostForCausalLM(TostConfig.of(model_config(**settings), pad_token_id=0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.8 if "blocks" in name else 0.1)
         words = model.model.embedding.weight
-        words.div_(words.norm(dim=1, keepdim=True))  # none has a larger logit whatever comes before it
+        words.div_(words.norm(dim=1, keepdim=True))  # no id is always the most likely
     return model.double().eval()
 
 
-def drawn(rows: int, tokens: int) -> Tensor:
+def random_ids(rows: int, tokens: int) -> Tensor:
     return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def plain(model: TostForCausalLM) -> TostLM:
-    """With the same weights."""
+    """The TostLM with the same weights."""
     plain = TostLM(model.config.to_model()).double().eval()
     plain.load_state_dict(model.model.state_dict())
     return plain
@@ -68,8 +68,8 @@ LEFT_PADDED[2, :4] = 0
 
 
 @pytest.mark.parametrize("preset", [None, "tost-base-long", "gpt2-base"])
-def test_settings_go_there_and_back(preset: str | None, tmp_path):
-    model = facts(preset=preset, window=3, bias=True, rope_theta=500)
+def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
+    model = model_config(preset=preset, window=3, bias=True, rope_theta=500)
     config = TostConfig.of(model, eos_token_id=7)
     assert config.to_model() == model
     config.save_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_settings_go_there_and_back(preset: str | None, tmp_path):
     assert (read.num_attention_heads, read.max_position_embeddings) == (2, 64)
 
 
-def test_settings_have_defaults_and_the_librarys_names():
+def test_settings_have_defaults_and_aliases():
     assert TostConfig().to_model() == validate(ModelConfig, {"preset": "tost-base"}, "test").model_copy(
         update={"preset": None}
     )
@@ -88,16 +88,16 @@ def test_settings_have_defaults_and_the_librarys_names():
     assert TostConfig(hidden_size=48, num_attention_heads=3).to_model().width == 48
 
 
-def test_settings_that_no_model_has_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match=r"TostConfig: model\.width 16 is not divisible by model\.heads 3"):
         TostConfig(width=16, heads=3)
-    with pytest.raises(ConfigError, match="tie_word_embeddings = False: the head of a tost model is its embedding"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings = False: the head of a tost model is always tied"):
         TostConfig(tie_word_embeddings=False)
 
 
-def test_new_weights_are_drawn_as_ours_are():
+def test_initial_weights_have_the_distributions_of_tostlm():
     torch.manual_seed(0)
-    shape = facts(width=64, layers=4, pattern="TA", bias=True, layer_scale=0.3)
+    shape = model_config(width=64, layers=4, pattern="TA", bias=True, layer_scale=0.3)
     model = AutoModelForCausalLM.from_config(TostConfig.of(shape))
     assert type(model) is TostForCausalLM
     ours = dict(TostLM(shape).named_parameters())
@@ -110,8 +110,8 @@ def test_new_weights_are_drawn_as_ours_are():
 
 
 @KNOWN
-def test_logits_and_loss_are_those_of_our_model(settings: dict[str, Any]):
-    model, tokens = make(**settings), drawn(3, 11)
+def test_logits_and_loss_equal_tostlm(settings: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(3, 11)
     output, expected = model(tokens, labels=tokens), plain(model)(tokens).logits
     assert torch.equal(output.logits, expected)
     torch.testing.assert_close(output.loss, cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
@@ -123,15 +123,15 @@ def test_logits_and_loss_are_those_of_our_model(settings: dict[str, Any]):
     assert torch.equal(logits, output.logits)
 
 
-def test_training_with_labels_makes_no_logits():
-    model, tokens = make().train(), drawn(2, 5)
+def test_training_with_labels_returns_no_logits():
+    model, tokens = make().train(), random_ids(2, 5)
     assert model(tokens, labels=tokens).logits is None
     assert model(tokens).logits.shape == (2, 5, VOCAB)
 
 
 @KNOWN
-def test_padding_is_as_if_it_were_not_there_wherever_it_stands(settings: dict[str, Any]):
-    model, tokens = make(**settings), drawn(4, 11)
+def test_padding_has_no_effect_at_any_place(settings: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(4, 11)
     mask = torch.rand(4, 11, generator=torch.Generator().manual_seed(2)) > 0.4
     mask[0], mask[3] = True, False
     labels = tokens.masked_fill(~mask, -100)
@@ -139,7 +139,7 @@ def test_padding_is_as_if_it_were_not_there_wherever_it_stands(settings: dict[st
     for n in range(3):
         torch.testing.assert_close(output.logits[n, mask[n]], model(tokens[n : n + 1, mask[n]]).logits[0])
     assert not output.logits[~mask].any()
-    # Row 0 is whole, so its labels are those of the tokens after each; of the others the column after each tells.
+    # Labels are shifted by columns, so a token before padding has no label.
     followed = mask[:, :-1] & (labels[:, 1:] != -100)
     expected = cross_entropy(output.logits[:, :-1][followed], tokens[:, 1:][followed])
     torch.testing.assert_close(output.loss, expected)
@@ -147,34 +147,34 @@ def test_padding_is_as_if_it_were_not_there_wherever_it_stands(settings: dict[st
 
 @KNOWN
 @pytest.mark.parametrize(
-    "way", [{}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
+    "options", [{}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
 )
-def test_cached_is_uncached_generation_token_for_token(settings: dict[str, Any], way: dict[str, Any]):
-    model, tokens = make(**settings), drawn(3, 11)
+def test_cached_generation_equals_uncached(settings: dict[str, Any], options: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(3, 11)
     for mask in (None, LEFT_PADDED):
-        uncached = generated(model, tokens, mask, use_cache=False, **way)
+        uncached = generated(model, tokens, mask, use_cache=False, **options)
         assert len(uncached.unique()) > 6
-        assert torch.equal(generated(model, tokens, mask, **way), uncached)
+        assert torch.equal(generated(model, tokens, mask, **options), uncached)
         for chunk in (3, 10, 50):
-            assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **way), uncached)
+            assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **options), uncached)
 
 
 @KNOWN
-def test_rows_padded_on_the_left_go_on_as_alone(settings: dict[str, Any]):
-    model, tokens = make(**settings), drawn(3, 11)
+def test_left_padded_rows_equal_single_rows(settings: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(3, 11)
     together = generated(model, tokens, LEFT_PADDED)
     for n, mask in enumerate(LEFT_PADDED.bool()):
         assert torch.equal(together[n : n + 1], generated(model, tokens[n : n + 1, mask]))
 
 
 @KNOWN
-def test_a_cache_can_be_gone_on_with_and_copied(settings: dict[str, Any]):
-    model, tokens = make(**settings), drawn(3, 30)
+def test_a_cache_can_be_continued_and_copied(settings: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(3, 30)
     cache = TostCache()
     model(tokens[:, :11], LEFT_PADDED, cache)
     assert (cache.get_seq_length(), cache.batch_size) == (11, 3)
     mask = torch.cat([LEFT_PADDED, torch.ones(3, 19, dtype=torch.int64)], 1)
-    mask[0, 11:20] = 0  # a second turn, padded on the left as the first was
+    mask[0, 11:20] = 0  # a second turn, also padded on the left
     expected = generated(model, tokens, mask, use_cache=False)
     again = copy.copy(cache)
     for known in (cache, again):
@@ -184,9 +184,9 @@ def test_a_cache_can_be_gone_on_with_and_copied(settings: dict[str, Any]):
 
 
 @KNOWN
-def test_rows_of_a_cache_can_be_repeated_and_chosen(settings: dict[str, Any]):
-    model, tokens = make(**settings), drawn(3, 11)
-    more = drawn(6, 4)
+def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
+    model, tokens = make(**settings), random_ids(3, 11)
+    more = random_ids(6, 4)
     whole = torch.ones(6, 4, dtype=torch.int64)
     for change, rows in (("batch_repeat_interleave", [0, 0, 1, 1, 2, 2]), ("reorder_cache", [2, 1, 1, 0, 2, 0])):
         cache = TostCache()
@@ -199,7 +199,7 @@ def test_rows_of_a_cache_can_be_repeated_and_chosen(settings: dict[str, Any]):
 
 @pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "window": 4}])
 def test_the_cache_does_not_grow(settings: dict[str, Any]):
-    model, tokens, cache = make(**settings, positions="none", denom_bias="head"), drawn(2, 200), TostCache()
+    model, tokens, cache = make(**settings, positions="none", denom_bias="head"), random_ids(2, 200), TostCache()
     sizes = set()
     for begin in range(0, 200, 20):
         model(tokens[:, begin : begin + 20], past_key_values=cache)
@@ -208,65 +208,65 @@ def test_the_cache_does_not_grow(settings: dict[str, Any]):
     assert len(sizes) == 1
 
 
-def test_what_cannot_be_is_refused():
-    model, tokens, cache = make(), drawn(2, 5), TostCache()
+def test_invalid_calls_are_refused():
+    model, tokens, cache = make(), random_ids(2, 5), TostCache()
     model(tokens, past_key_values=cache)
     with pytest.raises(ValueError, match=r"attention_mask must be \[B, columns of the cache \+ T\] = \[2, 6\], got"):
         model(tokens[:, :1], torch.ones(2, 1), cache)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache: give a TostCache"):
         model(tokens, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="TostForCausalLM takes no position_ids"):
+    with pytest.raises(ValueError, match="TostForCausalLM does not support position_ids"):
         model(tokens, position_ids=torch.arange(5))
-    with pytest.raises(ValueError, match="TostForCausalLM takes no inputs_embeds"):
+    with pytest.raises(ValueError, match="TostForCausalLM does not support inputs_embeds"):
         model(None, inputs_embeds=torch.zeros(2, 5, 16))
-    with pytest.raises(ValueError, match=r"attention_mask ends in padding.*: pad on the left"):
+    with pytest.raises(ValueError, match=r"attention_mask ends in padding.*; pad on the left"):
         generated(model, tokens, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
-    with pytest.raises(ValueError, match="attention_mask leaves no token"):
+    with pytest.raises(ValueError, match="attention_mask masks every token"):
         model(tokens, torch.zeros(2, 5), labels=tokens)
-    with pytest.raises(ValueError, match="TostCache: the last 2 tokens cannot be taken out"):
+    with pytest.raises(ValueError, match="TostCache: the last 2 tokens cannot be removed"):
         cache.crop(-2)
-    with pytest.raises(ConfigError, match="65 tokens are more than the model has positions"):
-        model(drawn(1, 65))
+    with pytest.raises(ConfigError, match="65 tokens are more than the model's positions"):
+        model(random_ids(1, 65))
     with pytest.raises(ValueError, match="`cache_implementation`"):
         generated(model, tokens, cache_implementation="static")
 
 
-def test_what_passes_the_positions_is_refused_before_the_first_token():
-    model, tokens = make(), drawn(2, 60)
+def test_too_many_tokens_are_refused_before_the_first():
+    model, tokens = make(), random_ids(2, 60)
     assert generated(model, tokens, new=5).shape == (2, 5)
-    with pytest.raises(ConfigError, match=r"up to 66 together, pass the model's positions \(64\): shorten the prompt"):
+    with pytest.raises(ConfigError, match="66 tokens exceed the model's 64 positions; shorten the prompt"):
         generated(model, tokens, new=6)
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, :2] = 0, 0
     assert generated(model, tokens, mask, new=7).shape == (2, 7)
-    with pytest.raises(ConfigError, match="up to 66 together"):
+    with pytest.raises(ConfigError, match="66 tokens exceed"):
         generated(model, tokens, mask, new=8)
 
 
-def test_checkpointed_blocks_hold_less_and_give_the_same():
-    model, tokens = make(pattern="TA").train(), drawn(2, 11)
+def test_activation_checkpointing_saves_memory_with_equal_gradients():
+    model, tokens = make(pattern="TA").train(), random_ids(2, 11)
 
-    def held_and_gradients() -> tuple[int, list[Tensor]]:
+    def saved_and_gradients() -> tuple[int, list[Tensor]]:
         model.zero_grad()
         with counting_saved() as saved:
             loss = model(tokens, labels=tokens).loss
         loss.backward()
         return sum(saved), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    whole, expected = held_and_gradients()
+    whole, expected = saved_and_gradients()
     model.activation_checkpointing_enable()
-    less, gradients = held_and_gradients()
+    less, gradients = saved_and_gradients()
     model.activation_checkpointing_enable(every_n_layers=2)
-    between, _ = held_and_gradients()
+    between, _ = saved_and_gradients()
     model.activation_checkpointing_disable()
     assert less < between < whole
-    assert held_and_gradients()[0] == whole
+    assert saved_and_gradients()[0] == whole
     assert all(map(torch.equal, gradients, expected))
 
 
 @contextmanager
 def counting_saved() -> Iterator[list[int]]:
-    """The elements of each tensor that is kept for the backward."""
+    """Counts the elements of each tensor that is saved for the backward pass."""
     saved: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:

@@ -1,18 +1,22 @@
 """A Hugging Face model by our scorer and by the harness's own class for such models: the same log-likelihoods."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lm_eval.api.instance import Instance
+from lm_eval.api.instance import Instance, OutputType
 from lm_eval.models.huggingface import HFLM
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from tost_lm.evaluation.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
 from tost_lm.evaluation.likelihood import score_requests
-from tost_lm.evaluation.windows import after_what_fits, disjoint_windows
+from tost_lm.evaluation.windows import disjoint_windows, left_truncated
+from tost_lm.interop.hf import export
+from tost_lm.interop.lm_eval import HarnessModel
+from tost_lm.testing import FLOAT32_REORDERED
 
 BPE = Path(__file__).parents[4] / "shared/data/gpt2_bpe"
 PAIRS = [
@@ -21,27 +25,51 @@ PAIRS = [
     ("One", " two, three"),
     ("", "Nothing before"),
 ]
+HARNESS_CLASS: Any = HFLM
 TEXT = "Some text, which is longer than a window; the rest of it is read in other windows. " * 3
 
 
+def requests_of(method: OutputType, *arguments: tuple) -> list[Instance]:
+    return [Instance(method, {}, one, number) for number, one in enumerate(arguments)]
+
+
 @pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's BPE files are not at hand")
-def test_both_give_the_same():
+def test_gpt2_has_the_scores_of_the_harness():
     torch.manual_seed(0)
     settings = GPT2Config(n_positions=24, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)
     model = GPT2LMHeadModel(settings).eval()
     theirs: Any = GPT2Tokenizer(vocab=str(BPE / "encoder.json"), merges=str(BPE / "vocab.bpe"))
-    harness_class: Any = HFLM
-    harness = harness_class(pretrained=model, tokenizer=theirs, batch_size=2, device="cpu")
-    pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
-    expected = [nats for nats, _ in harness.loglikelihood(pairs, disable_tqdm=True)]
-    expected += harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (TEXT,), 0)], disable_tqdm=True)
+    harness = HARNESS_CLASS(pretrained=model, tokenizer=theirs, batch_size=2, device="cpu")
+    expected = [nats for nats, _ in harness.loglikelihood(requests_of("loglikelihood", *PAIRS), disable_tqdm=True)]
+    expected += harness.loglikelihood_rolling(requests_of("loglikelihood_rolling", (TEXT,)), disable_tqdm=True)
 
     tokenizer, ours = HuggingFaceTokenizer(theirs), HuggingFaceLM(model)
     requests = []
     for context, target in PAIRS:
         before = tokenizer.encode(context) or [tokenizer.eot]
-        requests.append(after_what_fits(np.array([*before, *tokenizer.encode(target)]), len(before), 24))
+        requests.append(left_truncated(np.array([*before, *tokenizer.encode(target)]), len(before), 24))
     windows = list(disjoint_windows(tokenizer.encode_array(TEXT), tokenizer.eot, 24, fill_last=True))
     nats = score_requests(ours, [*requests, *windows]).nats
     found = [*-nats[: len(PAIRS)], -nats[len(PAIRS) :].sum()]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
+
+
+def test_an_export_has_the_scores_and_texts_of_its_checkpoint(make_export: Callable[..., Path], tmp_path: Path):
+    run = make_export(max_positions=24)
+    export(run, tmp_path / "hf")
+    native = HarnessModel(str(run))
+    exported = HARNESS_CLASS(str(tmp_path / "hf"), add_bos_token=False, device="cpu", dtype="float32", batch_size=2)
+    found, expected = (
+        [
+            *(nats for nats, _ in model.loglikelihood(requests_of("loglikelihood", *PAIRS), disable_tqdm=True)),
+            *model.loglikelihood_rolling(requests_of("loglikelihood_rolling", (TEXT,), ("No.",)), disable_tqdm=True),
+        ]
+        for model in (exported, native)
+    )
+    np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
+    # The library's decoder turns more of invalid UTF-8 into U+FFFD, and these random weights generate much of it.
+    of_token, of_text = exported.tok_decode, native.text_tokenizer.decode
+    exported.tok_decode = lambda ids, **how: of_text(ids) if isinstance(ids, list) else of_token(ids, **how)
+    options = {"until": ["."], "max_gen_toks": 9, "do_sample": False}
+    contexts = requests_of("generate_until", *((context, options) for context in ("The page", "No. They say", TEXT)))
+    assert exported.generate_until(contexts, disable_tqdm=True) == native.generate_until(contexts, disable_tqdm=True)

@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path):
         tost_lm.load(tmp_path)
     run = run_folder(tmp_path)
     (run / "checkpoints/step_00000015/manifest.json").write_text('{"format": "tost_lm.checkpoint.v1", "sha256": {}}')
-    with pytest.raises(CheckpointError, match=r"of format tost_lm\.checkpoint\.v1, which this version does not read"):
+    with pytest.raises(CheckpointError, match=r"format tost_lm\.checkpoint\.v1 instead of tost_lm\.checkpoint\.v2"):
         tost_lm.load(run / "checkpoints/step_00000015")
     for step in (run / "checkpoints").iterdir():
         (step / "model.json").unlink()

@@ -15,8 +15,11 @@ def config(**settings) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("preset", "millions"),
-    [("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59)],
-)
+    [
+        ("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59),
+        ("gpt2-base-layerscale", 123.61),
+    ],
+)  # fmt: skip
 def test_presets_have_the_published_parameter_counts(preset: str, millions: float):
     with torch.device("meta"):
         model = TostLM(validate(ModelConfig, {"preset": preset}, "test"))
@@ -135,9 +138,9 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": "TSA"}, r"model\.pattern 'TSA': write it in letters T \(TSSA\), A .* and G"),
-        ({"pattern": "ta"}, r"model\.pattern 'ta': write it"),
-        ({"pattern": ""}, r"model\.pattern '': write it"),
+        ({"pattern": "TSA"}, r"invalid model\.pattern: 'TSA'; use the letters T \(TSSA\), A .* and G"),
+        ({"pattern": "ta"}, r"invalid model\.pattern: 'ta'; use"),
+        ({"pattern": ""}, r"invalid model\.pattern: ''; use"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),

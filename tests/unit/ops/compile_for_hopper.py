@@ -1,6 +1,6 @@
-"""Compiles every kernel as a call of the backend would, for an H100 that need not be there.
+"""Compile every kernel for an H100, without one, as a call of the backend would.
 
-python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS → one JSON list of what ptxas reports of each kernel.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS` prints a JSON list: what ptxas reports of each kernel.
 """
 
 import json

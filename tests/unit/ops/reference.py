@@ -1,7 +1,6 @@
-"""The published formulas written once more, token by token in plain loops, to compare the operator with.
+"""The published formulas (arXiv 2412.17810, released causal form) in plain loops, token by token.
 
-Written from the formulas, not from `tost_lm.ops`, and in another order of evaluation: no cumulative sums, one token
-at a time. arXiv 2412.17810, released causal form.
+They share no code with `tost_lm.ops` and use no cumulative sums.
 """
 
 import torch

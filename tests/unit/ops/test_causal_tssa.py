@@ -1,4 +1,4 @@
-"""The operator against loops over the published formulas, its options, and what it refuses."""
+"""The operator against loops over the published formulas, its options, and its error messages."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 
-from tost_lm.ops import TssaState, causal_tssa, tssa, tssa_step
+from tost_lm.ops import TssaState, causal_tssa, chunked, tssa, tssa_step
 
 MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
 
@@ -72,14 +72,14 @@ def test_bidirectional_form_ignores_padding():
     assert padded[1, 4:].abs().max() == 0
 
 
-def test_bidirectional_form_reads_nothing_of_padding():
+def test_bidirectional_form_does_not_read_padding():
     w, temp, _ = inputs(7, 1, 6, 3, 4)
     w[:, 4:] = float("nan")
     padded = tssa(w, temp, torch.tensor([[True] * 4 + [False] * 2]))
     assert torch.equal(padded[:, :4], tssa(w[:, :4], temp))
 
 
-def test_single_tokens_that_do_not_fit_are_refused():
+def test_single_tokens_of_a_wrong_shape_are_refused():
     state = TssaState.empty(2, 3, 4, torch.ones(1))
     for w_t, temp, message in (
         (torch.ones(1, 3, 4), torch.ones(3), "the state holds 2 documents, the input 1"),
@@ -89,7 +89,7 @@ def test_single_tokens_that_do_not_fit_are_refused():
             tssa_step(w_t, temp, None, state)
 
 
-def test_bidirectional_form_is_the_papers():
+def test_bidirectional_form_equals_the_paper():
     w, temp, _ = inputs(8, 1, 5, 2, 3)
     normed = w / w.norm(dim=1, keepdim=True)
     pi = (temp * normed.square().sum(-1)).softmax(-1)[..., None]
@@ -100,27 +100,27 @@ def test_bidirectional_form_is_the_papers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": torch.zeros(2, 0, 3, 4)}, "T ≥ 1"),
+        ({"w": torch.zeros(2, 0, 3, 4)}, "with no size 0"),
         ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
         ({"bias": torch.zeros(3, 4)}, "bias must be"),
-        ({"membership": "softmax"}, "membership 'softmax'"),
-        ({"backend": "cuda"}, "backend 'cuda' is none of naive, chunked, triton"),
+        ({"membership": "softmax"}, "unknown membership: 'softmax'"),
+        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of naive, chunked, triton"),
         ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
         ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),
-        ({"w": torch.ones(0, 5, 3, 4)}, "none 0"),
-        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be whole numbers"),
-        ({"cu_seqlens": torch.tensor(5)}, "cu_seqlens must be whole numbers"),
+        ({"w": torch.ones(0, 5, 3, 4)}, "with no size 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be integers"),
+        ({"cu_seqlens": torch.tensor(5)}, "cu_seqlens must be integers"),
         ({"initial_state": TssaState.empty(2, 4, 3, torch.ones(1))}, r"energy of the state must be \[2, 3, 4\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(change: dict, message: str):
+def test_invalid_inputs_are_refused(change: dict, message: str):
     arguments: dict[str, Any] = {"w": torch.ones(2, 5, 3, 4), "temp": torch.ones(3), "bias": torch.zeros(3, 5)} | change
     with pytest.raises(ValueError, match=message):
         causal_tssa(**arguments)
 
 
-def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_a_backend_that_cannot_run_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     reasons = {"w is on cpu": torch.ones(1, 4, 2, 3)}
     if torch.cuda.is_available():
@@ -131,9 +131,23 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
     for reason, w in reasons.items():
         with pytest.raises(ValueError, match=f"'triton' cannot run here: .*{reason}"):
             causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
-    monkeypatch.setattr("tost_lm.ops.causal.find_spec", lambda name: None)
+    monkeypatch.setattr("tost_lm.ops.backends.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package triton is not installed"):
         causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend="triton")
+
+
+def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
+    threads, seen = torch.get_num_threads(), []
+    for name in ("forward", "backward"):
+        run = getattr(chunked, name)
+        seen_by = lambda *arguments, run=run: seen.append(torch.get_num_threads()) or run(*arguments)
+        monkeypatch.setattr(chunked, name, seen_by)
+    torch.set_num_threads(3)
+    try:
+        causal_tssa(torch.randn(1, 40, 2, 3, requires_grad=True), torch.ones(2))[0].sum().backward()
+        assert (seen, torch.get_num_threads()) == ([1, 1], 3)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_backend_is_picked_by_device():

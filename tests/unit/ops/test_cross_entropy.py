@@ -1,4 +1,4 @@
-"""The bounded loss against logits as a whole."""
+"""The loss in tiles of logits against cross-entropy of all logits."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, LOGITS_BYTES, linear_cross_entropy, portion_tokens
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy, logit_tile_tokens
+from tost_lm.sizes import LOGITS_BYTES
+from tost_lm.testing import assert_as_accurate
 
 
 def _inputs(tokens, channels, words, dtype=torch.float64):
@@ -18,16 +20,22 @@ def _inputs(tokens, channels, words, dtype=torch.float64):
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
+def _sum_and_gradients(x, weight, labels, dtype):
+    x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+    total, _ = _whole(x, weight, labels)
+    return total, *torch.autograd.grad(total, (x, weight))
+
+
 def _whole(x, weight, labels):
     nats = cross_entropy(linear(x, weight), labels, ignore_index=IGNORED_LABEL, reduction="none")
     return nats.sum(), nats
 
 
-@given(tokens=st.integers(1, 40), words=st.integers(1, 30), portion=st.integers(1, 50))
+@given(tokens=st.integers(1, 40), words=st.integers(1, 30), tile_tokens=st.integers(1, 50))
 @settings(max_examples=30, deadline=None)
-def test_sum_nats_and_gradients_are_those_of_whole_logits(tokens, words, portion):
+def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_tokens):
     x, weight, labels = _inputs(tokens, 5, words)
-    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=portion * words * 8)
+    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=tile_tokens * words * 8)
     reference, reference_nats = _whole(x, weight, labels)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(nats, reference_nats.detach(), rtol=1e-12, atol=1e-12)
@@ -36,25 +44,27 @@ def test_sum_nats_and_gradients_are_those_of_whole_logits(tokens, words, portion
     torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_narrow_inputs_are_summed_in_float32(dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_summed_in_float32(dtype):
     x, weight, labels = _inputs(300, 32, 500)
-    narrow = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-    ours, nats, _ = linear_cross_entropy(narrow[0], narrow[1], labels, logits_bytes=1 << 16)
+    x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 16)
     assert nats.dtype == ours.dtype == torch.float32
-    wide = [t.detach().double().requires_grad_() for t in narrow]
-    reference, _ = _whole(wide[0], wide[1], labels)
-    torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=0)
-    for d, expected in zip(torch.autograd.grad(ours, narrow), torch.autograd.grad(reference, wide), strict=True):
-        assert d.dtype == dtype
-        assert (d.double() - expected).norm() <= tolerance * expected.norm()
+    gradients = torch.autograd.grad(ours, (x, weight))
+    assert {d.dtype for d in gradients} == {dtype}
+    theirs, truth = (_sum_and_gradients(x, weight, labels, precision) for precision in (dtype, torch.float64))
+    for mine, reference, exact in zip((ours, *gradients), theirs, truth, strict=True):
+        assert_as_accurate(mine, reference, exact)
 
 
 def test_hot_logits_stay_finite():
     x, weight, labels = _inputs(8, 4, 6, torch.float32)
-    ours, *_ = linear_cross_entropy(100 * x, 100 * weight, labels)
-    reference, _ = _whole(100 * x, 100 * weight, labels)
-    torch.testing.assert_close(ours, reference)
+    x, weight = 100 * x, 100 * weight
+    ours, *_ = linear_cross_entropy(x, weight, labels)
+    theirs, truth = (
+        _sum_and_gradients(x, weight, labels, precision)[0] for precision in (torch.float32, torch.float64)
+    )
+    assert_as_accurate(ours, theirs, truth)
     assert torch.autograd.grad(ours, x)[0].isfinite().all()
 
 
@@ -69,7 +79,7 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [1000, 8000])
-def test_no_tensor_is_larger_than_the_budget_whatever_the_length(tokens):
+def test_no_tensor_is_larger_than_the_budget_at_any_length(tokens):
     x, weight, labels = _inputs(tokens, 2, 2000, torch.float32)
     with _Largest() as largest:
         total, *_ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 18)
@@ -77,10 +87,10 @@ def test_no_tensor_is_larger_than_the_budget_whatever_the_length(tokens):
     assert 1 << 17 < largest.bytes <= 1 << 18
 
 
-def test_a_portion_has_at_least_a_token():
-    assert portion_tokens(10**9, torch.bfloat16) == 1
-    assert portion_tokens(50304, torch.bfloat16) == LOGITS_BYTES // (50304 * 6)
-    assert portion_tokens(50304, torch.float32) == LOGITS_BYTES // (50304 * 4)
+def test_a_tile_has_at_least_one_token():
+    assert logit_tile_tokens(10**9, torch.bfloat16) == 1
+    assert logit_tile_tokens(50304, torch.bfloat16) == LOGITS_BYTES // (50304 * 6)
+    assert logit_tile_tokens(50304, torch.float32) == LOGITS_BYTES // (50304 * 4)
 
 
 def test_a_second_backward_is_refused():
@@ -92,7 +102,7 @@ def test_a_second_backward_is_refused():
 
 
 @pytest.mark.parametrize(("tokens", "words_at_once"), [(50, 1), (50, 2), (50, 99), (0, 2), (5000, 3)])
-def test_without_gradients_top_labels_are_told_instead(tokens, words_at_once):
+def test_without_gradients_top_labels_are_returned(tokens, words_at_once):
     x, weight, labels = _inputs(max(tokens, 9), 2, 5)
     labels = labels if tokens else torch.full_like(labels, IGNORED_LABEL)
     at_once = max(1, min(2048, int((labels != IGNORED_LABEL).sum())))
@@ -108,7 +118,7 @@ def test_without_gradients_top_labels_are_told_instead(tokens, words_at_once):
     assert linear_cross_entropy(x, weight, labels).is_top_M is None
 
 
-def test_without_gradients_logits_are_of_counted_labels_alone():
+def test_without_gradients_only_counted_labels_get_logits():
     x, weight, labels = _inputs(1000, 2, 2000, torch.float32)
     labels[3:] = IGNORED_LABEL
     with torch.no_grad(), _Largest() as largest:
@@ -116,7 +126,7 @@ def test_without_gradients_logits_are_of_counted_labels_alone():
     assert largest.bytes < 4 * 10 * 2000
 
 
-def test_without_gradients_logits_may_be_as_large_as_they_get():
+def test_without_gradients_logits_beyond_float16_are_right():
     x, weight = torch.full((1, 1), 300.0, dtype=torch.float16), torch.tensor([[-300.0]] * 3 + [[1.0]]).half()
     with torch.no_grad():
         _, nats, is_top = linear_cross_entropy(x, weight, torch.tensor([3]), logits_bytes=6)

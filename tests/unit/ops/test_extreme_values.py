@@ -1,15 +1,17 @@
-"""Values that break careless arithmetic: what the formulas give in float64, the chunked backend gives in float32."""
+"""Extreme values: the chunked backend in float32 against the formulas."""
 
 from typing import get_args
 
 import pytest
 import torch
-from agreement import draw_call, errors
+from agreement import Call, Results, assert_accurate, draw_call, errors
 
 from tost_lm.ops import Membership, causal_tssa, chunked
-from tost_lm.ops.causal import Backend
+from tost_lm.testing import assert_as_accurate
 
-FORWARD = ("y", "energy", "weighted_energy", "mass")
+
+def chunked_backend(call: Call) -> Results:
+    return call.run("chunked")
 
 
 @pytest.fixture(autouse=True)
@@ -20,58 +22,56 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("membership", get_args(Membership))
 @pytest.mark.parametrize("value", [0.0, 65504.0, -65504.0, 1e-20, 1e-40], ids=str)
 @pytest.mark.parametrize("where", [slice(None), slice(0, 3), slice(40, 41)], ids=["all", "first", "one"])
-def test_extreme_values_are_what_the_formulas_say(value: float, where: slice, membership: Membership):
+def test_extreme_values_are_as_accurate_as_the_formulas(value: float, where: slice, membership: Membership):
     call = draw_call(0, (50, 20), 3, 4, membership, fresh=True)
     call.w[:, where] = value
     call.w.copy_(call.w.float())
-    found = errors(call.to(torch.float32).run("chunked"), call.run("naive"))
-    assert max(found[name] for name in (*FORWARD, "dw", "d_temp", "d_bias")) < 1e-5, found
+    assert_accurate(call, chunked_backend)
 
 
 @pytest.mark.parametrize("temp", [50.0, -50.0])
 def test_extreme_temperatures(temp: float):
     call = draw_call(1, (50, 20), 3, 4, fresh=True)
     call.temp[1] = temp
-    found = errors(call.to(torch.float32).run("chunked"), call.run("naive"))
-    # A score of 50·D has few digits left behind the point in float32, and memberships are exponentials of them.
-    assert max(found[name] for name in (*FORWARD, "dw", "d_temp", "d_bias")) < 2e-5, found
+    assert_accurate(call, chunked_backend)
     assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-12
 
 
 @pytest.mark.parametrize("value", [65504.0, 1e-7])
-def test_the_ends_of_float16(value: float):
+def test_the_range_of_float16(value: float):
     call = draw_call(2, (50,), 3, 4, fresh=True)
     call.w[:, 5] = value
     half = call.to(torch.float16)
-    truth = half.to(torch.float64).run("naive")
-    assert errors(half.run("chunked"), truth)["y"] < 2**-10
-    assert errors(half.run("chunked"), truth)["energy"] < 1e-6
+    wide = half.to(torch.float64)
+    found, truth = half.run("chunked"), wide.run("naive")
+    assert errors(found, truth)["y"] < 2**-10
+    assert_as_accurate(found["energy"], wide.to(torch.float32).run("naive")["energy"], truth["energy"])
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
-def test_a_poisoned_token_reaches_later_tokens_of_its_document_alone(backend: Backend, poison: float):
+def test_a_token_that_is_not_finite_reaches_only_later_tokens_of_its_document(backend: str, bad: float):
     call = draw_call(3, (40, 45, 30), 3, 4, fresh=True)
     clean = call.run(backend)
-    call.w[0, 40 + 33, 1, 2] = poison
-    poisoned = call.run(backend)
+    call.w[0, 40 + 33, 1, 2] = bad
+    spoiled = call.run(backend)
     before, inside, after = slice(0, 73), slice(73, 85), slice(85, 115)
-    assert torch.equal(poisoned["y"][:, before], clean["y"][:, before])
-    assert torch.equal(poisoned["y"][:, after], clean["y"][:, after])
-    assert poisoned["y"][:, inside].isnan().all()
+    assert torch.equal(spoiled["y"][:, before], clean["y"][:, before])
+    assert torch.equal(spoiled["y"][:, after], clean["y"][:, after])
+    assert spoiled["y"][:, inside].isnan().all()
     for document, tokens in ((0, slice(0, 40)), (2, after)):
-        assert torch.equal(poisoned["dw"][:, tokens], clean["dw"][:, tokens])
-        assert torch.equal(poisoned["energy"][document], clean["energy"][document])
+        assert torch.equal(spoiled["dw"][:, tokens], clean["dw"][:, tokens])
+        assert torch.equal(spoiled["energy"][document], clean["energy"][document])
 
 
-def test_a_poisoned_gradient_reaches_earlier_tokens_of_its_document_alone():
+def test_a_gradient_that_is_not_finite_reaches_only_earlier_tokens_of_its_document():
     call = draw_call(4, (40, 45), 3, 4, fresh=True)
     clean = call.run("chunked")
     call.d_outputs[0][0, 60] = float("nan")
-    poisoned = call.run("chunked")
-    assert torch.equal(poisoned["dw"][:, :40], clean["dw"][:, :40])
-    assert torch.equal(poisoned["dw"][:, 61:], clean["dw"][:, 61:])
-    assert poisoned["dw"][:, 40:61].isnan().any()
+    spoiled = call.run("chunked")
+    assert torch.equal(spoiled["dw"][:, :40], clean["dw"][:, :40])
+    assert torch.equal(spoiled["dw"][:, 61:], clean["dw"][:, 61:])
+    assert spoiled["dw"][:, 40:61].isnan().any()
 
 
 def test_channels_without_energy_get_no_gradient():

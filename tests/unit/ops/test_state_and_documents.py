@@ -1,4 +1,4 @@
-"""One state serves everything: tiles, documents, padding and single tokens are all the same operator."""
+"""Tiles chained by state, packed documents, padding and single tokens all equal one call."""
 
 from typing import get_args
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tost_lm.ops import Membership, TssaState, causal_tssa, chunked, tssa_step
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 MEMBERSHIPS = get_args(Membership)
 
@@ -20,7 +21,7 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 def gradients(call: Call, f) -> list[Tensor]:
-    """Outputs of f(w, temp, bias, state) → y, state, and the gradients of all inputs."""
+    """Outputs of `f(w, temp, bias, state) -> (y, state)`, and the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in (call.w, call.temp, call.bias, *call.state[:3])]
     w, temp, bias, energy, weighted, mass = leaves
     y, final = f(w, temp, bias, TssaState(energy, weighted, mass, call.state.count))
@@ -42,7 +43,7 @@ def whole(call: Call):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(MEMBERSHIPS), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_tiles_chained_by_state_are_one_call(tiles: list[int], membership: Membership, seed: int):
+def test_tiles_chained_by_state_equal_one_call(tiles: list[int], membership: Membership, seed: int):
     call = draw_call(seed, (sum(tiles),) * 2, 3, 5, membership, packed=False)
 
     def tile_by_tile(w, temp, bias, state):
@@ -59,7 +60,7 @@ def test_tiles_chained_by_state_are_one_call(tiles: list[int], membership: Membe
 
 @given(calls().filter(lambda call: call.cu_seqlens is not None))
 @settings(max_examples=30, deadline=None)
-def test_packed_documents_are_separate_documents(call: Call):
+def test_packed_documents_equal_separate_documents(call: Call):
     def one_by_one(w, temp, bias, state):
         ys, states = [], []
         for n, tokens in enumerate(documents(call)):
@@ -76,7 +77,7 @@ def test_packed_documents_are_separate_documents(call: Call):
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_one_token_at_a_time_is_the_parallel_form(membership: Membership):
+def test_tssa_step_equals_one_call(membership: Membership):
     call = draw_call(0, (37, 37), 3, 5, membership, packed=False)
 
     def token_by_token(w, temp, bias, state):
@@ -90,7 +91,7 @@ def test_one_token_at_a_time_is_the_parallel_form(membership: Membership):
 
 
 def test_single_tokens_do_not_drift_after_a_long_past():
-    """2^20 tokens lie behind: what 256 more add to float32 sums of that size would be wrong by up to 3 %."""
+    """After 2^20 tokens, what 256 more add to float32 sums of that size would be wrong by up to 3 %."""
     torch.manual_seed(0)
     w, temp = torch.randn(1, 256, 4, 8), torch.ones(4)
     sums = torch.full((1, 4, 8), 2.0**20)
@@ -101,18 +102,19 @@ def test_single_tokens_do_not_drift_after_a_long_past():
     past_64 = TssaState(sums.double(), sums.double(), sums[..., 0].double(), past.count)
     y, exact = causal_tssa(w.double(), temp.double(), initial_state=past_64, output_final_state=True, backend="naive")
     assert exact is not None
-    torch.testing.assert_close(y_t.double(), y[:, -1], rtol=1e-6, atol=0)
+    in_float32, _ = causal_tssa(w, temp, initial_state=past, backend="naive")
+    assert_as_accurate(y_t, in_float32[:, -1], y[:, -1])
     for after, before, truth in zip(state[:3], past[:3], exact[:3], strict=True):
-        torch.testing.assert_close(after.double() - before, truth - before, rtol=1e-6, atol=0)
+        assert_close(after.double() - before, truth - before, FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_is_served_by_packing(side: str):
-    """Rows of 3, 7 and 1 real tokens in a padded batch: pack the real ones, and lay the outputs out again."""
+def test_a_padded_batch_can_be_packed(side: str):
+    """Pack the 3, 7 and 1 real tokens of three padded rows, and put the outputs back."""
     lengths, T = torch.tensor([3, 7, 1]), 7
     call = draw_call(1, (T, T, T), 2, 4, packed=False, fresh=True)
-    places = torch.arange(T)
-    real = places < lengths[:, None] if side == "right" else places >= T - lengths[:, None]
+    columns = torch.arange(T)
+    real = columns < lengths[:, None] if side == "right" else columns >= T - lengths[:, None]
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     y = torch.zeros_like(call.w)
     y[real] = causal_tssa(call.w[real][None], call.temp, cu_seqlens=cu_seqlens)[0][0]
@@ -124,16 +126,16 @@ def test_padding_on_either_side_is_served_by_packing(side: str):
 
 
 @torch.inference_mode()
-def test_documents_need_no_autograd():
+def test_packed_documents_in_inference_mode():
     w, temp, cu_seqlens = torch.randn(1, 10, 2, 3), torch.ones(2), torch.tensor([0, 4, 10], dtype=torch.int32)
     y, _ = causal_tssa(w, temp, cu_seqlens=cu_seqlens)
     assert torch.equal(y[:, 4:], causal_tssa(w[:, 4:], temp)[0])
 
 
-def test_offsets_changed_in_place_are_read_again():
+def test_cu_seqlens_changed_in_place_are_read_again():
     w, temp = torch.randn(1, 10, 2, 3), torch.ones(2)
     cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
     causal_tssa(w, temp, cu_seqlens=cu_seqlens)
-    cu_seqlens.data[1] = 7  # past what autograd counts
+    cu_seqlens.data[1] = 7  # not seen by autograd's version counter
     y, _ = causal_tssa(w, temp, cu_seqlens=cu_seqlens)
     torch.testing.assert_close(y[:, :7], causal_tssa(w[:, :7], temp)[0])

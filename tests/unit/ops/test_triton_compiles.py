@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H100 and keeps its tiles in registers. No GPU is needed: Triton brings the assembler."""
+"""Every kernel compiles for an H100 and keeps its tiles in registers. It needs no GPU: Triton has the assembler."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("arguments", ["bfloat16 12 64 energy-share 0", "float32 5 80 energy-mean 1024"])
 def test_kernels_compile_and_stay_in_registers(arguments: str):
-    """In a process of its own, since this one may interpret kernels. `-s` shows registers and shared memory."""
+    """In its own process, because this one may interpret kernels. `-s` shows registers and shared memory."""
     program = str(Path(__file__).with_name("compile_for_hopper.py"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

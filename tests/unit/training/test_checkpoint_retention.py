@@ -8,11 +8,11 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
+from tost_lm.model.checkpoint import step_folder
 from tost_lm.training.config import CheckpointConfig, PretrainConfig
 from tost_lm.training.progress import Progress
-from tost_lm.training.retention import prune, require_room_for_run
-from tost_lm.training.run_folder import step_folder
-from tost_lm.training.snapshot import share_out
+from tost_lm.training.retention import prune, require_disk_space_for_run
+from tost_lm.training.snapshot import assign_writers
 
 
 def steps_left(run: Path, newest: int, **settings: int) -> list[int]:
@@ -35,13 +35,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_newest_the_best_and_multiples_stay(run: Path):
-    assert steps_left(run, 8, keep=2, keep_every=4) == [3, 4, 7, 8]
-    assert steps_left(run, 8, keep=1) == [3, 8]
+    assert steps_left(run, 8, keep_latest_k=2, retain_interval=4) == [3, 4, 7, 8]
+    assert steps_left(run, 8, keep_latest_k=1) == [3, 8]
 
 
 def test_damaged_newer_ones_push_out_none(run: Path):
     (step_folder(run, 3) / "training.json").write_text("{")
-    assert steps_left(run, 6, keep=2) == [4, 5, 6, 7, 8]
+    assert steps_left(run, 6, keep_latest_k=2) == [4, 5, 6, 7, 8]
 
 
 def test_a_disk_that_is_too_small_for_the_run_is_told_from_one_that_is_not(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -51,32 +51,32 @@ def test_a_disk_that_is_too_small_for_the_run_is_told_from_one_that_is_not(run: 
         tree = {
             "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
             "data": {"folder": "shards"},
-            "train": {"steps": 30, "batch_sequences": 12, "micro_batch_sequences": 2, "sequence_tokens": 8},
-            "checkpoint": {"every": 4, **checkpoint},
+            "train": {"steps": 30, "global_batch_size": 12, "micro_batch_size": 2, "seq_len": 8},
+            "checkpoint": {"interval": 4, **checkpoint},
             "run": {"name": "r"},
         }
         return validate(PretrainConfig, tree, "test")
 
     exabyte = 10**18
-    with pytest.raises(CheckpointError, match=r"room for 5 more checkpoints needs 5,000,000,\S+ bytes.*keep, now 4"):
-        require_room_for_run(config(keep=4), exabyte)
-    with pytest.raises(CheckpointError, match="room for 8 more"):
-        require_room_for_run(config(keep=20), exabyte)  # after 4, 8, … 28 and 30
-    with pytest.raises(CheckpointError, match="room for 5 more"):
-        require_room_for_run(config(keep=1, keep_every=8), exabyte)
-    require_room_for_run(config(keep=4), 1)
+    with pytest.raises(CheckpointError, match=r"saving 5 more checkpoints needs 5,000,000,\S+ bytes.*keep_latest_k 4"):
+        require_disk_space_for_run(config(keep_latest_k=4), exabyte)
+    with pytest.raises(CheckpointError, match="saving 8 more"):
+        require_disk_space_for_run(config(keep_latest_k=20), exabyte)  # after 4, 8, … 28 and 30
+    with pytest.raises(CheckpointError, match="saving 5 more"):
+        require_disk_space_for_run(config(keep_latest_k=1, retain_interval=8), exabyte)
+    require_disk_space_for_run(config(keep_latest_k=4), 1)
     # A run that goes on deletes what it has.
     Path("runs").mkdir()
     run.rename("runs/r")
     with pytest.raises(CheckpointError, match="checkpoints: a checkpoint needs 1,000,000,"):
-        require_room_for_run(config(keep=4), exabyte)
+        require_disk_space_for_run(config(keep_latest_k=4), exabyte)
 
 
-def test_shares_are_even_and_whole():
+def test_writers_have_even_loads_and_all_names():
     sizes = {f"p{number}": 1 + number**2 % 17 for number in range(40)}
-    shares = share_out(sizes, 3)
+    shares = assign_writers(sizes, 3)
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes.values())
-    assert shares == share_out(dict(reversed(sizes.items())), 3)
-    assert share_out({"a": 1, "b": 1}, 4) == [["a"], ["b"]]
+    assert shares == assign_writers(dict(reversed(sizes.items())), 3)
+    assert assign_writers({"a": 1, "b": 1}, 4) == [["a"], ["b"]]

@@ -18,9 +18,9 @@ vocab_size = 8
 max_positions = 8
 [train]
 steps = 9
-batch_sequences = 12
-micro_batch_sequences = 2
-sequence_tokens = 8
+global_batch_size = 12
+micro_batch_size = 2
+seq_len = 8
 [run]
 name = "r"
 """
@@ -45,16 +45,19 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ("[data]\n", "data.folder or data.mixture must be set, one of them: neither is there"),
-        ('[data]\nfolder = "a"\nmixture = {b = 1}\n', "one of them: both are there"),
-        ("[data]\nmixture = {}\n", "data.mixture: is empty"),
-        ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; it must be more than 0"),
-        ('[data.mixture]\n"d/a" = 1\n"./d//a/" = 2\n', "data.mixture: d/a is there twice; give it one weight"),
+        ("[data]\n", "exactly one of data.folder and data.mixture must be set, but neither is"),
+        ('[data]\nfolder = "a"\nmixture = {b = 1}\n', "must be set, but both are"),
+        ("[data]\nmixture = {}\n", "data.mixture is empty; name"),
+        ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; set one above 0"),
+        ('[data.mixture]\n"d/a" = 1\n"./d//a/" = 2\n', "data.mixture: d/a is listed twice; give it one weight"),
         ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
         ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
         ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
-        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every: nothing is measured"),
-        ('[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n', "evaluation.protocols: are never measured"),
+        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.protocols"),
+        (
+            '[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n',
+            "evaluation.protocols is set without evaluation.every",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
@@ -71,14 +74,14 @@ def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
 
 def test_what_may_change_between_launches(tmp_path: Path):
     same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
-    assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_sequences=3") == []
+    assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_size=3") == []
     assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.protocols=["x"]', "evaluation.sets.y=z") == []
     assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
-        "data.mixture.z: 2.0 → None",
-        "data.mixture.w: None → 2.0",
+        "data.mixture.z: 2.0 → not set",
+        "data.mixture.w: not set → 2.0",
     ]
-    assert changes(tmp_path, same, "data.packing=best-fit") == ["data.packing: 'concatenated' → 'best-fit'"]
-    assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == "data.folder: None → PosixPath('x/y')"
+    assert changes(tmp_path, same, "data.packing=best-fit") == ['data.packing: "concatenated" → "best-fit"']
+    assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == 'data.folder: not set → "x/y"'
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):
@@ -94,10 +97,10 @@ def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
     assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
 
 
-def test_zero_3_asks_for_as_many_portions_of_the_mlp_on_each_sequence_rank(tmp_path: Path):
+def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Path):
     data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
-    with pytest.raises(ConfigError, match="ranks have 3, others 4, which make other numbers of portions"):
-        read(tmp_path, data, *ranks, "train.sequence_tokens=7", "memory.mlp_tokens=3")
-    read(tmp_path, data, *ranks, "train.sequence_tokens=8", "memory.mlp_tokens=3")
-    read(tmp_path, data, *ranks, "train.sequence_tokens=7", "memory.mlp_tokens=2")
-    read(tmp_path, data, "parallel.sequence=2", "train.sequence_tokens=7", "memory.mlp_tokens=3")
+    with pytest.raises(ConfigError, match="ranks have 3 or 4 of 7 tokens, which are different numbers of tiles"):
+        read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=3")
+    read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
+    read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
+    read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")

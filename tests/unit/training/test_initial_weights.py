@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = {"preset": "tost-base", "layers": 1, "heads": 1, "width"
 
 
 def config(model: dict[str, Any], initial_weights: Path | None) -> PretrainConfig:
-    train = {"steps": 9, "batch_sequences": 1, "micro_batch_sequences": 1, "sequence_tokens": 8}
+    train = {"steps": 9, "global_batch_size": 1, "micro_batch_size": 1, "seq_len": 8}
     tree = {
         "model": model, "data": {"folder": "shards"}, "run": {"name": "r"},
         "train": {**train, **({"initial_weights": str(initial_weights)} if initial_weights else {})},
@@ -45,7 +45,7 @@ def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, 
     write_checkpoint(step, shape, TostLM(shape).state_dict(), corpora.tokenizer())
     for path in (tmp_path / "run", step):
         found = find_initial_weights(config(MODEL, path), corpora)
-        assert found == (step, sha256_file(step / "manifest.json"))
+        assert found == (step, sha256_file(step / "manifest.json"), None)
     # What a preset fills in may be written out instead; nothing else may differ, whatever it changes in the weights.
     written_out = {**shape.model_dump(mode="json"), "preset": None}
     assert find_initial_weights(config(written_out, step), corpora) is not None
@@ -55,7 +55,7 @@ def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, 
 
     other = SentencePieceTokenizer(train_sentencepiece(["of a few other words"] * 40, 270))
     write_checkpoint(tmp_path / "other", shape, TostLM(shape).state_dict(), other)
-    with pytest.raises(DataError, match="other: their tokenizer is not that of the shards in shards"):
+    with pytest.raises(DataError, match="other: its tokenizer is not that of the shards in shards"):
         find_initial_weights(config(MODEL, tmp_path / "other"), corpora)
     with pytest.raises(CheckpointError, match="no such folder"):
         find_initial_weights(config(MODEL, tmp_path / "nowhere"), corpora)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tost_lm.errors import ConfigError
-from tost_lm.training.lock import only_launch
+from tost_lm.training.lock import run_lock
 
 
 def hold(folder: Path, pipe: Connection, forks: bool) -> None:
-    with only_launch(folder, 0):
+    with run_lock(folder, 0):
         if forks:  # as loader workers are
             child = multiprocessing.get_context("fork").Process(target=signal.pause)
             child.start()
@@ -47,10 +47,10 @@ def holder(run_folder: Path) -> Iterator[tuple[BaseProcess, int]]:
 def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder):
     process, _ = holder
     for _ in range(5):
-        line = rf"runs/mine: another launch is at work on it \(host {socket.gethostname()}, pid {process.pid}\)"
-        with pytest.raises(ConfigError, match=line), only_launch(run_folder, 0):
+        line = rf"runs/mine: another launch is using it \(host {socket.gethostname()}, pid {process.pid}\)"
+        with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
             pass
-    with only_launch(run_folder, 1), only_launch(run_folder.with_name("other"), 0):
+    with run_lock(run_folder, 1), run_lock(run_folder.with_name("other"), 0):
         pass
 
 
@@ -60,5 +60,5 @@ def test_a_killed_launch_leaves_no_obstacle_though_its_workers_live(run_folder: 
     process.join()
     os.kill(child, 0)
     for _ in range(2):
-        with only_launch(run_folder, 0):
+        with run_lock(run_folder, 0):
             assert re.search(rf"pid {os.getpid()}$", (run_folder.parent / ".mine.lock").read_text())

@@ -7,7 +7,7 @@ import torch
 from hand_made import EOT, hand_made
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Share, TrainingBatches
+from tost_lm.data.loader import BatchShard, TrainingBatches
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model import ModelConfig, TostLM
@@ -23,8 +23,8 @@ def test_a_packed_document_costs_what_it_costs_alone(tmp_path: Path):
     model = TostLM(validate(ModelConfig, {**tree, "layer_scale": 1.0}, "test")).double()
     corpora = Corpora([hand_made(tmp_path, [1 + 7 * i % 15 for i in range(40)], vocab_size=VOCAB)], [1.0])
     batches = TrainingBatches(
-        corpora, Share(0, 1, ((0, MICRO_BATCH * T),)), packing="best-fit", seed=0, batch_sequences=2 * MICRO_BATCH,
-        micro_batch_sequences=MICRO_BATCH, sequence_tokens=T, ignored_label=IGNORED_LABEL,
+        corpora, BatchShard(0, 1, ((0, MICRO_BATCH * T),)), packing="best-fit", seed=0, seq_len=T,
+        global_batch_size=2 * MICRO_BATCH, micro_batch_size=MICRO_BATCH, ignored_label=IGNORED_LABEL,
     )  # fmt: skip
     documents = 0
     with prefetched(batches, range(3), 0, torch.device("cpu")) as steps, torch.no_grad():

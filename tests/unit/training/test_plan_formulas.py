@@ -8,10 +8,9 @@ import pytest
 from pretrain.plan import main
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.ops import cross_entropy
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import LOGITS_BYTES, Moment, moments
+from tost_lm.training.plan_memory import Moment, moments
 
 CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
@@ -67,21 +66,20 @@ def test_ranks_that_share_the_model_or_the_tokens_hold_less():
 
 
 def test_a_portion_of_logits_is_as_large_as_the_loss_makes_it():
-    assert LOGITS_BYTES == cross_entropy.LOGITS_BYTES
-    few = "train.micro_batch_sequences=1", "train.batch_sequences=8", "train.sequence_tokens=512"
+    few = "train.micro_batch_size=1", "train.global_batch_size=8", "train.seq_len=512"
     assert at("at the loss", *few).loss == 6 * 50304 * 512 + 6 * 50304 * 768 + 3 * 2 * 768 * 512
 
 
 def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
     last_norm, mlp = 2 * 768, 11 * 2 * 768 + 8
     blocks, mlps, both = (
-        "memory.recompute=blocks",
-        "memory.mlp_tokens=256",
-        ("memory.recompute=blocks", "memory.mlp_tokens=256"),
+        "memory.activation_checkpointing=full",
+        "memory.mlp_tile_tokens=256",
+        ("memory.activation_checkpointing=full", "memory.mlp_tile_tokens=256"),
     )
     for words, a_layer in (((blocks,), 2 * 768), ((mlps,), LAYER - mlp + 2 * 768), (both, 2 * 768)):
         assert at("at the loss", *words).activations == (12 * a_layer + last_norm) * TOKENS
-    begins = "as the blocks' backward begins"
+    begins = "at the start of the blocks' backward"
     kept = at("at the loss", blocks).activations
     # All of one block, its input but once, and the gradients in its MLP; in portions these are 12 × 256 tokens'.
     assert at(begins, blocks).activations == kept + (LAYER - 2 * 768 + 4 * 2 * 768) * TOKENS
@@ -91,10 +89,10 @@ def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
 
 def test_recomputed_blocks_keep_what_they_received():
     hybrid = ("model.pattern=TA", "model.rope_theta=10000", "parallel.sequence=2")
-    apart = at("at the loss", *hybrid, "memory.recompute=blocks").activations
+    apart = at("at the loss", *hybrid, "memory.activation_checkpointing=full").activations
     # Six A layers: keys and values of both ranks.
     assert apart == (13 * 2 * 768 + 6 * 4 * 2 * 768) * TOKENS / 2
-    tensor = at("at the loss", "parallel.tensor=2", "memory.recompute=blocks").activations
+    tensor = at("at the loss", "parallel.tensor=2", "memory.activation_checkpointing=full").activations
     # The softmax over heads: a float32 number a token of each rank.
     assert tensor == (13 * 768 + 12 * 8) * TOKENS
 
@@ -109,33 +107,33 @@ def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
 
 
 def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
-    nothing_shared = {sending.what for sending in plan.sendings(planned(BASE))}
+    nothing_shared = {one.content for one in plan.collectives(planned(BASE))}
     assert nothing_shared == {"gradients", "weights"}
-    [statistics] = [x for x in plan.sendings(planned(BASE, "parallel.sequence=8")) if "statistics" in x.what]
+    [statistics] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=8")) if "statistics" in x.content]
     # One data rank: 40 micro-batches of 12 sequences, 12 layers.
-    assert statistics.handed == 40 * 12 * 12 * 8 * (2 * 768 + 12)
-    assert (statistics.calls, statistics.on_link) == (40 * 12 * 4, 7 * statistics.handed)
-    longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.sequence_tokens=65536")
-    assert statistics in plan.sendings(longer)
+    assert statistics.input_bytes == 40 * 12 * 12 * 8 * (2 * 768 + 12)
+    assert (statistics.calls, statistics.sent_bytes) == (40 * 12 * 4, 7 * statistics.input_bytes)
+    longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.seq_len=65536")
+    assert statistics in plan.collectives(longer)
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
     cluster = planned(BASE, "cluster.nodes=2", "cluster.latency_us=0", "cluster.achieved_bandwidth=1").cluster
-    inside = plan.Sending("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
-    across = plan.Sending("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
-    side_by_side = plan.Sending("x", "all-gather", 1, 50e9, ranks=2, stride=8)
-    assert [sending.seconds(cluster) for sending in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
-    assert plan.Sending("x", "all-reduce", 1, 4e9, 4, 1).on_link == 6e9
-    assert plan.Sending("x", "reduce-scatter", 1, 4e9, 4, 1).on_link == 3e9
+    inside = plan.Collectives("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
+    across = plan.Collectives("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
+    side_by_side = plan.Collectives("x", "all-gather", 1, 50e9, ranks=2, stride=8)
+    assert [one.seconds(cluster) for one in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
+    assert plan.Collectives("x", "all-reduce", 1, 4e9, 4, 1).sent_bytes == 6e9
+    assert plan.Collectives("x", "reduce-scatter", 1, 4e9, 4, 1).sent_bytes == 3e9
 
 
 def test_what_is_computed_again_takes_time():
     def work_again(*words: str) -> float:
-        return plan.products_again(planned(BASE, *words)) / plan.work(planned(BASE)).products.forward
+        return plan.recomputed_flops(planned(BASE, *words)) / plan.model_flops(planned(BASE)).products.forward
 
     mlps, mixers = 12 * 8 * 768**2, 12 * 2 * 768**2
     whole = mlps + mixers + 50304 * 768
-    blocks, portions = "memory.recompute=blocks", "memory.mlp_tokens=256"
+    blocks, portions = "memory.activation_checkpointing=full", "memory.mlp_tile_tokens=256"
     assert work_again() == 0
     assert work_again(blocks) == pytest.approx((mlps + mixers) / whole)
     assert work_again(portions) == pytest.approx(mlps / whole)
@@ -147,50 +145,51 @@ def test_time_follows_from_the_figures_of_the_cluster():
     step = plan.step_seconds(planned(BASE))
     assert step.products == pytest.approx(656_474_112 * 491_520 / 8 / (989.4e12 * 0.4))
     assert step.operator == pytest.approx(12 * (24.75 * 768 + 28 * 12) * 491_520 / 8 / (3350e9 * 0.7))
-    assert step.launching == 0
+    assert step.launches == 0
     assert plan.step_seconds(planned(BASE, "cluster.achieved_flops=0.8")).products == pytest.approx(step.products / 2)
-    assert plan.step_seconds(planned(BASE, "cluster.launch_us=1000")).launching > step.total
+    assert plan.step_seconds(planned(BASE, "cluster.launch_us=1000")).launches > step.total
     faster = planned(BASE, "cluster.device=new", "cluster.peak_tflops=1978.8")
     assert plan.step_seconds(faster).products == pytest.approx(step.products / 2)
-    with pytest.raises(ConfigError, match=r"cluster.device 'new' is not known: set cluster.peak_tflops"):
+    with pytest.raises(ConfigError, match=r"cluster.device 'new': its peak FLOP/s is unknown; set cluster.peak_tflops"):
         plan.step_seconds(planned(BASE, "cluster.device=new"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (["train.micro_batch_sequences=60"], "train.micro_batch_sequences=30"),
-        (["cluster.memory_gb=14"], "train.micro_batch_sequences=1"),
+        (["train.micro_batch_size=60"], "train.micro_batch_size=30"),
+        (["cluster.memory_gb=14"], "train.micro_batch_size=1"),
         (["cluster.memory_gb=9.5"], "parallel.tensor=2 parallel.zero_stage=2"),
     ],
 )
 def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], remedy: str):
     config = planned(LARGE, *overrides)
-    problem = plan.what_does_not_fit(config)
+    problem = plan.memory_problem(config)
     assert problem
-    assert f"what fits: {remedy} (" in problem
-    assert plan.what_does_not_fit(planned(LARGE, *overrides, *remedy.split())) is None
+    assert f"; set {remedy} (" in problem
+    assert plan.memory_problem(planned(LARGE, *overrides, *remedy.split())) is None
 
 
 def test_where_nothing_fits_it_says_so():
-    problem = plan.what_does_not_fit(planned(LARGE, "cluster.memory_gb=5"))
+    problem = plan.memory_problem(planned(LARGE, "cluster.memory_gb=5"))
     assert problem
-    assert "plan for more of them or larger ones" in problem
-    problem = plan.what_does_not_fit(planned(LARGE, "cluster.host_memory_gb=7"))
+    assert "raise cluster.nodes or choose larger GPUs" in problem
+    problem = plan.memory_problem(planned(LARGE, "cluster.host_memory_gb=7"))
     assert problem == (
-        "a node would need 8 GB of cluster.host_memory_gb 7: set checkpoint.asynchronous=false or parallel.offload=none"
+        "a node needs 8 GB, more than cluster.host_memory_gb 7; "
+        "set checkpoint.asynchronous=false or parallel.offload=none"
     )
 
 
-def test_ranks_that_the_batch_cannot_be_dealt_to():
-    with pytest.raises(ConfigError) as error:
-        plan.require_even_shares(planned(BASE, "cluster.nodes=64"))
-    line = str(error.value)
-    assert "480 is not divisible by 512 data ranks" in line
-    way, other = line.split("; what can: ")[1].split(", or ")
-    assert way == "train.micro_batch_sequences=5 parallel.sequence=16"
-    for words in (way, other):
-        plan.require_even_shares(planned(BASE, "cluster.nodes=64", *words.split()))
+def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
+    with pytest.raises(ConfigError, match="480 is not divisible by 512 data ranks") as error:
+        planned(BASE, "cluster.nodes=64").accumulation(512)
+    first, other = str(error.value).split(": set ")[1].split(", or ")
+    assert first == "parallel.sequence=16 train.micro_batch_size=5"
+    for words in (first, other):
+        assert planned(BASE, "cluster.nodes=64", *words.split()).accumulation(512)
+    with pytest.raises(ConfigError, match=r"set train.micro_batch_size=10, or train.global_batch_size=528$"):
+        planned(BASE, "train.micro_batch_size=11").accumulation(16)
 
 
 def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """The recipes that the project ships are valid, carry the published numbers, and fit the launches they name."""
 
+import math
 import re
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.data.config import DataPrepConfig
+from tost_lm.optim.adamw import learning_rate
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan import what_does_not_fit
+from tost_lm.training.plan import memory_problem
 from tost_lm.training.plan_config import PlanConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -25,7 +27,7 @@ def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
     config = load_config(PlanConfig, path, ["cluster.gpus_per_node=2"] if path.stem == "demo" else [])
     assert config.run.name == path.stem
     assert config.micro_batches >= 1
-    assert what_does_not_fit(config) is None
+    assert memory_problem(config) is None
     words = re.findall(r"configs/pretrain/(\w+).toml", path.read_text())
     assert set(words) <= {other.stem for other in path.parent.glob("*.toml")}
 
@@ -37,7 +39,7 @@ def test_the_papers_recipe(size: str):
     assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.beta1, optim.beta2, optim.grad_clip) == (
         6e-4, 6e-5, 2000, 0.9, 0.95, 1.0,
     )  # fmt: skip
-    assert (train.steps, train.batch_sequences, train.sequence_tokens, train.dtype) == (600_000, 480, 1024, "bfloat16")
+    assert (train.steps, train.global_batch_size, train.seq_len, train.dtype) == (600_000, 480, 1024, "bfloat16")
     assert (optim.weight_decay, config.model.preset, config.model.layer_scale) == (0.1, f"tost-{size}", 1e-5)
     assert config.model.vocab_size == 50304
 
@@ -52,14 +54,22 @@ def test_what_its_head_says_for_each_number_of_nodes(size: str):
         overrides = [f"cluster.nodes={number}", *(words.split() if words != "nothing" else [])]
         config = load_config(PlanConfig, path, overrides)
         assert config.micro_batches >= 1
-        assert what_does_not_fit(config) is None
+        assert memory_problem(config) is None
 
 
-def test_the_authors_settings_are_the_papers_but_for_weight_decay():
+def test_the_authors_recipe_follows_the_released_program():
     paper, authors = (load_config(PretrainConfig, recipe(name)) for name in ("base", "base_authors"))
     assert differences(paper, authors) == [
-        "optim.weight_decay: 0.1 → 0.01", "run.name: 'owt_tost_base' → 'owt_tost_base_authors'",
+        "optim.warmup_from_zero: false → true", "optim.weight_decay: 0.1 → 0.01", "train.steps: 600000 → 600001",
+        'run.name: "owt_tost_base" → "owt_tost_base_authors"',
     ]  # fmt: skip
+    for iteration in (0, 1, 1999, 2000, 2001, 300_000, 599_999, 600_000):
+        if iteration < 2000:
+            released = 6e-4 * iteration / 2000
+        else:
+            released = 6e-5 + 0.5 * (1 + math.cos(math.pi * (iteration - 2000) / 598_000)) * (6e-4 - 6e-5)
+        ours = learning_rate(iteration, authors.train.steps, authors.optim)
+        assert ours == pytest.approx(released, rel=1e-12)
 
 
 def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
@@ -69,11 +79,11 @@ def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
     assert config.model.position_limit is None
     for nodes, micro_batch in {1: 16, 2: 16, 4: 16, 8: 8, 16: 4, 32: 2, 64: 1}.items():
         assert config.model_copy(
-            update={"train": config.train.model_copy(update={"micro_batch_sequences": micro_batch})}
+            update={"train": config.train.model_copy(update={"micro_batch_size": micro_batch})}
         ).accumulation(8 * nodes)
     for size in ("medium", "large"):
-        words = [f"model.preset=tost-{size}", "train.micro_batch_sequences=4", "run.name=larger"]
-        assert what_does_not_fit(load_config(PlanConfig, path, words)) is None
+        words = [f"model.preset=tost-{size}", "train.micro_batch_size=4", "run.name=larger"]
+        assert memory_problem(load_config(PlanConfig, path, words)) is None
 
 
 def recipe(name: str) -> Path:

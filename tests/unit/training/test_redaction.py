@@ -17,26 +17,26 @@ def test_a_word_of_its_own_makes_a_secret(name: str):
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", ["train.sequence_tokens", "tokenizer.path", "monkey", "keyboard", "secretary", "--"])
+@pytest.mark.parametrize("name", ["train.seq_len", "tokenizer.path", "monkey", "keyboard", "secretary", "--"])
 def test_a_part_of_a_word_does_not(name: str):
     assert not is_secret(name)
 
 
 def test_no_setting_of_a_run_is_named_as_a_secret():
     names = list(setting_names(PretrainConfig, ""))
-    assert "train.sequence_tokens" in names
+    assert "train.seq_len" in names
     assert [name for name in names if is_secret(name)] == []
 
 
 def test_a_command_line_keeps_everything_but_secrets():
     command = [
-        "configs/x.toml", "train.sequence_tokens=64", "hub.token=a b=c", "--password", "-x y", "--token=abc",
+        "configs/x.toml", "train.seq_len=64", "hub.token=a b=c", "--password", "-x y", "--token=abc",
         "--dry-run", "data.folder=https://me:pa@ss@host/shards?token=abc&part=1",
         'hub={name = "n", "api_key" : "x\\"y", token=z}',
         "WANDB_API_KEY=0123",
     ]  # fmt: skip
     assert redact_command(command) == [
-        "configs/x.toml", "train.sequence_tokens=64", f"hub.token={MARK}", "--password", MARK, f"--token={MARK}",
+        "configs/x.toml", "train.seq_len=64", f"hub.token={MARK}", "--password", MARK, f"--token={MARK}",
         "--dry-run", f"data.folder=https://{MARK}@host/shards?token={MARK}&part=1",
         f'hub={{name = "n", "api_key" : {MARK}, token={MARK}}}', f"WANDB_API_KEY={MARK}",
     ]  # fmt: skip
@@ -44,14 +44,14 @@ def test_a_command_line_keeps_everything_but_secrets():
 
 def test_a_tree_keeps_its_shape_and_its_other_values():
     tree = {
-        "train": {"sequence_tokens": 64, "lr": 1e-3},
+        "train": {"seq_len": 64, "lr": 1e-3},
         "hub": {"token": "abc", "user": "me", "old_token": None},
         "secrets": {"a": "abc"},
         "mirrors": ["https://me:abc@host/x", "https://host/y"],
         "tokenizer": {"path": "data/tokenizer.model"},
     }
     assert redact_tree(tree) == {
-        "train": {"sequence_tokens": 64, "lr": 1e-3},
+        "train": {"seq_len": 64, "lr": 1e-3},
         "hub": {"token": MARK, "user": "me", "old_token": None},
         "secrets": MARK,
         "mirrors": [f"https://{MARK}@host/x", "https://host/y"],

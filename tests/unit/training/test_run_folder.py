@@ -9,23 +9,22 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
-from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.model.checkpoint import step_folder, write_checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import (
-    Claim,
-    claim_run_folder,
+    StartPoint,
     drop_rows_after,
-    require_as_claimed,
-    set_aside,
-    step_folder,
+    find_start_point,
+    rename_old_run,
+    require_same_checkpoints,
     write_run_folder,
 )
 
 SETTINGS: dict[str, Any] = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
     "data": {"folder": "shards"},
-    "train": {"steps": 9, "batch_sequences": 12, "micro_batch_sequences": 2, "sequence_tokens": 8},
+    "train": {"steps": 9, "global_batch_size": 12, "micro_batch_size": 2, "seq_len": 8},
     "run": {"name": "r"},
 }
 
@@ -55,42 +54,42 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
-    claim = claim_run_folder(config(run={"log_every": 3, "stop_step": 7}), "abc")
-    assert claim == Claim(step_folder(run, 6), seen=(step_folder(run, 3), step_folder(run, 6)))
+    start = find_start_point(config(run={"log_every": 3, "stop_at_step": 7}), "abc")
+    assert start == StartPoint(step_folder(run, 6), checkpoints=(step_folder(run, 3), step_folder(run, 6)))
 
 
 def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
-    claim = claim_run_folder(config(), "abc")
-    require_as_claimed(config(), claim)
+    start = find_start_point(config(), "abc")
+    require_same_checkpoints(config(), start)
     step_folder(run, 6).rename(step_folder(run, 8))
-    with pytest.raises(ConfigError, match="another launch went on with it meanwhile; start again"):
-        require_as_claimed(config(), claim)
+    with pytest.raises(ConfigError, match="another launch has changed its checkpoints; run the command again"):
+        require_same_checkpoints(config(), start)
 
 
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
     run.rename("runs/s")
-    assert claim_run_folder(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
+    assert find_start_point(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
 
 
 def test_the_work_may_be_shared_out_in_another_way(run: Path):
-    other = config(parallel={"zero_stage": 2}, train={"micro_batch_sequences": 3})
-    assert claim_run_folder(other, "abc").resume_from == step_folder(run, 6)
+    other = config(parallel={"zero_stage": 2}, train={"micro_batch_size": 3})
+    assert find_start_point(other, "abc").resume_from == step_folder(run, 6)
 
 
 def test_other_settings_and_other_shards_are_refused():
-    with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: False → True\ntrain\.steps: 9 → 10"):
-        claim_run_folder(config(train={"steps": 10}, model={"bias": True}), "abc")
+    with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: false → true\ntrain\.steps: 9 → 10"):
+        find_start_point(config(train={"steps": 10}, model={"bias": True}), "abc")
     with pytest.raises(CheckpointError, match="was trained on other shards"):
-        claim_run_folder(config(), "xyz")
+        find_start_point(config(), "xyz")
 
 
 def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
-    restart = config(run={"if_changed": "restart"}, train={"steps": 10})
-    claim = claim_run_folder(restart, "abc")
-    assert claim.resume_from is None
+    restart = config(run={"on_config_change": "restart"}, train={"steps": 10})
+    start = find_start_point(restart, "abc")
+    assert start.resume_from is None
     assert run.exists()
-    set_aside(restart, claim)
+    rename_old_run(restart, start)
     assert "train.steps: 9 → 10" in capsys.readouterr().out
     assert not run.exists()
     (aside,) = Path("runs").iterdir()
@@ -99,17 +98,17 @@ def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.Captur
 
 def test_what_is_no_run_is_refused_whatever_is_asked_for(run: Path):
     (run / "config.toml").unlink()
-    with pytest.raises(ConfigError, match="no run folder"):
-        claim_run_folder(config(run={"if_changed": "restart"}), "abc")
+    with pytest.raises(ConfigError, match="not a run folder"):
+        find_start_point(config(run={"on_config_change": "restart"}), "abc")
     Path("runs/file").touch()
-    with pytest.raises(ConfigError, match="no run folder"):
-        claim_run_folder(config(run={"name": "file"}), "abc")
+    with pytest.raises(ConfigError, match="not a run folder"):
+        find_start_point(config(run={"name": "file"}), "abc")
 
 
 def test_what_an_interrupted_first_launch_left_is_no_obstacle():
     Path("runs/new").mkdir()
     Path("runs/new/.config.toml.123.tmp").touch()
-    assert claim_run_folder(config(run={"name": "new"}), "abc") == Claim(None)
+    assert find_start_point(config(run={"name": "new"}), "abc") == StartPoint(None)
 
 
 def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
@@ -123,7 +122,7 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
 
 def test_the_batch_must_be_shared_out_evenly():
     assert [config().accumulation(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
-    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 data ranks × train\.micro_batch_sequences 2 = 8"):
+    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 data ranks × train\.micro_batch_size 2 = 8"):
         config().accumulation(4)
 
 

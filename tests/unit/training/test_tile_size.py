@@ -11,7 +11,7 @@ from tost_lm.parallel.mesh import Axis, Mesh
 from tost_lm.training import plan
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import fullest, largest_tile
+from tost_lm.training.plan_memory import largest_tile, peak_moment
 from tost_lm.training.tiled import tile
 
 RECIPE = Path(__file__).parents[3] / "configs/pretrain/tost_base_128k.toml"
@@ -24,9 +24,9 @@ def recipe(*overrides: str) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.window=0"], "memory.tile_tokens: the A layers of model.pattern 'TTTTTA' look at all earlier tokens"),
-        (["parallel.zero_stage=3"], "choose stage 0, 1 or 2"),
-        (["train.truncate_tokens=1024"], "give one of them"),
+        (["model.window=0"], "memory.tile_tokens: the A layers of model.pattern 'TTTTTA' attend to all earlier tokens"),
+        (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
+        (["train.truncate_tokens=1024"], "set one of them"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),
         (["memory.tile_tokens=large"], "memory.tile_tokens"),
     ],
@@ -47,46 +47,49 @@ def mesh_of(ranks: int, rank: int = 0) -> Mesh:
     return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"))
 
 
-def test_stripes_of_all_ranks_are_the_row():
+def test_the_sequence_shards_of_all_ranks_are_the_row():
     columns = [pair for rank in range(3) for pair in (t.columns for t in tile(mesh_of(3, rank), 23, 10).tiles)]
     assert sorted(token for start, end in columns for token in range(start, end)) == list(range(23))
     assert [t.split.tokens for t in tile(mesh_of(3), 23, 10).tiles] == [10, 10, 3]
 
 
 def test_a_tile_with_less_than_a_token_for_each_rank_is_refused():
-    with pytest.raises(ConfigError, match="the tile of 3 tokens that begins at 20 of 23"):
+    with pytest.raises(ConfigError, match="the tile at 20 of 23 tokens has 3 tokens"):
         tile(mesh_of(4), 23, 10)
     with pytest.raises(ConfigError, match=r"train\.truncate_tokens 10"):
         tile(mesh_of(4), 23, 10, truncated=True)
 
 
 def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
-    whole = fullest(recipe("memory={}"), 8).total
-    assert largest_tile(recipe(), 8, whole).held_tokens == 131072
-    sizes = [largest_tile(recipe(), 8, whole * share).held_tokens for share in (0.99, 0.5, 0.25)]
+    whole = peak_moment(recipe("memory={}"), 8).total
+    assert largest_tile(recipe(), 8, whole).tile_tokens == 131072
+    sizes = [largest_tile(recipe(), 8, whole * share).tile_tokens for share in (0.99, 0.5, 0.25)]
     assert sizes == sorted(sizes, reverse=True)
     for size, share in zip(sizes, (0.99, 0.5, 0.25), strict=True):
         assert size & (size - 1) == 0
-        assert fullest(recipe(f"memory.tile_tokens={size}"), 8).total <= whole * share
-        assert fullest(recipe(f"memory.tile_tokens={2 * size}"), 8).total > whole * share or 2 * size == 131072
-    with pytest.raises(ConfigError, match="even tiles of 1024 tokens are planned to need"):
+        assert peak_moment(recipe(f"memory.tile_tokens={size}"), 8).total <= whole * share
+        assert peak_moment(recipe(f"memory.tile_tokens={2 * size}"), 8).total > whole * share or 2 * size == 131072
+    with pytest.raises(ConfigError, match="the plan of tiles of 1024 tokens needs"):
         largest_tile(recipe(), 8, 1e9)
 
 
 def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
-    words = ["memory={}", "train.sequence_tokens=4194304", "train.batch_sequences=8", "validation.sequences=8"]
-    a_quarter = [*words, "train.sequence_tokens=1048576"]
-    problem = plan.what_does_not_fit(load_config(PlanConfig, RECIPE, a_quarter))
+    words = ["memory={}", "train.seq_len=4194304", "train.global_batch_size=8", "validation.sequences=8"]
+    a_quarter = [*words, "train.seq_len=1048576"]
+    problem = plan.memory_problem(load_config(PlanConfig, RECIPE, a_quarter))
     assert problem is not None
-    assert "what fits: memory.recompute=blocks (" in problem
-    assert plan.what_does_not_fit(load_config(PlanConfig, RECIPE, [*a_quarter, "memory.recompute=blocks"])) is None
+    assert "set memory.activation_checkpointing=full (" in problem
+    assert (
+        plan.memory_problem(load_config(PlanConfig, RECIPE, [*a_quarter, "memory.activation_checkpointing=full"]))
+        is None
+    )
     config = load_config(PlanConfig, RECIPE, words)
-    problem = plan.what_does_not_fit(config)
+    problem = plan.memory_problem(config)
     assert problem is not None
-    assert "what fits: memory.tile_tokens=" in problem
+    assert "set memory.tile_tokens=" in problem
     found = problem.split("memory.tile_tokens=")[1].split()[0]
     tiled = load_config(PlanConfig, RECIPE, [*words[1:], f"memory.tile_tokens={found}"])
-    assert plan.what_does_not_fit(tiled) is None
+    assert plan.memory_problem(tiled) is None
     auto = plan.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
     assert plan.forwards(tiled) == 2 - 1 / plan.tiles(tiled)

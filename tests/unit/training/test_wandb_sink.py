@@ -20,14 +20,14 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.metrics import Metrics
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import write_run_folder
-from tost_lm.training.wandb_files import cut_back, history
+from tost_lm.training.wandb_files import history, truncate_runs
 
 CPU = torch.device("cpu")
 SECRET = "planted-3f9a"
 SETTINGS = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
     "data": {"folder": "shards"},
-    "train": {"steps": 20, "batch_sequences": 4, "micro_batch_sequences": 2, "sequence_tokens": 8},
+    "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8},
     "run": {"name": "r", "log_every": 1},
 }
 
@@ -125,9 +125,9 @@ def test_what_wandb_lost_is_logged_anew_and_other_runs_go(folder: Path):
     before, after = histories(folder).values()
     assert without_time(before + after) == without_time(rows)
     assert len(after) == lost
-    assert cut_back(folder / "wandb", first.wandb_run_id, 3) == 3
+    assert truncate_runs(folder / "wandb", first.wandb_run_id, 3) == 3
     assert [[row["_step"] for row in rows] for rows in histories(folder).values()] == [[1, 2, 3]]
-    assert cut_back(folder / "wandb", "another", 99) == 0
+    assert truncate_runs(folder / "wandb", "another", 99) == 0
     assert histories(folder) == {}
 
 
@@ -140,14 +140,14 @@ def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capf
     (core,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
     core.kill()
     step = 0
-    while "wandb was lost" not in capfd.readouterr().out:
+    while "wandb failed" not in capfd.readouterr().out:
         step += 1
         train(metrics, step, step)
         time.sleep(0.05)
     train(metrics, step + 1, step + 5)
     metrics.close()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == step + 5
-    assert (folder / "log.txt").read_text().count("wandb was lost") == 1
+    assert (folder / "log.txt").read_text().count("wandb failed") == 1
 
 
 def test_a_mode_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""A corpus as a whole: its blocks in order, its fingerprint, its rows."""
+"""A corpus as a whole: its blocks in order, its fingerprint, its number of rows."""
 
 import hashlib
 import json
@@ -7,147 +7,149 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.arrays import array_pieces, is_array
-from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Piece, Position, lines_of_rows
+from tost_lm.data.sources.arrays import array_blocks, is_array
+from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Position, SourceBlock, blocks_of_rows
 from tost_lm.data.sources.embedded import embedded_texts
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of
-from tost_lm.data.sources.hub import hub_fingerprint, hub_pieces, hub_rows, known_rows
-from tost_lm.data.sources.lines import line_pieces, whole_text
+from tost_lm.data.sources.hub import hub_blocks, hub_fingerprint, hub_rows, known_rows
+from tost_lm.data.sources.lines import line_blocks, text_block
 from tost_lm.data.sources.messages import printable
-from tost_lm.data.sources.tables import arrow_pieces, arrow_rows, parquet_pieces, parquet_rows
+from tost_lm.data.sources.tables import arrow_blocks, arrow_rows, parquet_blocks, parquet_rows
 from tost_lm.errors import DataError
 
 T = TypeVar("T")
-DECIDES_DOCUMENTS = (
+DOCUMENT_SETTINGS = (
     "text_field", "text_documents", "hub_subset", "hub_revision", "hub_split", "normalization", "min_characters",
     "max_characters",
 )  # fmt: skip
 
 
-class Part(NamedTuple):
-    """One file of a corpus; the embedded corpus and a hub dataset are one part each."""
+class Source(NamedTuple):
+    """One file of a corpus, the embedded corpus or a hub dataset."""
 
     where: str
     size: int | None
-    """In the measure of `Piece.consumed`; None: unknown."""
+    """In the unit of `SourceBlock.consumed`; None: unknown."""
     kind: Literal["lines", "arrow", "text"]
     unit: Literal["line", "row", "item"]
-    pieces: Callable[[int, int], Iterator[Piece]]
-    """From an offset on, of so many bytes."""
+    blocks: Callable[[int, int], Iterator[SourceBlock]]
+    """From an offset and a block size in bytes to the blocks."""
     rows: Callable[[], int] | None = None
-    """Their number, where there is a shorter way than reading all pieces."""
+    """Counts the rows, where that is possible without reading all blocks."""
 
 
 def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block, always the same ones.
+    """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block. Deterministic.
 
     Raises:
         DataError: the source is missing, holds no rows, or a file cannot be read; raised while iterating.
     """
-    parts = _parts(corpus)
+    sources = _sources(corpus)
     first, offset, row, line = start or Position(0, 0, 0, 0)
-    before, total = (sum(part.size or 0 for part in some) for some in (parts[:first], parts))
-    known = all(part.size is not None for part in parts)
-    for file, part in enumerate(parts[first:], start=first):
-        pieces = _read(part, offset, block_bytes)
-        piece = next(pieces, None)
-        while piece is not None:
-            following = next(pieces, None)
-            first_row, first_line = row, line + (part.unit == "line")
-            row, line = row + piece.rows, line + piece.lines
-            end, consumed = Position(file, piece.offset, row, line), piece.consumed
+    before, total = (sum(source.size or 0 for source in some) for some in (sources[:first], sources))
+    known = all(source.size is not None for source in sources)
+    for file, source in enumerate(sources[first:], start=first):
+        blocks = _read(source, offset, block_bytes)
+        block = next(blocks, None)
+        while block is not None:
+            following = next(blocks, None)
+            first_row, first_line = row, line + (source.unit == "line")
+            row, line = row + block.rows, line + block.lines
+            end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
-                end, consumed = Position(file + 1, 0, row, 0), part.size or 0
-            share = min(1.0, (before + consumed) / max(1, total)) if known else None
-            yield Block(part.kind, piece.payload, part.where, first_row, piece.rows, first_line, end, share, part.unit)
-            piece = following
-        offset, line, before = 0, 0, before + (part.size or 0)
+                end, consumed = Position(file + 1, 0, row, 0), source.size or 0
+            fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
+            yield Block(
+                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, source.unit
+            )
+            block = following
+        offset, line, before = 0, 0, before + (source.size or 0)
     if not row:
-        raise DataError(f"corpus.source {corpus.source}: holds no rows; point it at documents")
+        raise DataError(f"corpus.source {corpus.source}: no rows; set it to files with documents")
 
 
 def count_rows(corpus: CorpusConfig) -> int:
-    """How many rows a corpus has, bad and empty ones among them; texts are not parsed.
+    """Number of rows of a corpus, bad and empty ones included; texts are not parsed.
 
     Raises:
         DataError: the source is missing or a file cannot be read.
     """
     rows = 0
-    for part in _parts(corpus):
-        if part.rows:
-            rows += _guarded(part.where, part.rows)
+    for source in _sources(corpus):
+        if source.rows:
+            rows += _guarded(source.where, source.rows)
         else:
-            rows += sum(piece.rows for piece in _read(part, 0, BLOCK_BYTES))
+            rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
     return rows
 
 
 def fingerprint(corpus: CorpusConfig) -> str:
-    """Hex SHA-256 that changes when the documents of a corpus do, whichever side of the split they lie on.
+    """Hex SHA-256 that changes when the documents of a corpus change; the split does not affect it.
 
-    `embedded` is hashed whole; files by relative name, size and time of change; hub datasets by what the datasets
-    library identifies a revision with.
+    `embedded` is hashed by content; files by relative name, size and modification time; hub datasets by the revision's
+    identity in the datasets library.
 
     Raises:
         DataError: the source is missing.
     """
-    settings = {name: getattr(corpus, name) for name in DECIDES_DOCUMENTS}
+    settings = {name: getattr(corpus, name) for name in DOCUMENT_SETTINGS}
     if corpus.source == "embedded":
-        parts = list(embedded_texts())
+        contents = list(embedded_texts())
     elif corpus.source.startswith("hub:"):
-        parts = [(corpus.source, hub_fingerprint(corpus))]
+        contents = [(corpus.source, hub_fingerprint(corpus))]
     else:
-        parts = [(file.name, file.size, file.mtime_ns) for file in corpus_files(corpus.source)]
+        contents = [(file.name, file.size, file.mtime_ns) for file in corpus_files(corpus.source)]
     digest = hashlib.sha256()
-    for part in (settings, *parts):
-        digest.update(json.dumps(part).encode())
+    for content in (settings, *contents):
+        digest.update(json.dumps(content).encode())
     return digest.hexdigest()
 
 
-def _parts(corpus: CorpusConfig) -> list[Part]:
+def _sources(corpus: CorpusConfig) -> list[Source]:
     if corpus.source == "embedded":
         rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
-        return [Part("embedded", len(rows), "lines", "row", partial(_embedded_pieces, rows), lambda: len(rows))]
+
+        def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+            return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
+
+        return [Source("embedded", len(rows), "lines", "row", embedded_blocks, lambda: len(rows))]
     if corpus.source.startswith("hub:"):
-        pieces = partial(hub_pieces, corpus)
-        return [Part(corpus.source, known_rows(corpus), "arrow", "row", pieces, partial(hub_rows, corpus))]
-    return [_file_part(file, corpus) for file in corpus_files(corpus.source)]
+        blocks = partial(hub_blocks, corpus)
+        return [Source(corpus.source, known_rows(corpus), "arrow", "row", blocks, partial(hub_rows, corpus))]
+    return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
-def _embedded_pieces(rows: list[bytes], offset: int, block_bytes: int) -> Iterator[Piece]:
-    return lines_of_rows(rows, offset, block_bytes, lambda row: row)
-
-
-def _file_part(file: CorpusFile, corpus: CorpusConfig) -> Part:
+def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
     where, path, size = printable(str(file.path)), file.path, file.size
     match format_of(path):
-        case ".txt" if corpus.text_documents == "file":
-            return Part(where, size, "text", "line", partial(whole_text, path), lambda: 1)
-        case ".txt":
-            return Part(where, size, "text", "line", partial(line_pieces, path))
-        case ".parquet":
-            pieces = partial(parquet_pieces, path, size, corpus.text_field)
-            return Part(where, size, "arrow", "row", pieces, partial(parquet_rows, path))
-        case ".arrow":
-            pieces = partial(arrow_pieces, path, size, corpus.text_field)
-            return Part(where, size, "arrow", "row", pieces, partial(arrow_rows, path))
-        case ".json" if _guarded(where, lambda: is_array(path)):
-            return Part(where, size, "lines", "item", partial(array_pieces, path))
-    return Part(where, size, "lines", "line", partial(line_pieces, path))
+        case "text" if corpus.text_documents == "file":
+            return Source(where, size, "text", "line", partial(text_block, path), lambda: 1)
+        case "text":
+            return Source(where, size, "text", "line", partial(line_blocks, path))
+        case "parquet":
+            blocks = partial(parquet_blocks, path, size, corpus.text_field)
+            return Source(where, size, "arrow", "row", blocks, partial(parquet_rows, path))
+        case "arrow":
+            blocks = partial(arrow_blocks, path, size, corpus.text_field)
+            return Source(where, size, "arrow", "row", blocks, partial(arrow_rows, path))
+        case "json" if _guarded(where, lambda: is_array(path)):
+            return Source(where, size, "lines", "item", partial(array_blocks, path))
+    return Source(where, size, "lines", "line", partial(line_blocks, path))
 
 
-def _read(part: Part, offset: int, block_bytes: int) -> Iterator[Piece]:
-    pieces = part.pieces(offset, block_bytes)
-    while (piece := _guarded(part.where, lambda: next(pieces, None))) is not None:
-        yield piece
+def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    blocks = source.blocks(offset, block_bytes)
+    while (block := _guarded(source.where, lambda: next(blocks, None))) is not None:
+        yield block
 
 
 def _guarded(where: str, call: Callable[[], T]) -> T:
-    """What `call` returns; what goes wrong with the file becomes one line."""
+    """The result of `call`; a failure to read the file becomes one line."""
     try:
         return call()
     except ImportError as error:
         raise DataError(f"{where}: cannot be read without the package {error.name}: pip install {error.name}") from None
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are these too
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow raises these too
         lines = str(error).strip().splitlines()
         problem = lines[0] if lines else type(error).__name__
-        raise DataError(f"{where}: cannot be read: {problem}; mend it, fetch it again or remove it") from None
+        raise DataError(f"{where}: cannot be read: {problem}; correct, replace or remove the file") from None

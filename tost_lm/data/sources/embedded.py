@@ -1,4 +1,4 @@
-"""The corpus that any Python carries: its documentation and its sources."""
+"""The embedded corpus: the documentation and sources of the running Python."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from tost_lm.errors import DataError
 
 NOT_EMBEDDED = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3",
-    "pydoc_data",  # the same text comes as topics
+    "pydoc_data",  # read as topics
 }  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def embedded_texts() -> Iterator[str]:
     """Every document, always in the same order.
 
     Raises:
-        DataError: this Python was installed without them; raised while iterating.
+        DataError: this Python has no sources or documentation; raised while iterating.
     """
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
@@ -34,8 +34,8 @@ def embedded_texts() -> Iterator[str]:
         sources += [Path(folder, name) for name in names if name.endswith(".py")]
     if not topics or not sources:
         raise DataError(
-            f"{root}: this Python comes without its sources or documentation; use one that has them, "
-            "or set corpus.source to text of your own"
+            f"corpus.source embedded: no sources or documentation of Python in {root}; use another Python, or set "
+            "corpus.source to your own text"
         )
     for path in sorted(sources):
         try:

@@ -1,26 +1,28 @@
-"""Which files a corpus consists of, in which order, and what each of them is by its ending."""
+"""The files of a corpus, their order, and the format of each by its ending."""
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tost_lm.data.shard_format import FORMAT, MANIFEST
+from tost_lm.data.sources.messages import listed
 from tost_lm.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""Endings of compressed text and JSON, and what pyarrow calls the codec."""
-COMPRESSED = (".txt", ".jsonl", ".json")
-TABLES = (".parquet", ".arrow")
-TAKEN = ".txt, .jsonl, .json (also with .gz or .zst), .parquet, .arrow"
+"""Endings of compressed text and JSON, and pyarrow's name of the codec."""
+FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSIBLE = ("text", "jsonl", "json")
+SUPPORTED = ".txt, .md, .jsonl, .json (also with .gz or .zst), .parquet or .arrow"
 SHARDS_OF_ANY_VERSION = f'"format": "{FORMAT.rpartition(".")[0]}.'.encode()
 MANIFEST_HEAD_BYTES = 200
 
 
 class CorpusFile(NamedTuple):
-    """A file of a corpus; `name` is relative to the source, so that it stays when the corpus moves."""
+    """A file of a corpus. `name` is relative to the source, so a corpus that moves keeps its fingerprint."""
 
     name: str
     path: Path
@@ -29,72 +31,94 @@ class CorpusFile(NamedTuple):
 
 
 def format_of(path: Path) -> str | None:
-    """The ending that says how to read a file, compression left out; None: not one of a corpus."""
-    ending = path.suffix.lower()
-    if ending in COMPRESSIONS:
-        ending = Path(path.stem).suffix.lower()
-        return ending if ending in COMPRESSED else None
-    return ending if ending in COMPRESSED + TABLES else None
+    """The format of a file by its ending, a value of FORMATS; None: a corpus cannot read it."""
+    if path.suffix.lower() not in COMPRESSIONS:
+        return FORMATS.get(path.suffix.lower())
+    inner = FORMATS.get(Path(path.stem).suffix.lower())
+    return inner if inner in COMPRESSIBLE else None
 
 
 def corpus_files(source: str) -> list[CorpusFile]:
-    """Every file of a corpus: one, all known ones of a folder, or those that a glob matches; sorted by name.
+    """Every file of a corpus, sorted by name: one file, the supported files of a folder, or the matches of a glob.
 
-    Hidden files and folders are left out, and in folders and globs also shard folders and trained tokenizers, so that
-    what is made of a corpus may lie in it. Links are followed.
+    Hidden files, shard folders and trained tokenizers are ignored, so a corpus folder may contain the results of data
+    preparation. Links are followed.
 
     Raises:
-        DataError: there is no such file, none that can be read, or a folder links back to itself.
+        DataError: no file, a named file of another format, or a folder that links to a folder that contains it.
     """
     path = Path(source)
     try:
         if path.is_dir():
-            found = sorted(_known(path))
+            found = sorted((name, file) for name, file in _visible(path) if format_of(file))
             if not found:
-                raise DataError(f"corpus.source {source}: no file in this folder ends in {TAKEN}")
+                others = left_out_files(source)
+                raise DataError(
+                    f"corpus.source {source}: no supported file in this folder{others and f' ({others})'}; "
+                    f"add files that end in {SUPPORTED}"
+                )
         elif path.exists():
             found = [(path.name, path)]
-        elif _magic(source):
+        elif _is_glob(source):
             found = sorted(_matching(source))
         else:
             raise DataError(
                 f"corpus.source {source}: no such file or folder; "
-                "it takes embedded, a file, a folder, a glob or hub:NAME"
+                "set it to a file, a folder, a glob, hub:NAME or embedded"
             )
         for _, file in found:
             if format_of(file) is None:
-                raise DataError(f"corpus.source {source}: {file} cannot be read; a corpus takes {TAKEN}")
+                raise DataError(f"corpus.source {source}: {file} has no supported format; convert it to {SUPPORTED}")
         return [CorpusFile(name, file, (stat := file.stat()).st_size, stat.st_mtime_ns) for name, file in found]
     except OSError as error:
         raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
 
 
-def _known(root: Path) -> Iterator[tuple[str, Path]]:
-    """Files below a folder that have a known ending, unsorted."""
+def left_out_files(source: str) -> str:
+    """The files of a folder that a corpus cannot read, by ending: `left out 3 files: 2 .pdf, 1 without ending`.
+
+    Empty if there are none. Files that `corpus_files` ignores by design do not count.
+    """
+    if source == "embedded" or not Path(source).is_dir():
+        return ""
+    endings = Counter(_ending(path) for _, path in _visible(Path(source)) if not format_of(path))
+    counts = sorted((-count, ending) for ending, count in endings.items())
+    total = endings.total()
+    names = listed(f"{-count:,} {ending}" for count, ending in counts)
+    return f"left out {total:,} file{'s' * (total > 1)}: {names}" if total else ""
+
+
+def _ending(path: Path) -> str:
+    suffixes = path.suffixes[-2 if path.suffix.lower() in COMPRESSIONS else -1 :]
+    return "".join(suffixes).lower() or "without ending"
+
+
+def _visible(root: Path) -> Iterator[tuple[str, Path]]:
+    """Name and path of the files below a folder, unsorted, without those that a corpus ignores by design."""
     for folder, folders, names in os.walk(root, onerror=_fail, followlinks=True):
         here = Path(folder)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for linked in (here / name for name in folders if (here / name).is_symlink()):
             target = linked.resolve()
             if any(above.resolve().is_relative_to(target) for above in (here, *here.parents)):
-                raise DataError(f"{linked}: links back to a folder that it lies in; remove the link")
+                raise DataError(f"{linked}: links to a folder that contains it; remove the link")
         if _is_shard_folder(here):
             continue
         for path in (here / name for name in names if not name.startswith(".")):
-            if format_of(path) and not _bookkeeping(path, names) and not _is_tokenizer(path):
+            if not _is_datasets_metadata(path, names) and not _is_tokenizer(path):
                 yield path.relative_to(root).as_posix(), path
 
 
-def _bookkeeping(path: Path, beside: list[str]) -> bool:
-    """Whether the datasets library wrote this file beside the rows it saved, and no row of them is in it."""
+def _is_datasets_metadata(path: Path, siblings: list[str]) -> bool:
+    """Whether the datasets library wrote this file beside its saved rows, and it holds no rows itself."""
     if path.name == "dataset_dict.json":
         return True
-    saved = "state.json" in beside and any(name.endswith(".arrow") for name in beside)
+    saved = "state.json" in siblings and any(name.endswith(".arrow") for name in siblings)
     return saved and (path.name in ("state.json", "dataset_info.json") or path.match("cache-*.arrow"))
 
 
 def _is_shard_folder(folder: Path) -> bool:
-    """Whether build_shards wrote the files of a folder."""
+    """Whether build_shards wrote this folder."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
@@ -109,19 +133,20 @@ def _is_tokenizer(path: Path) -> bool:
 
 
 def _matching(source: str) -> Iterator[tuple[str, Path]]:
-    """Files that a glob matches, unsorted, with names relative to what stands before its first wildcard."""
+    """Files that a glob matches, unsorted; names are relative to the path before its first wildcard."""
     matched = [Path(match) for match in glob.glob(source, recursive=True)]
     of_shards = cache(_is_shard_folder)
     files = [path for path in matched if path.is_file() and not of_shards(path.parent) and not _is_tokenizer(path)]
     if not files:
-        folders = f"; it matches folders, whose files are {source}/**" if any(map(Path.is_dir, matched)) else ""
-        raise DataError(f"corpus.source {source}: no file matches{folders}")
-    fixed = Path(*(parts := Path(source).parts)[: next(i for i, part in enumerate(parts) if _magic(part))])
+        only_folders = any(map(Path.is_dir, matched))
+        fix = f", only folders; set it to {source}/**" if only_folders else "; correct the pattern"
+        raise DataError(f"corpus.source {source}: no file matches{fix}")
+    fixed = Path(*(parts := Path(source).parts)[: next(i for i, part in enumerate(parts) if _is_glob(part))])
     return ((path.relative_to(fixed).as_posix(), path) for path in files)
 
 
-def _magic(part: str) -> bool:
-    return any(sign in part for sign in "*?[")
+def _is_glob(path: str) -> bool:
+    return any(sign in path for sign in "*?[")
 
 
 def _fail(error: OSError) -> NoReturn:

@@ -1,27 +1,31 @@
-"""Datasets of the Hugging Face hub, or of a folder that the datasets library understands."""
+"""Datasets of the Hugging Face hub, or of a local folder that the datasets library reads."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.blocks import Piece
-from tost_lm.data.sources.tables import check_column, cut
+from tost_lm.data.sources.blocks import SourceBlock
+from tost_lm.data.sources.tables import check_column, column_blocks
 from tost_lm.errors import DataError
 
 BATCH_ROWS = 256
 SCRIPT = "Dataset scripts are no longer supported"
 
 
-def hub_pieces(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[Piece]:
-    """Pieces of a hub dataset from row `offset`."""
-    columns = (_column(corpus, table) for table in _tables(corpus, offset))
-    chunks = (chunk for column in columns for chunk in column.chunks)
-    yield from cut(corpus.source, chunks, offset, block_bytes, lambda row: row)
+def hub_blocks(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of a hub dataset from row `offset`."""
+
+    def chunks() -> Iterator[Any]:
+        for table in _tables(corpus, offset):
+            check_column(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
+            yield from table.column(corpus.text_field).chunks
+
+    yield from column_blocks(corpus.source, chunks(), offset, block_bytes, lambda row: row)
 
 
 def hub_fingerprint(corpus: CorpusConfig) -> str:
-    """What the datasets library identifies the revision with; of a folder, its files and their times of change."""
+    """The datasets library's identity of the revision; for a folder, of its files and their modification times."""
 
     def identify() -> str:
         import datasets
@@ -34,7 +38,7 @@ def hub_fingerprint(corpus: CorpusConfig) -> str:
 
 
 def known_rows(corpus: CorpusConfig) -> int | None:
-    """How many rows the dataset has, counted where it is downloaded, as it says where it is not; None: it does not."""
+    """Number of rows: counted if the dataset is downloaded, else from its metadata; None: the metadata has none."""
 
     def look() -> int | None:
         if not corpus.hub_streaming:
@@ -46,13 +50,13 @@ def known_rows(corpus: CorpusConfig) -> int | None:
 
 
 def hub_rows(corpus: CorpusConfig) -> int:
-    """How many rows the dataset has, by reading it where that is not known."""
+    """Number of rows; reads the dataset if the metadata has none."""
     known = known_rows(corpus)
     return sum(table.num_rows for table in _tables(corpus, 0)) if known is None else known
 
 
 def _tables(corpus: CorpusConfig, offset: int) -> Iterator[Any]:
-    """Rows from `offset` on as Arrow tables of BATCH_ROWS at most."""
+    """Rows from `offset` as Arrow tables of at most BATCH_ROWS."""
     tables = _guarded(corpus, lambda: iter(_load(corpus).skip(offset).with_format("arrow").iter(BATCH_ROWS)))
     while (table := _guarded(corpus, lambda: next(tables, None))) is not None:
         yield table
@@ -70,11 +74,6 @@ def _load(corpus: CorpusConfig) -> Any:
     )
 
 
-def _column(corpus: CorpusConfig, table: Any) -> Any:
-    check_column(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
-    return table.column(corpus.text_field)
-
-
 def _builder(corpus: CorpusConfig) -> Any:
     import datasets
 
@@ -90,9 +89,10 @@ def _guarded(corpus: CorpusConfig, call: Any) -> Any:
         return call()
     except ImportError as error:
         raise DataError(f"corpus.source {corpus.source}: {error}: pip install datasets") from None
-    except Exception as error:  # the library raises its own, the hub client's and the network's errors alike
+    except Exception as error:  # the library's own errors, the hub client's and the network's
         lines = str(error).strip().splitlines()
-        message = f"corpus.source {corpus.source}: cannot be loaded: {lines[0] if lines else type(error).__name__}"
-        if SCRIPT in message:
-            message += "; corpus.hub_revision=refs/convert/parquet reads the hub's own copy without the script"
-        raise DataError(message) from None
+        problem = lines[0] if lines else type(error).__name__
+        fix = "check the name, corpus.hub_subset, corpus.hub_split and the network"
+        if SCRIPT in problem:
+            fix = "set corpus.hub_revision=refs/convert/parquet"
+        raise DataError(f"corpus.source {corpus.source}: cannot be loaded: {problem}; {fix}") from None

@@ -1,4 +1,4 @@
-"""Files of JSON lines and plain text, cut into pieces at line ends without a look at what the lines say."""
+"""Files of JSON lines and plain text, cut into blocks at line ends without parsing."""
 
 import codecs
 import io
@@ -7,20 +7,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece
+from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock
 from tost_lm.data.sources.files import COMPRESSIONS
 from tost_lm.data.sources.messages import too_long
 from tost_lm.errors import DataError
 
 
 class ByteStream:
-    """A file's bytes, decompressed by its ending and without a byte order mark."""
+    """The bytes of a file, decompressed according to its ending, without a byte order mark."""
 
     def __init__(self, path: Path):
         self._codec = COMPRESSIONS.get(path.suffix.lower())
         self._disk: Any
         if self._codec:
-            if not path.stat().st_size:  # no codec writes that; pyarrow takes it for an empty text
+            if not path.stat().st_size:  # no codec writes an empty file, but pyarrow accepts one
                 raise OSError("truncated to 0 bytes")
             import pyarrow
 
@@ -44,7 +44,7 @@ class ByteStream:
         return self._bytes.read(count)
 
     def skip(self, count: int) -> None:
-        """Leave out `count` bytes."""
+        """Skip `count` bytes."""
         if not self._codec:
             self._bytes.seek(count, io.SEEK_CUR)
             return
@@ -52,43 +52,43 @@ class ByteStream:
             count -= skipped
 
     def consumed(self) -> int:
-        """How many bytes of the file on disk have been read."""
+        """Number of bytes read from the file on disk."""
         return self._disk.tell() if self._codec else self._bytes.tell()
 
 
-def line_pieces(path: Path, offset: int, block_bytes: int) -> Iterator[Piece]:
-    """Pieces of whole lines, of `block_bytes` at most unless one line is longer."""
+def line_blocks(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of whole lines, at most `block_bytes` long unless one line is longer."""
     with ByteStream(path) as stream:
         stream.skip(offset)
-        rest = b""  # behind the last newline: shorter than a piece and without a newline
+        rest = b""  # after the last newline: shorter than a block
         while True:
-            parts = [rest, stream.read(block_bytes - len(rest))]
-            while parts[-1] and b"\n" not in parts[-1]:
-                if len(parts) * block_bytes > ROW_LIMIT:
+            reads = [rest, stream.read(block_bytes - len(rest))]
+            while reads[-1] and b"\n" not in reads[-1]:
+                if len(reads) * block_bytes > ROW_LIMIT:
                     raise too_long(f"{path}: a line", ROW_LIMIT)
-                parts.append(stream.read(block_bytes))
-            cut = parts[-1].rfind(b"\n") + 1
-            rest = parts[-1][cut:]
-            parts[-1] = parts[-1][:cut]
-            payload = b"".join(parts)
+                reads.append(stream.read(block_bytes))
+            cut = reads[-1].rfind(b"\n") + 1
+            rest = reads[-1][cut:]
+            reads[-1] = reads[-1][:cut]
+            payload = b"".join(reads)
             if not payload:
                 return
             offset += len(payload)
-            yield Piece(payload, count_lines(payload), payload.count(b"\n"), offset, stream.consumed())
+            yield SourceBlock(payload, count_lines(payload), payload.count(b"\n"), offset, stream.consumed())
 
 
 def count_lines(payload: bytes) -> int:
-    """How many lines are not blank."""
+    """Number of lines that are not blank."""
     return sum(map(bool, map(bytes.strip, payload.split(b"\n"))))
 
 
-def whole_text(path: Path, offset: int, block_bytes: int) -> Iterator[Piece]:
-    """A plain text file as one piece, of whatever size."""
+def text_block(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """A plain text file as one block of any size."""
     del offset, block_bytes
     with ByteStream(path) as stream:
         payload = stream.read(ROW_LIMIT + 1)
         if len(payload) > ROW_LIMIT:
             raise DataError(
-                f"{path}: a document of more than {ROW_LIMIT >> 30} GiB; corpus.text_documents=line makes each line one"
+                f"{path}: a document of more than {ROW_LIMIT >> 30} GiB; divide it, or set corpus.text_documents=line"
             )
-        yield Piece(payload, 1, 1, len(payload), stream.consumed())
+        yield SourceBlock(payload, 1, 1, len(payload), stream.consumed())

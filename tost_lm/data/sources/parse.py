@@ -1,4 +1,4 @@
-"""From a block to documents: the part of reading that costs time, done by workers."""
+"""Parsing of blocks into documents, which worker processes do."""
 
 import json
 import unicodedata
@@ -11,27 +11,27 @@ from tost_lm.data.sources.messages import listed
 
 
 class Document(NamedTuple):
-    """A text of a corpus and the number of its row."""
+    """A text of a corpus and its row number."""
 
     row: int
     text: str
 
 
 class BadRow(NamedTuple):
-    """A row without a text that can be used."""
+    """A row without a usable text."""
 
     row: int
     where: str
-    """As `FILE, line 7` or `hub:NAME, row 7`."""
+    """For example `FILE, line 7` or `hub:NAME, row 7`."""
     reason: str
 
 
 class _UnusableError(Exception):
-    """Why a row cannot be used."""
+    """Carries the reason why a row cannot be used."""
 
 
 def parse(block: Block, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
-    """Documents of a block, normalised, and its bad rows, in order; too short and too long texts are left out."""
+    """The normalized documents of a block and its bad rows, in order, without too short and too long texts."""
     for row, (number, raw) in enumerate(_rows(block, corpus), start=block.first_row):
         try:
             text = _text(block, raw, corpus.text_field)
@@ -46,7 +46,7 @@ def parse(block: Block, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
 
 
 def _rows(block: Block, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
-    """Each row with its number in the file."""
+    """Each row, after its number in the file."""
     if block.kind == "arrow":
         yield from enumerate(_column(block.payload), start=block.first_line)
     elif block.kind == "text" and corpus.text_documents == "file":
@@ -58,7 +58,7 @@ def _rows(block: Block, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
 
 
 def _column(payload: bytes) -> Iterator[str | bytes | None]:
-    """Texts of an Arrow stream; bytes where they are not UTF-8."""
+    """Texts of an Arrow stream; bytes if a batch is not UTF-8."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(payload):
@@ -71,7 +71,7 @@ def _column(payload: bytes) -> Iterator[str | bytes | None]:
 
 
 def _text(block: Block, raw: Any, text_field: str) -> str:
-    """The text of a row: bytes, or what stands in a column."""
+    """The text of a row: bytes of a line or file, or the value of a column."""
     if raw is None:
         raise _UnusableError(f"field {text_field!r} is null")
     if isinstance(raw, str):
@@ -79,7 +79,7 @@ def _text(block: Block, raw: Any, text_field: str) -> str:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise _UnusableError(f"byte {error.start} is not UTF-8") from None
+        raise _UnusableError(f"byte {error.start} is not UTF-8 (convert the text, for example with iconv)") from None
     return _field(text, text_field) if block.kind == "lines" else text
 
 
@@ -89,7 +89,7 @@ def _field(line: str, text_field: str) -> str:
     except json.JSONDecodeError as error:
         raise _UnusableError(f"not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"not JSON that can be read: {error}") from None
+        raise _UnusableError(f"JSON that cannot be read: {error}") from None
     if not isinstance(row, dict):
         raise _UnusableError(f"not a JSON object but {_kind(row)}")
     if text_field not in row:
@@ -102,11 +102,11 @@ def _field(line: str, text_field: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _UnusableError(f"character {error.start} of field {text_field!r} is half of a surrogate pair") from None
+        raise _UnusableError(f"character {error.start} of field {text_field!r} is a lone surrogate") from None
     return text
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """JSON's name of a value's type."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

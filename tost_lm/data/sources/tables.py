@@ -1,82 +1,83 @@
-"""Parquet and Arrow files: the column of texts alone, cut into pieces by its bytes."""
+"""Parquet and Arrow files: the text column, cut into blocks by its bytes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.sources.blocks import ROW_LIMIT, Piece
+from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock
 from tost_lm.data.sources.messages import listed, too_long
 from tost_lm.errors import DataError
 
 ROW_OVERHEAD = 16
-"""Bytes that a row counts for beyond its text, so that empty ones make no endless block."""
+"""Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 
 
-def parquet_pieces(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[Piece]:
-    """Pieces of a Parquet file from row `offset`; row groups before it are not read."""
+def parquet_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        total = file.metadata.num_rows
         check_column(str(path), file.schema_arrow, text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
         first = skipped = 0
         while first < len(groups) and skipped + groups[first] <= offset:
             skipped += groups[first]
             first += 1
-        # few rows at a time: what they take is known only once they are read, and columns have no common length
+        # few rows at a time: their size is unknown before they are read
         batches = file.iter_batches(256, row_groups=range(first, len(groups)), columns=[text_field], use_threads=False)
         columns = _from_row(offset - skipped, (batch.column(0) for batch in batches))
-        yield from cut(str(path), columns, offset, block_bytes, lambda row: size * row // file.metadata.num_rows)
+        yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
 
 
 def parquet_rows(path: Path) -> int:
-    """Rows of a Parquet file, by its metadata."""
+    """Number of rows of a Parquet file, from its metadata."""
     from pyarrow import parquet
 
     return parquet.read_metadata(path).num_rows
 
 
-def arrow_pieces(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[Piece]:
-    """Pieces of an Arrow file or stream from row `offset`."""
+def arrow_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of an Arrow file or stream from row `offset`."""
     total = arrow_rows(path)
     with _arrow_batches(path) as (schema, batches):
         check_column(str(path), schema, text_field)
         columns = _from_row(offset, (batch.column(text_field) for batch in batches))
-        yield from cut(str(path), columns, offset, block_bytes, lambda row: size * row // total)
+        yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
 
 
 def arrow_rows(path: Path) -> int:
-    """Rows of an Arrow file or stream; texts are not read unless they are compressed."""
+    """Number of rows of an Arrow file or stream; texts are read only if they are compressed."""
     with _arrow_batches(path) as (_, batches):
         return sum(batch.num_rows for batch in batches)
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:
-    """Raise DataError unless a table has one column of that name and it holds strings."""
+    """Raise DataError unless the table has a string column `text_field`."""
     from pyarrow import types
 
     if schema.get_field_index(text_field) < 0:
         raise DataError(
-            f"{where}: no column {text_field!r}; set corpus.text_field to one of those there: {listed(schema.names)}"
+            f"{where}: no column {text_field!r}; set corpus.text_field to a column of the table: {listed(schema.names)}"
         )
     kind = schema.field(text_field).type
     text = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
-        raise DataError(f"{where}: column {text_field!r} is {kind}, not string; set corpus.text_field to one that is")
+        raise DataError(f"{where}: column {text_field!r} is {kind}; set corpus.text_field to a string column")
 
 
-def cut(
+def column_blocks(
     where: str, columns: Iterable[Any], row: int, block_bytes: int, consumed: Callable[[int], int]
-) -> Iterator[Piece]:
-    """Pieces of texts that come as Arrow arrays, the first being row `row`.
+) -> Iterator[SourceBlock]:
+    """Blocks of texts from Arrow arrays; the first text is row `row`.
 
-    A piece ends with the text that brings it to `block_bytes`, however the arrays divide the rows, so that pieces from
-    any piece's end on are the same. `consumed` says for a row how much has been read before it.
+    A block ends with the text that brings it to `block_bytes`, wherever the arrays end, so reading may resume at the
+    end of any block. `consumed` maps a row to the amount read before it.
     """
     import numpy as np
 
-    parts, size, rows = [], 0, 0
+    arrays, size, rows = [], 0, 0
     for column in columns:
         lengths = _lengths(column)
         if (lengths > ROW_LIMIT).any():
@@ -85,23 +86,23 @@ def cut(
         begin = before = 0
         while begin < len(column):
             stop = int(np.searchsorted(ends, before + block_bytes - size)) + 1
-            parts.append(_plain(column[begin:stop]))
-            taken = len(parts[-1])
-            row, rows, begin = row + taken, rows + taken, begin + taken
+            arrays.append(_plain(column[begin:stop]))
+            count = len(arrays[-1])
+            row, rows, begin = row + count, rows + count, begin + count
             size += int(ends[begin - 1]) - before
             before = int(ends[begin - 1])
             if size >= block_bytes:
-                yield Piece(_stream_bytes(parts), rows, rows, row, consumed(row))
-                parts, size, rows = [], 0, 0
-    if parts:
-        yield Piece(_stream_bytes(parts), rows, rows, row, consumed(row))
+                yield SourceBlock(_stream_bytes(arrays), rows, rows, row, consumed(row))
+                arrays, size, rows = [], 0, 0
+    if arrays:
+        yield SourceBlock(_stream_bytes(arrays), rows, rows, row, consumed(row))
 
 
 @contextmanager
 def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Schema and record batches of Arrow's file format, which is Feather's, or of the stream that datasets writes.
+    """Schema and record batches of an Arrow file (Feather) or of an Arrow stream (written by datasets).
 
-    All columns: naming some makes pyarrow copy a batch that it otherwise leaves in the mapped file.
+    All columns: a selection makes pyarrow copy a batch that otherwise stays in the mapped file.
     """
     import pyarrow
 
@@ -120,7 +121,7 @@ def _from_row(skip: int, columns: Iterable[Any]) -> Iterator[Any]:
 
 
 def _lengths(column: Any) -> Any:
-    """Bytes of each text, int64; of null: 0."""
+    """Bytes of each text, int64; 0 for null."""
     import pyarrow
     from pyarrow import compute
 
@@ -132,18 +133,18 @@ def _lengths(column: Any) -> Any:
 
 
 def _plain(column: Any) -> Any:
-    """Dictionaries and views as strings of their own."""
+    """Dictionaries and views as plain strings."""
     import pyarrow
 
     plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
     return column if plain else column.cast(pyarrow.large_string())
 
 
-def _stream_bytes(parts: list[Any]) -> bytes:
+def _stream_bytes(arrays: list[Any]) -> bytes:
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
-    batch = pyarrow.record_batch([pyarrow.concat_arrays(parts)], names=["text"])
+    batch = pyarrow.record_batch([pyarrow.concat_arrays(arrays)], names=["text"])
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     return sink.getvalue().to_pybytes()

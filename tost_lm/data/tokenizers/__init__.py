@@ -1,17 +1,19 @@
-"""Tokenizers: text to token ids and back without loss, each kept as one file."""
+"""Tokenizers: lossless conversion of text to token ids and back; each is one file."""
 
 from pathlib import Path
 
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint
+from tost_lm.data.tokenizers.characters import CharacterTokenizer
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import Tokenizer
-from tost_lm.data.tokenizers.record import model_path, why_stale
+from tost_lm.data.tokenizers.record import model_path, retrain_reason
 from tost_lm.data.tokenizers.sentencepiece_bpe import SentencePieceTokenizer
 from tost_lm.errors import DataError
 
 __all__ = [
     "TOKENIZER_FILES",
+    "CharacterTokenizer",
     "Gpt2Tokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
@@ -20,40 +22,42 @@ __all__ = [
     "read_tokenizer",
 ]
 
-TOKENIZER_FILES = (SentencePieceTokenizer.file_name, Gpt2Tokenizer.file_name)
-"""What a tokenizer's file may be called in a folder of shards or a checkpoint."""
+KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, CharacterTokenizer)
+TOKENIZER_FILES = tuple(kind.file_name for kind in KINDS)
+"""Possible names of a tokenizer's file in a shard folder or a checkpoint."""
 
 
 def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
-    """The tokenizer that a configuration asks for.
+    """The tokenizer of a configuration.
 
     Raises:
-        DataError: the SentencePiece model is missing, or was trained on something else; GPT-2's cannot be had.
+        DataError: the SentencePiece model is missing or has other settings; GPT-2's files are missing.
     """
     if config.tokenizer.kind == "gpt2":
         return gpt2_tokenizer(config.tokenizer.path)
     path = model_path(config)
     if config.tokenizer.vocab_size is None:
         return read_tokenizer(path)
-    if reason := why_stale(config, fingerprint(config.corpus)):
+    if reason := retrain_reason(config, fingerprint(config.corpus)):
         raise DataError(
-            f"tokenizer.path {path}: not the tokenizer of this configuration ({reason}); "
-            "run python -m data_prep.train_tokenizer on it first"
+            f"tokenizer.path {path}: {reason}; train the tokenizer with python -m data_prep.train_tokenizer and the "
+            "same settings"
         )
     return read_tokenizer(path)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer's file: GPT-2's where the name ends in .tiktoken, else a SentencePiece model.
+    """Read a tokenizer's file: GPT-2's if its name ends in .tiktoken, characters in .json, else a SentencePiece model.
 
     Raises:
-        DataError: it is absent, unreadable or not such a tokenizer, or the package for its kind is not installed.
+        DataError: the file is missing, unreadable or not such a tokenizer; or its package is not installed.
     """
-    kind = Gpt2Tokenizer if path.suffix == Path(Gpt2Tokenizer.file_name).suffix else SentencePieceTokenizer
+    by_suffix = {Path(kind.file_name).suffix: kind for kind in KINDS}
+    kind = by_suffix.get(path.suffix, SentencePieceTokenizer)
     try:
         return kind(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path}: no such tokenizer; python -m data_prep.train_tokenizer makes one") from None
+        raise DataError(f"{path}: no such tokenizer; train it with python -m data_prep.train_tokenizer") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except DataError as error:
@@ -61,13 +65,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_tokenizer(folder: Path) -> Path:
-    """The tokenizer's file in a folder of shards, a checkpoint or an export.
+    """The tokenizer's file in a shard folder, a checkpoint or an export.
 
     Raises:
-        DataError: there is none, or more than one.
+        DataError: no such file, or more than one.
     """
     found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if len(found) != 1:
-        problem = "both are there" if found else "neither is there"
-        raise DataError(f"{folder}: must hold one tokenizer, {' or '.join(TOKENIZER_FILES)}, but {problem}")
+        raise DataError(f"{folder}: {len(found)} tokenizers; keep exactly one of {', '.join(TOKENIZER_FILES)}")
     return found[0]

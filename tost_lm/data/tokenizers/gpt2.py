@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 RANKS = 50_256
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-# The two files that GPT-2 was published with.
+# The two published files of GPT-2's tokenizer.
 SOURCES_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")  # \s to tiktoken
-LONG = 100_000  # tiktoken stumbles over ten times as many
+SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")  # what \s matches in tiktoken
+LONG = 100_000  # tiktoken fails at ten times as many
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's 50,256 byte pairs and its end of text; `<|endoftext|>` in a text is plain text.
+    """GPT-2's 50,256 byte pair tokens and its end-of-text id; `<|endoftext|>` in a text is plain text.
 
-    `model_bytes` are lines "base64 rank", as tiktoken writes them, and the same wherever they come from.
+    `model_bytes` are lines "base64 rank", tiktoken's format; they do not depend on the source of the files.
     """
 
     file_name = "tokenizer.tiktoken"
@@ -37,13 +37,13 @@ class Gpt2Tokenizer(Tokenizer):
         """Raises DataError if the bytes are not GPT-2's ranks, or tiktoken is not installed."""
         super().__init__(model_bytes)
         if self.sha256 != RANKS_SHA256:
-            raise DataError("not GPT-2's tokenizer, or damaged: its SHA-256 is not that of GPT-2's 50256 ranks")
+            raise DataError("not GPT-2's tokenizer, or damaged (its SHA-256 differs); replace it")
         tiktoken = _tiktoken()
-        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's own, under its later name
+        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern, under its later name
 
         lines = (line.split() for line in model_bytes.splitlines())
         self._encoding = tiktoken.Encoding(
-            "gpt2 from a file",  # under the name of one of its own tiktoken would download it when unpickled
+            "gpt2 from a file",  # under a name that tiktoken knows, unpickling would download it
             pat_str=r50k_pat_str,
             mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines},
             special_tokens={"<|endoftext|>": RANKS},
@@ -59,19 +59,19 @@ class Gpt2Tokenizer(Tokenizer):
 
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a long run of spaces before other text is too much for its regular expression
-            parts = _apart_from_long_spaces(text)
-            return np.concatenate([self._encoding.encode_to_numpy(part, disallowed_special=()) for part in parts])
+        except ValueError:  # its regular expression fails on a long run of spaces before other text
+            texts = _split_at_long_spaces(text)
+            return np.concatenate([self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([i for i in map(int, ids) if i != self.eot], errors="replace")
 
 
 def gpt2_tokenizer(folder: Path | None) -> Gpt2Tokenizer:
-    """GPT-2's tokenizer from the encoder.json and vocab.bpe in `folder`; without one, tiktoken downloads them.
+    """GPT-2's tokenizer from encoder.json and vocab.bpe in `folder`; None: tiktoken downloads them.
 
     Raises:
-        DataError: a file is missing or not the published one, there is no network, or tiktoken is not installed.
+        DataError: a file is missing or not the published one, the download fails, or tiktoken is not installed.
     """
     tokens = _read_tokens(folder) if folder else _download_tokens()
     lines = (base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
@@ -79,18 +79,18 @@ def gpt2_tokenizer(folder: Path | None) -> Gpt2Tokenizer:
 
 
 def _read_tokens(folder: Path) -> list[bytes]:
-    """The bytes of each token, by rank."""
+    """The bytes of each token, in the order of ranks."""
     for name, sha256 in SOURCES_SHA256.items():
         path = folder / name
         try:
             if sha256_file(path) != sha256:
-                raise DataError(f"{path}: damaged, or not GPT-2's: its SHA-256 is not {sha256}; download it again")
+                raise DataError(f"{path}: not GPT-2's, or damaged: its SHA-256 is not {sha256}; download it again")
         except OSError as error:
             raise DataError(
-                f"tokenizer.path {folder}: {name} cannot be read: {error.strerror}; kind gpt2 needs the folder "
-                "that holds GPT-2's encoder.json and vocab.bpe"
+                f"tokenizer.path {folder}: {name} cannot be read: {error.strerror}; set it to the folder of "
+                "GPT-2's encoder.json and vocab.bpe"
             ) from None
-    # A token is written with a printable character for each byte: its own, or for those without one from U+0100 on.
+    # encoder.json has one printable character for each byte: the byte's own, or else one from U+0100.
     printable = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
     byte_of = {chr(byte): byte for byte in printable}
     byte_of |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(printable)))}
@@ -99,20 +99,20 @@ def _read_tokens(folder: Path) -> list[bytes]:
 
 
 def _download_tokens() -> list[bytes]:
-    """The bytes of each token, by rank."""
+    """The bytes of each token, in the order of ranks."""
     try:
         encoding = _tiktoken().get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # the network's errors are OSErrors; a damaged download is a ValueError
+    except (OSError, ValueError) as error:  # network errors are OSErrors; a damaged download is a ValueError
         problem = str(error).partition("\n")[0]
         raise DataError(
-            "GPT-2's tokenizer cannot be downloaded: set tokenizer.path to a folder that holds its encoder.json and "
-            f"vocab.bpe ({problem})"
+            f"GPT-2's tokenizer cannot be downloaded: {problem}; set tokenizer.path to a folder with its encoder.json "
+            "and vocab.bpe"
         ) from None
     return [encoding.decode_single_token_bytes(rank) for rank in range(RANKS)]
 
 
-def _apart_from_long_spaces(text: str) -> Iterator[str]:
-    """The text cut where GPT-2 cuts it as well: before a run of spaces, and before its last one if text follows."""
+def _split_at_long_spaces(text: str) -> Iterator[str]:
+    """The text cut where GPT-2 cuts it too: before a run of spaces, and before its last space if text follows."""
     start = 0
     for run in SPACES.finditer(text):
         if len(run[0]) > LONG:

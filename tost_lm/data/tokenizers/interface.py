@@ -1,4 +1,4 @@
-"""What every kind of tokenizer does."""
+"""The interface of all tokenizers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -11,15 +11,17 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back without loss; one file holds all of it.
+    """Lossless conversion of text to token ids and back. Picklable.
 
-    Attributes: `file_name`, what that file is called in a folder of shards or a checkpoint; `model_bytes`, its content,
-    and their `sha256` (hex); `vocab_size`; and `eot`, the id that ends a document. Picklable.
+    Attributes: `file_name` of the tokenizer in a shard folder or a checkpoint; `model_bytes`, the content of that file,
+    with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; and `has_eot`. Without it the vocabulary
+    has no such id, and `eot` is an ordinary id that texts start after.
     """
 
     file_name: str
     vocab_size: int
     eot: int
+    has_eot = True
 
     def __init__(self, model_bytes: bytes) -> None:
         self.model_bytes = model_bytes
@@ -27,12 +29,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text without lone surrogates; the end-of-text id is never among them."""
+        """Token ids of a text without lone surrogates. They never include the end-of-text id."""
 
     @abstractmethod
     def encode_array(self, text: str) -> "np.ndarray":
-        """What `encode` gives, uint32 [tokens], perhaps read-only."""
+        """The ids of `encode` as uint32 [tokens], possibly read-only."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids in [0, vocab_size): the end of text is '', bytes that are not UTF-8 become U+FFFD."""
+        """The text of any ids in [0, vocab_size). The end-of-text id gives ''; invalid UTF-8 becomes U+FFFD."""

@@ -1,47 +1,47 @@
-"""The record beside a trained tokenizer: its settings and corpus, so that a program may reuse it."""
+"""The record of a trained tokenizer: its settings and corpus, which decide whether it can be reused."""
 
 import json
 from pathlib import Path
 
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.errors import DataError
-from tost_lm.files import sha256_bytes, sha256_file, write_whole
+from tost_lm.files import sha256_bytes, sha256_file, write_atomically
 from tost_lm.version import VERSION
 
 
 def model_path(config: DataPrepConfig) -> Path:
-    """Where a SentencePiece model lies."""
+    """Path of the SentencePiece model."""
     assert config.tokenizer.path is not None, "the settings check it"
     return config.tokenizer.path
 
 
 def record_path(config: DataPrepConfig) -> Path:
-    """Where the record lies: the model's name with `.json` after it."""
+    """Path of the record: the model's name and `.json`."""
     return model_path(config).with_name(model_path(config).name + ".json")
 
 
 def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, documents: int, text_bytes: int) -> None:
-    """Write the model and its record; `documents` and `text_bytes` (UTF-8) say what it was trained on."""
+    """Write the model and its record. `documents` and `text_bytes` (UTF-8) are the size of the training sample."""
     record = {
         "tool_version": VERSION,
         "source": config.corpus.source,
-        **_decisive(config, fingerprint),
+        **_determinants(config, fingerprint),
         "documents": documents,
         "bytes": text_bytes,
         "sha256": sha256_bytes(model),
     }
     try:
-        write_whole(model_path(config), model)
-        write_whole(record_path(config), json.dumps(record, indent=2) + "\n")
+        write_atomically(model_path(config), model)
+        write_atomically(record_path(config), json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise DataError(f"tokenizer.path {model_path(config)}: cannot be written: {error.strerror}") from None
 
 
-def why_stale(config: DataPrepConfig, fingerprint: str) -> str | None:
-    """Why the tokenizer on disk is not the one that `config` asks for, in a few words; None when it is."""
+def retrain_reason(config: DataPrepConfig, fingerprint: str) -> str | None:
+    """Why the tokenizer on disk differs from the one of `config`, in a few words; None if it does not."""
     path = model_path(config)
     if not path.is_file():
-        return "there is none yet"
+        return "it does not exist yet"
     try:
         record = json.loads(record_path(config).read_bytes())
         actual = sha256_file(path)
@@ -49,15 +49,15 @@ def why_stale(config: DataPrepConfig, fingerprint: str) -> str | None:
         return f"{record_path(config)} or the model cannot be read"
     if not isinstance(record, dict):
         return f"{record_path(config)} is damaged"
-    for name, wanted in _decisive(config, fingerprint).items():
+    for name, wanted in _determinants(config, fingerprint).items():
         if record.get(name) != wanted:
-            what = f"{name} was {record.get(name)}"
-            return "the corpus or what is taken of it changed" if name == "source_fingerprint" else what
-    return None if record.get("sha256") == actual else "the model file is not the one in its record"
+            changed = name == "source_fingerprint"
+            return "the corpus or its settings changed" if changed else f"{name} was {record.get(name)}"
+    return None if record.get("sha256") == actual else "the model file differs from its record"
 
 
-def _decisive(config: DataPrepConfig, fingerprint: str) -> dict[str, object]:
-    """What the model is a function of, by the names of the settings."""
+def _determinants(config: DataPrepConfig, fingerprint: str) -> dict[str, object]:
+    """Everything that determines the model, by the names of the settings."""
     tokenizer, corpus = config.tokenizer, config.corpus
     return {
         "vocab_size": tokenizer.vocab_size,
@@ -65,6 +65,10 @@ def _decisive(config: DataPrepConfig, fingerprint: str) -> dict[str, object]:
         "sample_bytes": tokenizer.sample_bytes,
         "seed": tokenizer.seed,
         "split": corpus.split,
-        **({"valid_share": corpus.valid_share, "test_share": corpus.test_share} if corpus.split == "hash" else {}),
+        **(
+            {"valid_fraction": corpus.valid_fraction, "test_fraction": corpus.test_fraction}
+            if corpus.split == "hash"
+            else {}
+        ),
         "source_fingerprint": fingerprint,
     }

@@ -1,4 +1,4 @@
-"""The texts that a tokenizer is trained on: a uniform sample of a corpus' training documents."""
+"""The training text of a tokenizer: a uniform sample of the training documents of a corpus."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -12,11 +12,11 @@ from tost_lm.data.sources.messages import too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.errors import DataError
 
-OTHER_THAN_SPLIT = 2**63  # so that no seed gives the hash by which documents are split
+SAMPLE_SEED = 2**63  # differs from the seed of the split's hash for every tokenizer.seed
 
 
 class Sample(NamedTuple):
-    """`texts` in UTF-8, in random order; `documents` they are taken from; `bad_rows` of the corpus, left out."""
+    """`texts` in UTF-8, in random order; the numbers of training `documents` and skipped `bad_rows` of the corpus."""
 
     texts: list[bytes]
     documents: int
@@ -24,14 +24,13 @@ class Sample(NamedTuple):
 
 
 def sample_texts(config: DataPrepConfig, report: Callable[[int, int | None], None]) -> Sample:
-    """Read a corpus and keep at most `tokenizer.sample_bytes` of its training documents' text.
+    """Read a corpus and keep at most `tokenizer.sample_bytes` of the text of its training documents.
 
-    Which texts are kept, and in which order, depends on the texts and the seed, not on the order of the corpus.
-    `report` is called with the bytes of training text read and, where it can be told, about how many there are.
+    The selection and its order depend on the texts and the seed, not on the order of the corpus. `report` is called
+    with the bytes of training text read so far and the estimated total, or None if it is unknown.
 
     Raises:
-        DataError: no training document is there, or the corpus cannot be read, or more than `corpus.max_bad_share` of
-            its rows.
+        DataError: the corpus cannot be read, has more bad rows than allowed, or has no training document.
     """
     corpus = config.corpus
     splitter = Splitter(corpus, count_rows(corpus) if corpus.split == "nanogpt" else None)
@@ -45,40 +44,40 @@ def sample_texts(config: DataPrepConfig, report: Callable[[int, int | None], Non
                 first_bad = first_bad or row
             elif splitter.split_of(row.row, row.text) == "train":
                 text = row.text.encode()
-                chosen.add(xxhash.xxh3_64_intdigest(text, OTHER_THAN_SPLIT + config.tokenizer.seed), text)
+                chosen.add(xxhash.xxh3_64_intdigest(text, SAMPLE_SEED + config.tokenizer.seed), text)
                 documents += 1
                 text_bytes += len(text)
         rows = block.end.row
-        report(text_bytes, round(text_bytes / block.share_read) if block.share_read else None)
-    if first_bad and bad_rows > corpus.max_bad_share * rows:
+        report(text_bytes, round(text_bytes / block.fraction_read) if block.fraction_read else None)
+    if first_bad and bad_rows > corpus.max_bad_fraction * rows:
         raise too_many_bad(first_bad.where, first_bad.reason, bad_rows, rows)
     if not documents:
         raise DataError(
-            f"corpus.source {corpus.source}: no training document; lower corpus.valid_share or add documents"
+            f"corpus.source {corpus.source}: no training document; add documents or lower corpus.valid_fraction"
         )
     return Sample(chosen.texts(), documents, bad_rows)
 
 
 class _Smallest:
-    """Of all texts added those with the smallest priorities, as many as fit in `most` bytes, the last one cut."""
+    """Keeps the texts with the smallest priorities that fit in `most` bytes; the last text is cut."""
 
     def __init__(self, most: int) -> None:
         self._room = most
-        self._kept: list[tuple[int, bytes]] = []  # a heap, (-priority, text): the next to go comes first
-        self._gone: tuple[int, bytes] | None = None  # the smallest that did not fit; nothing after it may be kept
+        self._kept: list[tuple[int, bytes]] = []  # a heap of (-priority, text); the first is dropped next
+        self._dropped: tuple[int, bytes] | None = None  # the smallest that did not fit; larger ones are dropped too
 
     def add(self, priority: int, text: bytes) -> None:
         entry = (-priority, text)
-        if self._gone is not None and entry <= self._gone:
+        if self._dropped is not None and entry <= self._dropped:
             return
         heappush(self._kept, entry)
         self._room -= len(text)
         while self._room < 0:
-            self._gone = heappop(self._kept)
-            self._room += len(self._gone[1])
+            self._dropped = heappop(self._kept)
+            self._room += len(self._dropped[1])
 
     def texts(self) -> list[bytes]:
         texts = [text for _, text in sorted(self._kept, reverse=True)]
-        if self._gone is not None:
-            texts.append(self._gone[1][: self._room].decode(errors="ignore").encode())
+        if self._dropped is not None:
+            texts.append(self._dropped[1][: self._room].decode(errors="ignore").encode())
         return texts

@@ -1,4 +1,4 @@
-"""The lossless SentencePiece tokenizer: every text comes back exactly from its ids."""
+"""The lossless SentencePiece tokenizer: decoding returns every text exactly."""
 
 import re
 from collections.abc import Iterable
@@ -11,51 +11,49 @@ from tost_lm.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-# SentencePiece writes a space as U+2581 and reads that back as a space, so a real one goes in disguise.
+# SentencePiece writes a space as U+2581 and decodes U+2581 as a space, so U+2581 in a text is escaped.
 SPACE_MARK = "\u2581"
 ESCAPE = "\U000f2581"
 ESCAPED = {ESCAPE: ESCAPE + "0", SPACE_MARK: ESCAPE + "1"}
-UNESCAPED = {disguise: character for character, disguise in ESCAPED.items()}
+UNESCAPED = {escaped: character for character, escaped in ESCAPED.items()}
 TO_ESCAPE = re.compile("|".join(ESCAPED))
 TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 
-# Texts cut before spaces, since SentencePiece is slow with long ones.
-PARTS = re.compile(r".{500,}?[^ ](?= )|.+", re.DOTALL)
-PORTION = 256  # parts whose ids are lists of Python's numbers, 50 bytes each, at one time
+# SentencePiece is slow on long texts, so they are cut before spaces.
+SHORT_TEXTS = re.compile(r".{500,}?[^ ](?= )|.+", re.DOTALL)
+TEXTS_AT_ONCE = 256  # bounds memory: SentencePiece returns Python lists, 50 bytes an id
 PROBE = " a  b\t\n\0\ufb01é漢😀" + SPACE_MARK + " "
+TRAIN = "train one with python -m data_prep.train_tokenizer"
 PIECE_BEYOND_WORD = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model with byte pieces; special pieces in a text are plain text."""
+    """A SentencePiece model with byte fallback; special pieces in a text are plain text."""
 
     file_name = "tokenizer.model"
 
     def __init__(self, model_bytes: bytes) -> None:
-        """Raises DataError if the bytes are no SentencePiece model with an end-of-text piece, or it loses text."""
+        """Raises DataError if the bytes are not a lossless SentencePiece model with an end-of-text piece."""
         import sentencepiece
 
         super().__init__(model_bytes)
         try:
-            # Without the check SentencePiece takes empty bytes for a model and logs on every call.
+            # SentencePiece accepts empty bytes as a model and then logs on every call.
             if not model_bytes:
                 raise RuntimeError
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
         except RuntimeError:
-            raise DataError("not a SentencePiece model; train one with python -m data_prep.train_tokenizer") from None
+            raise DataError(f"not a SentencePiece model; {TRAIN}") from None
         self.vocab_size = self._model.vocab_size()
         self.eot = self._model.eos_id()
         if self.eot < 0:
-            raise DataError("the SentencePiece model has no end-of-text piece (eos_id is -1)")
+            raise DataError(f"the SentencePiece model has no end-of-text piece (eos_id is -1); {TRAIN}")
         if self.decode(self._model.encode(escape(PROBE))) != PROBE:
-            raise DataError(
-                "this SentencePiece model loses text (spaces, rare characters or forms of them); "
-                "train one with python -m data_prep.train_tokenizer"
-            )
+            raise DataError(f"the SentencePiece model is not lossless (spaces, rare or normalized characters); {TRAIN}")
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         first, second, both = self._model.encode(["a", " b", "a b"], num_threads=1)
-        # Ours are so, but for some user symbols.
-        self._words_apart = first + second == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
+        # True for the models trained here, except with some user symbols.
+        self._cuts_at_spaces = first + second == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -64,10 +62,10 @@ class SentencePieceTokenizer(Tokenizer):
         import numpy as np
 
         text = escape(text)
-        parts = (part[0] for part in PARTS.finditer(text)) if self._words_apart else iter([text])
+        short = (found[0] for found in SHORT_TEXTS.finditer(text)) if self._cuts_at_spaces else iter([text])
         arrays = [np.empty(0, np.uint32)]
-        while portion := list(islice(parts, PORTION)):
-            ids = self._model.encode(portion, num_threads=1)
+        while texts := list(islice(short, TEXTS_AT_ONCE)):
+            ids = self._model.encode(texts, num_threads=1)
             arrays.append(np.fromiter(chain.from_iterable(ids), np.uint32))
         return np.concatenate(arrays)
 
@@ -79,7 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def escape(text: str) -> str:
-    """A text as SentencePiece can give it back."""
+    """Escape the characters that SentencePiece does not decode to themselves."""
     if SPACE_MARK not in text and ESCAPE not in text:
         return text
     return TO_ESCAPE.sub(lambda found: ESCAPED[found[0]], text)

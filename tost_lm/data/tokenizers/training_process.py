@@ -1,7 +1,8 @@
-"""SentencePiece's training in a process of its own, which can be ended at any time and whose log can be read.
+"""SentencePiece's training in a separate process, which can be killed and whose log can be read.
 
-stdin: a line of JSON, then the texts, each behind its length in bytes (4 bytes, little-endian). stdout: the model, or
-with exit code 3 why there is none. stderr: the log. Started by training.py as a file, so it imports nothing of ours.
+stdin: a line of JSON, then the texts, each after its length in bytes (4 bytes, little-endian). stdout: the model, or
+with exit code 3 an error message. stderr: the log. training.py runs this file directly, so it imports nothing of
+tost_lm.
 """
 
 import io

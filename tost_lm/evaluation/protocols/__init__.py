@@ -3,18 +3,18 @@
 import re
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.protocols.authors import RandomWindows, joined
+from tost_lm.evaluation.protocols.authors import GeneratedLastWord, RandomWindows, WholePassage, joined
 from tost_lm.evaluation.protocols.cbt import MissingWord
 from tost_lm.evaluation.protocols.characters import LastBytes
-from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2s
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2_tokenizer
 from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
 from tost_lm.evaluation.protocols.openwebtext import OpenWebText, read_ids
-from tost_lm.evaluation.protocols.ptb import PennTreebank, sentences
+from tost_lm.evaluation.protocols.ptb import PennTreebank, read_lines
 from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
 
-__all__ = ["Example", "Protocol", "Row", "find_protocol", "is_gpt2s"]
+__all__ = ["Example", "Protocol", "Row", "find_protocol", "is_gpt2_tokenizer"]
 
-_NAMED: list[Protocol] = [
+_PROTOCOLS: list[Protocol] = [
     WikitextPages("wikitext2"),
     WikitextPages("wikitext103"),
     LastWord("lambada_openai"),
@@ -27,18 +27,23 @@ _NAMED: list[Protocol] = [
     LastBytes("text8@bpc"),
     OpenWebText(),
     RandomWindows("owt", read_ids),
+    RandomWindows("wikitext2", joined(rows_of)),
     RandomWindows("wikitext103", joined(rows_of)),
     RandomWindows("lambada_standard", joined(passages)),
-    RandomWindows("ptb", joined(sentences)),
+    RandomWindows("ptb", joined(read_lines)),
+    GeneratedLastWord("lambada_openai"),
+    WholePassage("cbt_cn"),
+    WholePassage("cbt_ne"),
 ]
 
 
 def find_protocol(name: str, setting: str = "zero_shot.protocols") -> Protocol:
-    """Raises ConfigError, naming `setting` and all there are, when there is none of this name."""
+    """The protocol of this name. Raises ConfigError with all names if there is none."""
     if strided := re.fullmatch(r"(wikitext2|wikitext103)@hf-stride([1-9]\d*)", name):
         return StridedWikitext(strided[1], int(strided[2]))
-    for protocol in _NAMED:
+    for protocol in _PROTOCOLS:
         if protocol.name == name:
             return protocol
-    names = ["heldout@bpb", "wikitext2@hf-strideN", "wikitext103@hf-strideN", *(protocol.name for protocol in _NAMED)]
-    raise ConfigError(f"{setting}: there is no {name!r}; there are {', '.join(names)}")
+    names = ["heldout@bpb", "wikitext2@hf-strideN", "wikitext103@hf-strideN"]
+    names += [protocol.name for protocol in _PROTOCOLS]
+    raise ConfigError(f"{setting}: {name!r} is not a protocol; choose from {', '.join(names)}")

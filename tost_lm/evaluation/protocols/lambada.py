@@ -1,4 +1,4 @@
-"""LAMBADA: the last word of a passage, which cannot be guessed from its last sentence alone (arXiv 1606.06031)."""
+"""LAMBADA: the last word of a passage, which its last sentence alone does not determine (arXiv 1606.06031)."""
 
 import json
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.likelihood import Likelihoods
-from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_text, to_array
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_text, to_array, wrong_format
 from tost_lm.evaluation.protocols.perplexity import with_error
 from tost_lm.evaluation.scoring import bootstrap_error
-from tost_lm.evaluation.windows import after_what_fits
+from tost_lm.evaluation.windows import left_truncated
 
 
 class LastWord(Protocol):
-    """`…@lm-eval`: the last word with the space before it, given the rest: right when each of its tokens is the
-    likeliest; perplexity is of words."""
+    """`…@lm-eval`: the last word with the space before it, given the rest. It is right if each of its tokens is the
+    most likely one. Perplexity is per word."""
 
     headline = "accuracy"
 
@@ -31,10 +31,10 @@ class LastWord(Protocol):
         context, word = text.rsplit(" ", 1)
         begin, ids = len(tokenizer.encode(context)), np.array(tokenizer.encode(text), dtype=np.int64)
         begin = max(1, self.first_scored(begin, len(ids)))
-        return Example((after_what_fits(ids, begin, window),), {"word": word})
+        return Example((left_truncated(ids, begin, window),), {"word": word})
 
     def first_scored(self, first_of_word: int, tokens: int) -> int:
-        """The token that the score begins with."""
+        """Index of the first token that is scored."""
         return first_of_word
 
     def row(self, example: Example, scores: Likelihoods) -> Row:
@@ -46,12 +46,10 @@ class LastWord(Protocol):
         }
 
     def totals(self, rows: Sequence[Row]) -> Row:
-        right, nats, one = to_array(rows, "right"), to_array(rows, "nats"), np.ones(len(rows))
-        error = bootstrap_error(nats, one)
+        nats = to_array(rows, "nats")
+        error = bootstrap_error(nats, np.ones(len(rows)))
         return {
-            "examples": len(rows),
-            "accuracy": float(right.mean()),
-            "accuracy_standard_error": bootstrap_error(right, one),
+            **accuracy_of(rows),
             "nats_per_word": float(nats.mean()),
             "nats_per_word_standard_error": error,
             **with_error("word_perplexity", float(nats.mean()), error),
@@ -60,7 +58,7 @@ class LastWord(Protocol):
 
 
 class LastToken(LastWord):
-    """`…@last-token`: the last token of the passage alone, given all before it, the rest of its word included."""
+    """`…@last-token`: the last token of the passage, given all tokens before it, also those of its word."""
 
     by_token = True
 
@@ -73,9 +71,7 @@ class LastToken(LastWord):
     def totals(self, rows: Sequence[Row]) -> Row:
         of_words = super().totals(rows)
         return {
-            "examples": len(rows),
-            "accuracy": of_words["accuracy"],
-            "accuracy_standard_error": of_words["accuracy_standard_error"],
+            **accuracy_of(rows),
             "nats_per_token": of_words["nats_per_word"],
             "nats_per_token_standard_error": of_words["nats_per_word_standard_error"],
             "token_perplexity": of_words["word_perplexity"],
@@ -83,19 +79,26 @@ class LastToken(LastWord):
         }
 
 
+def accuracy_of(rows: Sequence[Row]) -> Row:
+    """The number of examples, and the fraction of those whose `right` is true."""
+    right = to_array(rows, "right")
+    error = bootstrap_error(right, np.ones(len(rows)))
+    return {"examples": len(rows), "accuracy": float(right.mean()), "accuracy_standard_error": error}
+
+
 def passages(path: Path) -> list[str]:
-    """The texts of a file of JSON lines, {"text": …}. Raises DataError."""
-    texts = []
-    lines = read_text(path).split("\n")  # and not splitlines(): strings of JSON may hold other line ends
-    for number, line in enumerate(lines[: -1 if lines[-1] == "" else None], start=1):
+    """The texts of a file of JSON lines {"text": …}. Raises DataError."""
+    texts, whole = [], read_text(path)
+    lines = whole.removesuffix("\n").split("\n")  # not splitlines: JSON strings may contain other line ends
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except ValueError:
-            raise DataError(f'{path}, line {number}: not JSON; each line must be {{"text": …}}') from None
+            raise wrong_format(path, whole, 'JSON lines {"text": …}', number) from None
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str) or " " not in text.strip():
-            raise DataError(f'{path}, line {number}: no passage of two words and more under "text"')
+            raise DataError(
+                f'{path}, line {number}: no passage of two or more words under "text"; give the published file'
+            )
         texts.append(text)
-    if not texts:
-        raise DataError(f"{path}: empty; give the test set as JSON lines")
     return texts

@@ -1,4 +1,4 @@
-"""What protocols of running text have in common: nats by token, word and byte, each with its denominator."""
+"""Base of the protocols for running text: nats per token, word and byte, each with its denominator."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ LARGEST_EXPONENT = 700.0
 
 
 class TextProtocol(Protocol):
-    """Each token of a target is scored once. Examples are texts whose facts have `words` and `bytes`, or the windows of
-    one text, whose first has those of all of it."""
+    """Scores each target token once. Examples are texts with `words` and `bytes` in their facts, or windows of one
+    text, the first of which has those of the whole text."""
 
     def row(self, example: Example, scores: Likelihoods) -> Row:
         return {"tokens": int(scores.tokens.sum()), **example.facts, "nats": float(scores.nats.sum())}
@@ -43,12 +43,12 @@ class TextProtocol(Protocol):
 
 
 def windows_of(windows: Iterable[Request], words: int, text: str) -> list[Example]:
-    """Of one text, which has so many words."""
+    """Examples for the windows of one text, which has `words` words."""
     facts = {"words": words, "bytes": len(text.encode())}
     return [Example((window,), {} if number else facts) for number, window in enumerate(windows)]
 
 
 def with_error(name: str, nats: float, error: float) -> Row:
-    """The perplexity of mean nats, and its standard error from theirs, to first order."""
+    """The perplexity of mean nats and its standard error, from that of the nats to first order."""
     perplexity = math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
     return {name: perplexity, f"{name}_standard_error": perplexity * error}

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.evaluation.protocols.interface import Example, read_text
+from tost_lm.evaluation.protocols.interface import Example, read_text, wrong_format
 from tost_lm.evaluation.protocols.perplexity import TextProtocol, windows_of
 from tost_lm.evaluation.windows import disjoint_windows, strided_windows
 
 
 class StridedWikitext(TextProtocol):
-    """`wikitext2@hf-strideN`: one text of all rows, in windows that begin N tokens apart.
+    """`wikitext2@hf-strideN`: all rows as one text, in windows that begin N tokens apart; nats per token.
 
-    Rows are lines with their line ends, those without words empty, joined by two line ends; the measure is nats a
-    token. The words and bytes are those of the text as it is joined, whose first token is scored nowhere.
+    Rows are lines with their line ends, or empty for lines without words. Two line ends join them. Words and bytes are
+    those of the joined text. Its first token is not scored.
     """
 
     headline, by_token = "token_perplexity", True
@@ -26,15 +26,15 @@ class StridedWikitext(TextProtocol):
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         if self.stride > window:
             raise DataError(
-                f"{self.name}: windows of {window} tokens, which the model reads at once, leave some out: choose a "
-                "smaller stride"
+                f"{self.name}: the stride is longer than a window of {window} tokens, so tokens would be left out; "
+                "choose a smaller stride"
             )
         text = "\n\n".join(rows_of(path))
         return windows_of(strided_windows(tokenizer.encode_array(text), window, self.stride), len(text.split()), text)
 
 
 class WikitextPages(TextProtocol):
-    """`wikitext2@lm-eval`: each page detokenized and by itself; words and bytes are those of the page as it was."""
+    """`wikitext2@lm-eval`: each page separately and detokenized; words and bytes are those of the original page."""
 
     headline = "word_perplexity"
 
@@ -54,27 +54,32 @@ class WikitextPages(TextProtocol):
 
 
 def rows_of(path: Path) -> list[str]:
-    """The rows of Hugging Face's dataset: lines with their line ends, those without words empty. Raises DataError."""
-    lines = read_text(path).split("\n")
+    """The rows of Hugging Face's data set: lines with their line ends, empty for lines without words. Raises
+    DataError."""
+    lines = _read_lines(path)
     if lines[-1] == "":
         lines.pop()
-    if not any(line.strip() for line in lines):
-        raise DataError(f"{path}: no text; give wiki.test.raw of the raw release")
     return [f"{line}\n" if line.strip() else "" for line in lines]
 
 
 def pages(path: Path) -> Iterator[str]:
-    """The articles of the test file: lines from a heading of the first level to the next one. Raises DataError."""
+    """The articles of the test file: lines from one first-level heading to the next. Raises DataError."""
     page: list[str] = []
-    for line in read_text(path).split("\n"):
+    for line in _read_lines(path):
         if _is_title(line) and page:
             if any(part.strip() for part in page):
                 yield "\n".join(page)
             page = []
         page.append(line)
-    if not any(part.strip() for part in page):
-        raise DataError(f"{path}: no text; give wiki.test.raw of the raw release")
     yield "\n".join(page)
+
+
+def _read_lines(path: Path) -> list[str]:
+    text = read_text(path)
+    lines = text.split("\n")
+    if "<unk>" in text or not any(map(_is_title, lines)):
+        raise wrong_format(path, text, "wiki.test.raw of the raw release, with titles ' = Title = ' and without <unk>")
+    return lines
 
 
 def _is_title(line: str) -> bool:
@@ -84,7 +89,7 @@ def _is_title(line: str) -> bool:
 
 
 def detokenized(page: str) -> str:
-    """A page as it is tokenized by the protocol: spaces of WikiText's own tokenizer taken out again, in this order."""
+    """The page without the spaces of WikiText's tokenizer, as the protocol defines it; the order matters."""
     text = page.replace("s '", "s'")
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)

@@ -1,6 +1,6 @@
-"""A figure of a report: its drawing as PNG and PDF, the numbers in it as CSV, and where they make a table as LaTeX.
+"""A figure of a report as PNG and PDF, its data as CSV and, if useful, as a LaTeX table.
 
-The same numbers give the same bytes.
+The same data gives the same bytes.
 """
 
 import csv
@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing and what is drawn."""
+    """A figure and its data."""
 
     drawing: Figure
     header: Sequence[str]
-    """Names of the columns, each with its unit in parentheses."""
+    """Column names, each with the unit in parentheses."""
     rows: Sequence[Sequence[Any]]
     latex: str = ""
-    """The same as a table, where it is one."""
+    """A LaTeX table of the data; empty if there is none."""
 
     def files(self) -> dict[str, bytes]:
-        """The figure's files by their ending."""
+        """Content of the files by extension."""
         files = {
             "png": self._drawn("png", dpi=130, metadata={"Software": None}),
             "pdf": self._drawn("pdf", metadata={"CreationDate": None}),
@@ -34,7 +36,7 @@ class Chart:
         return files | ({"tex": self.latex.encode()} if self.latex else {})
 
     def table(self) -> str:
-        """As CSV."""
+        """The data as CSV."""
         lines = io.StringIO()
         csv.writer(lines, lineterminator="\n").writerows([self.header, *self.rows])
         return lines.getvalue()
@@ -45,18 +47,48 @@ class Chart:
         return file.getvalue()
 
 
-def joined(x: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
-    """A Chart's header and rows for lines (xs, ys) by name: a row for each x of any line, empty where one has none."""
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def line_data(x: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
+    """Header and rows of a Chart for lines (xs, ys) by name: one row for each x, empty where a line lacks it."""
     columns = [dict(zip(xs, ys, strict=True)) for xs, ys in lines.values()]
     rows = [[at, *[column.get(at, "") for column in columns]] for at in sorted(set().union(*columns))]
     return {"header": [x, *lines], "rows": rows}
 
 
 def column(rows: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """A value of each row, [N] float64; NaN where it is null or missing."""
+    """One field of all rows [N], float64; NaN where it is null or missing."""
     return np.array([row.get(key) for row in rows], dtype=float)
 
 
 def marker(points: int) -> str:
-    """Dots where there are few points, so that a single one is seen."""
+    """Dots for few points, so that a single point is visible."""
     return "." if points <= 50 else ""
+
+
+def step_axis(axes: Any, intervals: int = 9) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(intervals, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.3)
+
+
+def position_axis(axes: Any, label: str) -> None:
+    """A log axis for bins of positions or distances whose lengths double."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
+
+
+def log_value_axis(axes: Any) -> None:
+    """A log axis for values that are already drawn, with plain numbers as tick labels."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())

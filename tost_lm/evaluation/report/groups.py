@@ -1,4 +1,4 @@
-"""Several runs grouped by what they train, and the mean and standard error over the seeds of a group."""
+"""Groups of runs that differ only in the seed, and means with standard errors over the runs of a group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,42 +13,48 @@ from tost_lm.errors import ConfigError
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.record import RunRecord
 
-CARRIED_OUT = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_sequences", "data.workers"}
-"""Sections and settings that change nothing about what is trained."""
+IGNORED = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_size", "data.workers"}
+"""Sections and settings that do not change the trained model."""
 LABEL_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose settings are equal but for the seed and what only says how the work is carried out."""
+    """Runs with the same settings, apart from the seed and the `IGNORED` settings."""
 
     number: int
     runs: tuple[RunRecord, ...]
     settings: dict[str, Any]
-    """By their path, those in which the groups differ; one that is not set is not there."""
+    """By path, the settings in which the groups differ; unset ones are left out."""
 
     @property
     def label(self) -> str:
-        """For legends: the number, and what fits of the settings."""
+        """Number and shortened settings, for legends."""
         settings = ", ".join(f"{path}={value}" for path, value in self.settings.items())
         return (
             shorten(f"{self.number}: {settings}", LABEL_CHARACTERS, placeholder=" …") if settings else f"{self.number}"
         )
 
+    def results(self, protocol: str) -> list[dict[str, Any]]:
+        """Results of the runs; none if their steps or settings differ, because then a mean has no meaning."""
+        found = [results for run in self.runs if (results := run.results(protocol))]
+        alike = {str([results["identity"][key] for key in ("step", "settings")]) for results in found}
+        return found if len(alike) == 1 else []
+
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean of a value over runs, at the places xs that all of them have."""
+    """The mean over runs at the xs that all of them have."""
 
     xs: list[int]
     mean: np.ndarray
     error: np.ndarray | None
-    """Standard error of the mean; None: there is one run."""
+    """Standard error of the mean; None for a single run."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over `count` runs with its standard error; one run has none."""
+    """A mean over `count` runs; `error` is its standard error, None for a single run."""
 
     value: float
     error: float | None
@@ -56,36 +62,36 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> "Mean | None":
-        """Of the runs that have the value; None: no run has."""
-        there = np.array([value for value in values if value is not None])
-        if not len(there):
+        """The mean of the values that exist; None if there are none."""
+        present = np.array([value for value in values if value is not None])
+        if not len(present):
             return None
-        error = float(_standard_error(there)) if len(there) > 1 else None
-        return cls(float(there.mean()), error, len(there))
+        error = float(_standard_error(present)) if len(present) > 1 else None
+        return cls(float(present.mean()), error, len(present))
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs to compare. Raises ConfigError for one that is no run, has no metrics or is there twice."""
+    """The runs to compare. Raises ConfigError for a folder that is not a run, has no metrics or is listed twice."""
     runs, seen = [], set()
     for folder in folders:
         if folder.resolve() in seen:
-            raise ConfigError(f"{folder}: is there twice; give each run once")
+            raise ConfigError(f"a run is listed twice: {folder}; list each run once")
         seen.add(folder.resolve())
         run = RunRecord.read(folder)
         if not run.metrics:
-            raise ConfigError(f"{folder}: has no metrics yet (metrics.jsonl); train it first or leave it out")
+            raise ConfigError(f"a run has no metrics: {folder}/metrics.jsonl; train it first or leave it out")
         runs.append(run)
     return runs
 
 
-def grouped(runs: Iterable[RunRecord]) -> list[Group]:
-    """The runs by what they train, in the order of their first."""
+def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
+    """The groups in the order of their first runs."""
     members: list[tuple[dict[str, Any], list[RunRecord]]] = []
     for run in runs:
-        trained = what_is_trained(run.config)
-        same = next((others for settings, others in members if settings == trained), None)
+        compared = compared_settings(run.config)
+        same = next((others for settings, others in members if settings == compared), None)
         if same is None:
-            members.append((trained, [run]))
+            members.append((compared, [run]))
         else:
             same.append(run)
     paths = dict.fromkeys(path for settings, _ in members for path in settings)
@@ -96,12 +102,12 @@ def grouped(runs: Iterable[RunRecord]) -> list[Group]:
     ]
 
 
-def what_is_trained(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what is trained, by their path, but for the seed."""
+def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that define a group, by path: those of the trained model, without the seed."""
     return {
         path: value
         for path, value in leaves(dict(config))
-        if path.split(".")[0] not in CARRIED_OUT and path not in CARRIED_OUT and path != "train.seed"
+        if path.split(".")[0] not in IGNORED and path not in IGNORED and path != "train.seed"
     }
 
 
@@ -110,7 +116,7 @@ def seed(run: RunRecord) -> int:
 
 
 def common_steps(records: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
-    """The steps that every one of these lists of rows has."""
+    """The steps that all lists of rows have."""
     return sorted(set.intersection(*({row["step"] for row in rows} for rows in records))) if records else []
 
 
@@ -119,7 +125,7 @@ def at_step(rows: Iterable[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
 
 
 def mean_curve(records: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
-    """A value of rows by step, over runs, at their common steps; not a number where it is none in one run."""
+    """The mean of a field over runs at their common steps; NaN where a run lacks it."""
     steps = common_steps(records)
     wanted = set(steps)
     values_RS = np.array([column([row for row in rows if row["step"] in wanted], key) for rows in records])
@@ -127,11 +133,11 @@ def mean_curve(records: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curv
 
 
 def curve(xs: Sequence[int], values_RX: np.ndarray) -> Curve:
-    """The mean over runs of values [runs, places]."""
+    """The mean over runs of values [runs, xs]."""
     error = _standard_error(values_RX) if len(values_RX) > 1 else None
     return Curve(list(xs), values_RX.mean(axis=0), error)
 
 
 def _standard_error(values: np.ndarray) -> np.ndarray:
-    """Over the first dimension: the sample's deviation by the root of its size."""
+    """Standard error of the mean over the first dimension."""
     return values.std(axis=0, ddof=1) / len(values) ** 0.5

@@ -1,4 +1,4 @@
-"""Figures of retrieval: shares of right answers as colours with their numbers, on a fixed scale of 0 to 100 %."""
+"""Retrieval figures: heatmaps of accuracies with their numbers, on a fixed scale of 0 to 100 %."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.charts import Chart
+from tost_lm.evaluation.report.charts import Chart, new_figure
 from tost_lm.evaluation.report.latex import tabular
 
-NEEDLE_KEYS = {"choice_accuracy": "with the needle", "control_choice_accuracy": "control: no needle"}
+NEEDLE_KEYS = {"choice_accuracy": "with the needle", "control_choice_accuracy": "control without it"}
 CELL_INCHES = 0.5
-LIGHT_ABOVE = 55  # from here on the colour is so light that black is read better on it
+LIGHT_ABOVE = 55  # light colours need black text
 
 
 def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
-    """Choice accuracy by depth and length, beside the control without the needle."""
+    """Choice accuracy by depth and length, with and without the needle."""
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
     figure = Figure(figsize=(3 + 1.5 * len(lengths), 1.6 + CELL_INCHES * len(depths)), layout="constrained")
@@ -27,14 +27,14 @@ def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
         for cell in cells:
             percent_DL[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell[key]
         percents.append(percent_DL)
-        image = _paint(axes, percent_DL, lengths, [f"{depth:g}" for depth in depths])
+        image = _draw_heatmap(axes, percent_DL, lengths, [f"{depth:g}" for depth in depths])
         axes.set_title(title)
-    panels[0].set_ylabel("depth of the needle (0: beginning)")
-    figure.colorbar(image, ax=panels, label="right word chosen (%)")
+    panels[0].set_ylabel("needle depth (0–1)")
+    figure.colorbar(image, ax=panels, label="accuracy (%)")
     header = [
         "length (tokens)",
-        "depth (share of the text)",
-        *[f"right word chosen, {name} (%)" for name in NEEDLE_KEYS.values()],
+        "depth (fraction of the text)",
+        *[f"choice accuracy, {name} (%)" for name in NEEDLE_KEYS.values()],
     ]
     rows = [[c["length"], c["depth"], *[100 * c[key] for key in NEEDLE_KEYS]] for c in cells]
     table = [
@@ -46,9 +46,9 @@ def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
 
 
 def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
-    """The share of what answers must name that a model wrote, by task and length; `found` are results by task.
+    """Recall of the answers by task and length; `found` are results by task.
 
-    The table for LaTeX has chance beside it, and in parentheses the control.
+    The LaTeX table also has the chance level and, in parentheses, the control.
     """
     lengths = sorted({cell["length"] for results in found.values() for cell in results["cells"]})
     percent_NL = np.full((len(found), len(lengths)), np.nan)
@@ -58,15 +58,14 @@ def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
         for cell in results["cells"]:
             row[lengths.index(cell["length"])] = 100 * cell["found_share"]
             texts[cell["length"]] = f"{cell['found_share']:.1%} ({cell['control_found_share']:.1%})"
-        table.append((name, chance_text(results["chance"]), *texts.values()))
+        table.append((name, format_chance(results["chance"]), *texts.values()))
     names = [name.split("@")[0] for name in found]
-    figure = Figure(figsize=(3.6 + 0.9 * len(lengths), 1.4 + 0.4 * len(names)), layout="constrained")
-    axes = figure.add_subplot()
-    figure.colorbar(_paint(axes, percent_NL, lengths, names), ax=axes, label="found (%)")
+    figure, axes = new_figure(3.6 + 0.9 * len(lengths), 1.4 + 0.4 * len(names))
+    figure.colorbar(_draw_heatmap(axes, percent_NL, lengths, names), ax=axes, label="recall (%)")
     keys = ("found_share", "exact_accuracy")
     header = [
-        "task", "length (tokens)", "found (%)", "found without the needles (%)", "exact (%)",
-        "exact without the needles (%)", "answer (nats)", "answer without the needles (nats)", "chance (%)",
+        "task", "length (tokens)", "recall (%)", "recall, control (%)", "exact (%)", "exact, control (%)",
+        "answer (nats)", "answer, control (nats)", "chance (%)",
     ]  # fmt: skip
     rows = [
         [
@@ -79,19 +78,18 @@ def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
     return Chart(figure, header, rows, latex)
 
 
-def chance_text(chance: float) -> str:
-    """In percent, where that is more than nothing."""
+def format_chance(chance: float) -> str:
     return f"{chance:.0%}" if chance > 0.001 else "< 0.1%"
 
 
-def _paint(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], names: Sequence[str]) -> Any:
-    """Rows by length; what is not a number stays white. Returns the image, for its scale."""
-    # cividis is even in lightness and reads the same with red-green colour blindness
+def _draw_heatmap(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], names: Sequence[str]) -> Any:
+    """Rows by length; NaN stays white. Returns the image for its colour bar."""
+    # cividis has even lightness and is safe for red-green colour blindness.
     image = axes.imshow(percent_RL, cmap="cividis", vmin=0, vmax=100, aspect="auto")
-    for (row, place), value in np.ndenumerate(percent_RL):
+    for (row, i), value in np.ndenumerate(percent_RL):
         if np.isfinite(value):
             colour = "black" if value > LIGHT_ABOVE else "white"
-            axes.text(place, row, f"{value:.0f}", ha="center", va="center", color=colour)
+            axes.text(i, row, f"{value:.0f}", ha="center", va="center", color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("length (tokens)")

@@ -1,21 +1,39 @@
-"""Markdown of plain texts."""
+"""Markdown from plain text."""
 
 import re
 from collections.abc import Sequence
 
+NUMBER = r"[<+−-]? ?\d[\d.,]*(?:e[+-]?\d+)?%?"
+NUMBERS = re.compile(rf"{NUMBER}(?:(?: ± | of |, | / ){NUMBER})*(?: \(.*\))?|NaN|–|")
+LONG_CELL = 40
+"""A column with a longer text gets `:---`; its cells may wrap in report.html."""
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain texts."""
-    lines = [["---"] * len(header), *[[escape(cell) for cell in row] for row in rows]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [[escape(cell) for cell in header], *lines])
+    """A table of plain text; columns of numbers are aligned right."""
+    lines = [header, *rows]
+    text = ["| " + " | ".join(map(escape, line)) + " |" for line in lines]
+    columns = [_alignment([row[i] for row in rows]) for i in range(len(header))]
+    return "\n".join([text[0], f"| {' | '.join(columns)} |", *text[1:]])
+
+
+def with_error(mean: float, standard_error: float | None, form: str) -> str:
+    """A mean ± its standard error, if there is one."""
+    return f"{mean:{form}}" + ("" if standard_error is None else f" ± {standard_error:{form.strip('+')}}")
 
 
 def fenced(text: str) -> str:
-    """A code block that holds any text: its fence is longer than any run of backticks inside."""
+    """A code block for any text: the fence is longer than any run of backticks in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
 
 def escape(text: str) -> str:
-    """Plain text as Markdown that shows it, on one line."""
+    """Plain text as Markdown on one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(text.split()))
+
+
+def _alignment(cells: Sequence[str]) -> str:
+    if any(cells) and all(map(NUMBERS.fullmatch, cells)):
+        return "---:"
+    return ":---" if max(map(len, cells), default=0) > LONG_CELL else "---"

@@ -1,6 +1,7 @@
-"""One page and its files: report.md, report.html, and each figure as PNG, PDF and CSV, some also as LaTeX."""
+"""Files of a report: report.md, report.html, and each figure as PNG, PDF and CSV, some also as a LaTeX table."""
 
 import base64
+import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -8,65 +9,72 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from tost_lm.evaluation.report.charts import Chart
-from tost_lm.files import write_whole
+from tost_lm.files import write_atomically
 
 STYLE = """
-body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b;
+body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b;
        background: #fff; }
 h1, h2 { line-height: 1.25; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
+p, pre, blockquote { max-width: 52rem; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-th, td { border: 1px solid #ccc; padding: .3rem .7rem; text-align: left; overflow-wrap: anywhere; }
-th { background: #f3f5f7; }
+th, td { border: 1px solid #ccc; padding: .3rem .7rem; text-align: left; vertical-align: top; white-space: nowrap; }
+th, td[style*="left"] { white-space: normal; }
+th span, td span { white-space: nowrap; }
+td[style*="left"] { min-width: 16rem; }
+th { background: #f3f5f7; vertical-align: bottom; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 img { max-width: 100%; height: auto; }
 blockquote { margin: 1rem 0; padding: .1rem 1rem; border-left: 4px solid #c77700; background: #fff7e8; }
 """
+CELL = re.compile(r"(?<=>)[^<]*(?=</t[dh]>)")
+UNBROKEN = re.compile(r"\S+ ± \S+|\S*[-/]\S*")
+"""In a cell, browsers would otherwise break a line after the hyphens and slashes of these words."""
 
 
 class Page:
-    """A report while it is made."""
+    """Title and figures of a report; `figures` is their folder relative to the page."""
 
     def __init__(self, title: str, figures: str):
-        """`figures` is where its figures lie, seen from the page."""
         self.title, self.figures = title, figures
         self.charts: dict[str, Chart] = {}
 
-    def show(self, name: str, chart: Chart, alternative: str) -> str:
+    def add_figure(self, name: str, chart: Chart, alt_text: str) -> str:
         """Keep a figure and return the Markdown that shows it."""
         self.charts[f"{self.figures}/{name}"] = chart
-        return f"![{alternative}]({self.figures}/{name}.png)"
+        return f"![{alt_text}]({self.figures}/{name}.png)"
 
-    def whereabouts(self) -> str:
-        """Where the figures lie that were shown so far, in a sentence; empty if there are none."""
+    def figure_files(self) -> str:
+        """A sentence about the files of the figures so far; empty if there are none."""
         if not self.charts:
             return ""
-        tables = "; those that are tables also as LaTeX" if any(chart.latex for chart in self.charts.values()) else ""
-        return f"The figures lie in `{self.figures}/` as PNG and PDF, and the numbers drawn in them as CSV{tables}."
+        latex = ", and some as LaTeX tables" if any(chart.latex for chart in self.charts.values()) else ""
+        return f"Figures are in `{self.figures}/` as PNG and PDF, their data as CSV{latex}."
 
     def write(self, folder: Path, sections: Iterable[str]) -> Path:
-        """Make the sections, then write all files into `folder`. Returns the path of report.html."""
+        """Write all files into `folder` once all sections are complete. Returns the path of report.html."""
         markdown = to_markdown(sections)
         pictures = {}
         for name, chart in self.charts.items():
             files = chart.files()
             pictures[f"{name}.png"] = files["png"]
             for ending, data in files.items():
-                write_whole(folder / f"{name}.{ending}", data)
-        write_whole(folder / "report.md", markdown)
-        write_whole(folder / "report.html", to_html(markdown, pictures, self.title))
+                write_atomically(folder / f"{name}.{ending}", data)
+        write_atomically(folder / "report.md", markdown)
+        write_atomically(folder / "report.html", to_html(markdown, pictures, self.title))
         return folder / "report.html"
 
 
 def to_markdown(sections: Iterable[str]) -> str:
-    """One text; empty sections are left out."""
+    """The sections as one text, without empty ones."""
     return "\n\n".join(section.strip() for section in sections if section) + "\n"
 
 
 def to_html(markdown: str, pictures: dict[str, bytes], title: str) -> str:
-    """One page that needs nothing else: styles inside, each picture (by the path that the text gives it) embedded."""
+    """One self-contained page; `pictures` are the PNG data of its images by their path in the text."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    body = CELL.sub(lambda cell: UNBROKEN.sub(r"<span>\g<0></span>", cell[0]), body)
     for name, png in pictures.items():
-        # A quotation mark in text is escaped, so this is found in tags only.
+        # Text has its quotation marks escaped, so only tags match.
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{base64.b64encode(png).decode()}"')
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,4 +1,4 @@
-"""What a run folder or an export says of itself, read without torch for the report."""
+"""Records and results of a run folder or model folder, read without torch."""
 
 import json
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from tost_lm.model.checkpoint import MANIFEST, StoredTensors
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A run folder or an export, and what was measured of it; its checkpoint is looked for when asked for."""
+class EvaluatedModel:
+    """A run folder or model folder and its evaluation results. The checkpoint is found on first use."""
 
     folder: Path
 
@@ -26,28 +26,28 @@ class Evaluated:
         return Subject.find(self.folder)
 
     @property
-    def with_text(self) -> str:
-        """What a program that reads held-out text is given."""
+    def arguments(self) -> str:
+        """Arguments for a program that reads held-out text."""
         return f"{self.folder} heldout.shards=FOLDER"
 
     def named_protocols(self) -> dict[str, dict[str, Any]]:
-        """Results of `eval.zero_shot` on test sets, by protocol."""
+        """Results of `eval.zero_shot` on test sets by protocol."""
         names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
         found = {name: self.results(name) or {} for name in names}
         return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
 
     def results(self, protocol: str) -> dict[str, Any] | None:
-        """A protocol's results, None if it was not evaluated."""
+        """The results of a protocol; None without any."""
         path = results_path(self.folder, protocol)
         results = _read_json(path)
         if results is not None and "identity" not in results:
-            raise ConfigError(f"{path}: no results of this version; remove it and run the program that makes it again")
+            raise ConfigError(f"results are from another version: {path}; remove the file and run the evaluation again")
         return results
 
 
 @dataclass(frozen=True)
-class RunRecord(Evaluated):
-    """A run folder's settings and records."""
+class RunRecord(EvaluatedModel):
+    """Settings and records of a run folder."""
 
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -57,11 +57,11 @@ class RunRecord(Evaluated):
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
-        """Raises ConfigError if it is no run folder."""
+        """Raises ConfigError if `folder` is not a run folder."""
         if (folder / MANIFEST).is_file():
-            raise ConfigError(f"{folder}: not a run folder but a checkpoint; give the run folder that it lies in")
+            raise ConfigError(f"not a run folder but a checkpoint: {folder}; give the run folder that contains it")
         if not (folder / "config.toml").is_file():
-            raise ConfigError(f"{folder}: not a run folder (it has no config.toml); give one that training made")
+            raise ConfigError(f"not a run folder, config.toml is missing: {folder}; give a folder that training wrote")
         return cls(
             folder=folder,
             config=read_toml(folder / "config.toml"),
@@ -72,29 +72,29 @@ class RunRecord(Evaluated):
         )
 
     @property
-    def with_text(self) -> str:
-        return super().with_text if "mixture" in self.config["data"] else str(self.folder)
+    def arguments(self) -> str:
+        return super().arguments if "mixture" in self.config["data"] else str(self.folder)
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters without the learned positions, the way the published figures are counted."""
+        """Number of parameters without learned positions, as published numbers count them."""
         weights = StoredTensors(self.subject.checkpoint, "model", framework="np")
         return sum(prod(weights.shape(name)) for name in weights if name != "positions.weight")
 
     @property
     def step(self) -> int:
-        """Steps behind the checkpoint."""
+        """Training steps of the checkpoint."""
         return int(self.subject.checkpoint.name.removeprefix("step_"))
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on, up to the checkpoint."""
+        """Training tokens of the checkpoint."""
         train = self.config["train"]
-        return self.step * train["batch_sequences"] * train["sequence_tokens"]
+        return self.step * train["global_batch_size"] * train["seq_len"]
 
 
 def is_export(folder: Path) -> bool:
-    """Whether it is a checkpoint that belongs to no run. Raises CheckpointError if it is a damaged one."""
+    """Whether `folder` is a checkpoint outside of a run. Raises CheckpointError if it is damaged."""
     return (folder / MANIFEST).is_file() and Subject.find(folder).home == folder
 
 
@@ -104,4 +104,4 @@ def _read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise ConfigError(f"{path}: damaged; remove it and run the program that makes it again") from None
+        raise ConfigError(f"damaged JSON: {path}; remove the file and run the program that writes it again") from None

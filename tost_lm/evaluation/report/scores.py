@@ -1,4 +1,4 @@
-"""The figures by which groups of runs are compared, and what forbids or limits a comparison."""
+"""Metrics that compare groups of runs, and reasons why a comparison is limited."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.groups import Group, Mean, at_step, common_steps, seed
-from tost_lm.evaluation.report.retrieval import needle_mean
+from tost_lm.evaluation.report.retrieval import mean_score
 from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
 from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, TEXT
 
@@ -19,61 +19,46 @@ class Score(NamedTuple):
 
     mean: Mean
     step: int | None
-    """After which it was measured; None: it belongs to no step."""
+    """Step of the measurement; None if it has none."""
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """A column of the table of results."""
 
     name: str
     form: str
-    """As in a format string."""
+    """Format specification."""
     of: Callable[[Group], Score | None]
-    """None: no run of the group has it, or those that have it have it at different steps."""
-
-
-def training_loss(group: Group) -> Score | None:
-    return _loss([run.metrics for run in group.runs])
+    """None if no run has a value or the runs have values at different steps."""
 
 
 def validation_loss(group: Group) -> Score | None:
     return _loss([run.validation for run in group.runs if run.validation])
 
 
-def bits_per_byte(group: Group) -> Score | None:
-    return _result(group, HELDOUT, lambda results: results["model"]["bits_per_byte"])
+def bits_per_byte(results: dict[str, Any]) -> float:
+    return results["model"]["bits_per_byte"]
 
 
-def text_bits_per_byte(group: Group) -> Score | None:
-    return _result(group, TEXT, lambda results: results["model"]["bits_per_byte"])
+def choice_accuracy(results: dict[str, Any]) -> float:
+    return mean_score(results["cells"], "choice_accuracy")
 
 
-def needle_accuracy(group: Group) -> Score | None:
-    return _result(group, NEEDLE, lambda results: needle_mean(results, "choice_accuracy"))
-
-
-def speed(group: Group) -> Score | None:
-    return _over_rows(group, "tokens_per_second_device", np.nanmedian)
-
-
-def memory(group: Group) -> Score | None:
-    return _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)
-
-
-FIGURES = [
-    Figure("training loss", ".4f", training_loss),
-    Figure("validation loss", ".4f", validation_loss),
-    Figure("held-out bits per byte", ".4f", bits_per_byte),
-    Figure("text in one stream, bits per byte", ".4f", text_bits_per_byte),
-    Figure("needle: right word chosen", ".1%", needle_accuracy),
-    Figure("tokens/s a device", ",.0f", speed),
-    Figure("memory peak (GB)", ",.2f", memory),
+METRICS = [
+    Metric("training loss", ".4f", lambda group: _loss([run.metrics for run in group.runs])),
+    Metric("validation loss", ".4f", validation_loss),
+    Metric("held-out bits per byte", ".4f", lambda group: _result(group, HELDOUT, bits_per_byte)),
+    Metric("text file, bits per byte", ".4f", lambda group: _result(group, TEXT, bits_per_byte)),
+    Metric("needle choice accuracy", ".1%", lambda group: _result(group, NEEDLE, choice_accuracy)),
+    Metric("tokens/s/device", ",.0f", lambda group: _over_rows(group, "tokens_per_second_device", np.nanmedian)),
+    Metric("peak memory (GB)", ",.2f", lambda group: _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)),
 ]
 
 
-def behind_the_best(groups: Sequence[Group]) -> dict[int, Mean]:
-    """By a group's number, how far its validation loss lies above that of the group with the lowest, run against run of
-    the same seed: what a seed's order of data does to all groups alike drops out. Empty unless two groups share seeds.
+def gap_to_best(groups: Sequence[Group]) -> dict[int, Mean]:
+    """Validation loss minus that of the best group, by group number, paired by seed.
+
+    The pairs share the order of the data, which removes its effect. Empty unless two groups share seeds.
     """
     means = {group.number: score.mean.value for group in groups if (score := validation_loss(group))}
     losses = {group.number: _losses_by_seed(group) for group in groups if group.number in means}
@@ -88,43 +73,43 @@ def behind_the_best(groups: Sequence[Group]) -> dict[int, Mean]:
 
 
 def _losses_by_seed(group: Group) -> dict[tuple[int, int], float]:
-    """Validation losses by seed and the step that they were measured after."""
+    """Last validation loss by (seed, step)."""
     return {(seed(run), row["step"]): row["loss"] for run in group.runs for row in run.validation[-1:] if row["loss"]}
 
 
-def limits(groups: Sequence[Group]) -> Iterator[str]:
-    """What one must know before comparing, a sentence or two each."""
+def limitations(groups: Sequence[Group]) -> Iterator[str]:
+    """Reasons why the groups are not fully comparable, a sentence each."""
     for group in groups:
-        yield from _limits_within(group)
+        yield from _limitations_within(group)
     runs = [run for group in groups for run in group.runs]
     if any(path.startswith("data.") or path == "model.vocab_size" for group in groups for path in group.settings):
-        yield "The groups were trained on different data or tokens, so their losses per token are of different texts."
+        yield "The groups have different training data or vocabularies, so their losses per token are not comparable."
     if len({run.validation[-1]["tokens"] for run in runs if run.validation}) > 1:
-        yield "Validation losses were measured on different numbers of tokens."
+        yield "The validation losses are from different numbers of tokens."
     for protocol in PROTOCOLS:
         identities = [results["identity"] for run in runs if (results := run.results(protocol))]
-        if any(_measured(identity) != _measured(identities[0]) for identity in identities):
-            yield f"Results of {protocol} were made on different texts or with different settings."
+        if any(_inputs(identity) != _inputs(identities[0]) for identity in identities):
+            yield f"The results of {protocol} are from different texts or settings."
 
 
-def _limits_within(group: Group) -> Iterator[str]:
+def _limitations_within(group: Group) -> Iterator[str]:
     last = {run.folder: run.metrics[-1]["step"] for run in group.runs}
     if len(set(last.values())) > 1:
-        stand = ", ".join(f"{name} at {step:,}" for name, step in last.items())
+        listed = ", ".join(f"{name} at {step:,}" for name, step in last.items())
         steps = common_steps([run.metrics for run in group.runs])
-        how = f"compared at {steps[-1]:,}, the last that all logged" if steps else "not compared: they share none"
-        yield f"The runs of group {group.number} stand at different steps ({stand}) and are {how}."
+        how = f"compared at their last common step {steps[-1]:,}" if steps else "not compared (no common step)"
+        yield f"The runs of group {group.number} ended at different steps ({listed}) and are {how}."
     if len({seed(run) for run in group.runs}) < len(group.runs):
-        yield f"Some runs of group {group.number} have the same seed: their differences are not those of seeds."
+        yield f"Some runs of group {group.number} have the same seed, so the standard error is not over seeds."
     for protocol in PROTOCOLS:
         found = {run.folder: results["identity"]["step"] for run in group.runs if (results := run.results(protocol))}
         if len(set(found.values())) > 1:
             steps = ", ".join(f"{name} after {step:,}" for name, step in found.items())
-            yield f"Results of {protocol} in group {group.number} are of different steps ({steps}): no mean is taken."
+            yield f"The results of {protocol} in group {group.number} have no mean: the steps differ ({steps})."
 
 
 def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
-    """At the last step that all of them have."""
+    """Mean at the last common step."""
     steps = common_steps(records)
     if not steps:
         return None
@@ -133,7 +118,7 @@ def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
 
 
 def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale: float = 1) -> Score | None:
-    """Of what each run logged."""
+    """Mean over runs of a statistic of the logged values."""
     logged = [column(run.metrics, key) for run in group.runs]
     mean = Mean.of([float(of(values)) * scale for values in logged if not np.isnan(values).all()])
     return mean and Score(mean, None)
@@ -146,5 +131,5 @@ def _result(group: Group, protocol: str, score: Callable[[dict[str, Any]], float
     return Score(mean, steps.pop()) if mean and len(steps) == 1 else None
 
 
-def _measured(identity: dict[str, Any]) -> tuple[Any, ...]:
+def _inputs(identity: dict[str, Any]) -> tuple[Any, ...]:
     return identity["shards_fingerprint"], identity.get("text_sha256"), identity["settings"]

@@ -1,4 +1,4 @@
-"""The figures of a report in wandb: each as an image, and the numbers drawn in it as a table."""
+"""Figures of a report in wandb: each as an image and its data as a table."""
 
 import io
 import os
@@ -12,13 +12,13 @@ from tost_lm.evaluation.report.charts import Chart
 
 
 def log_to_wandb(name: str, folder: Path, charts: Mapping[str, Chart]) -> None:
-    """A wandb run of its own in the run's group, below `folder` (offline unless WANDB_MODE says otherwise).
+    """Log to a separate wandb run in the group `name`, below `folder`; offline unless WANDB_MODE is set.
 
     Raises:
-        ConfigError: wandb is not installed or does not start in the mode that WANDB_MODE names.
+        ConfigError: wandb is not installed or does not start in the mode of WANDB_MODE.
     """
     if not find_spec("wandb"):
-        raise ConfigError("report.wandb needs wandb: pip install wandb")
+        raise ConfigError("report.wandb needs a package: wandb; run pip install wandb")
     import wandb
     from PIL import Image
 
@@ -32,7 +32,7 @@ def log_to_wandb(name: str, folder: Path, charts: Mapping[str, Chart]) -> None:
             job_type="report",
             dir=folder,
             mode=mode,  # pyright: ignore[reportArgumentType]
-            # Its metadata would hold the command line and the repository's address in clear.
+            # The metadata would contain the command line and the repository's address.
             settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
         )
     except (wandb.Error, ValueError) as error:
@@ -42,9 +42,9 @@ def log_to_wandb(name: str, folder: Path, charts: Mapping[str, Chart]) -> None:
     for path, chart in charts.items():
         figure = Path(path).name
         shown[figure] = wandb.Image(Image.open(io.BytesIO(chart.files()["png"])))
-        # A column has one type.
+        # wandb needs one type per column.
         cells: Any = [["" if cell is None else str(cell) for cell in row] for row in chart.rows]
         shown[f"{figure}_table"] = wandb.Table(columns=list(chart.header), data=cells)
     run.log(shown)
     run.finish()
-    wandb.teardown()  # or what this process starts would look for its service
+    wandb.teardown()  # otherwise child processes look for its service

@@ -1,10 +1,10 @@
-"""The cells of a task, each a file of its own, so that a killed evaluation goes on where it was:
+"""The cells of a task. Each is a file of its own, so that an interrupted evaluation resumes:
 
-    eval/TASK/cells/length_00001024_depth_0.50.json    scores and examples; no depth where it is drawn
-    eval/TASK/results.json                             the scores of all cells that were asked for
+    eval/TASK/cells/length_00001024_depth_0.50.json    scores and examples; no depth if it is drawn
+    eval/TASK/results.json                             scores of all cells
 
-A cell is measured again when anything that it is a result of has changed: checkpoint, text, seed or examples. Which
-other cells are asked for does not matter.
+A cell is measured again when its checkpoint, text, seed or number of samples has changed. It does not depend on the
+other cells.
 """
 
 import json
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, score_cell
+from tost_lm.evaluation.retrieval.interface import Task
+from tost_lm.evaluation.retrieval.scoring import Scorer, score_cell
 from tost_lm.evaluation.retrieval_config import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
-from tost_lm.files import write_whole
+from tost_lm.files import write_atomically
 
 NOT_SCORES = ("protocol", "identity", "seconds", "examples")
-"""What a cell's file holds beside its scores."""
+"""Keys of a cell's file that are no scores."""
 
 
 class Cell(NamedTuple):
-    """A place of a task's grid."""
+    """A place in a task's grid."""
 
     length: int
     depth: float | None
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
 
 def identity_of(task: Task, config: RetrievalConfig, subject: Subject) -> dict[str, Any]:
-    """What the results of a task are results of."""
+    """Everything that the results of a task depend on."""
     identity = subject.identity(None, task.text and task.text.shards) | (task.text.facts if task.text else {})
     settings = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
     if task.depths != (None,):
@@ -52,10 +52,10 @@ def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: 
     """The lengths of a task's cells: those given, else what fits of a quarter, half and all of `max_positions`.
 
     Args:
-        limit: the longest sequence that the model reads; None: any.
+        limit: the model's positions; None: unlimited.
 
     Raises:
-        ConfigError: a length passes the limit, or is too short for needles, question and answer.
+        ConfigError: a length exceeds the limit, or is too short for needles, question and answer.
         DataError: the haystack's text is shorter than a length.
     """
     needed = task.needed(samples)
@@ -63,11 +63,11 @@ def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: 
     chosen = list(lengths) or [length for length in quarters if length > needed] or quarters[-1:]
     for length in chosen:
         if limit is not None and length > limit:
-            raise ConfigError(f"retrieval.lengths: {length} passes the model's positions ({limit})")
+            raise ConfigError(f"retrieval.lengths: {length} exceeds the model's positions ({limit}); lower it")
         if length <= needed:
             raise ConfigError(
                 f"retrieval.lengths: {length} tokens are too few for {task.name}, whose needles, question and answer "
-                f"alone take {needed}"
+                f"take {needed}; raise it"
             )
         if task.text:
             task.text.for_length(length)
@@ -75,7 +75,7 @@ def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: 
 
 
 class Grid:
-    """One task's cells and where they lie."""
+    """The cells of one task and their files."""
 
     def __init__(self, task: Task, identity: dict[str, Any], subject: Subject, lengths: Sequence[int]):
         self.task, self.identity = task, identity
@@ -84,34 +84,27 @@ class Grid:
         self.folder = subject.results_path(task.name).parent / "cells"
 
     def measure(self, ranks: Ranks, scorer: Scorer, tokenizer: Tokenizer) -> None:
-        """Measure what is not there yet; all ranks call it. The copies of the model share the cells out, and
-        when the call ends all files are there."""
-        # As rank 0 finds it, since ranks that decide apart would wait for each other in vain.
-        there = ranks.gather([self._is_there(cell) for cell in self.cells])[0]
-        if any(there):
-            print(f"{self.task.name}: {sum(there)} of {len(there)} cells are there already", flush=True)
-        todo = [cell for cell, done in zip(self.cells, there, strict=True) if not done]
-
-        def in_step(examples: Sequence[Example], room: int) -> Scores:
-            scores = scorer(examples, room)
-            ranks.gather(True)  # copies that are done wait for that, not for long cells as a whole
-            return scores
-
+        """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.
+        When it returns, all files exist."""
+        # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
+        exists = ranks.gather([self._exists(cell) for cell in self.cells])[0]
+        if any(exists):
+            print(f"{self.task.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
+        todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
         for cell in todo[ranks.copy :: ranks.copies]:
             started = time.monotonic()
-            scores, rows = score_cell(self.task, tokenizer, in_step, cell.length, cell.depth, self.samples)
+            scores, rows = score_cell(self.task, tokenizer, scorer, cell.length, cell.depth, self.samples)
             result = {
                 "protocol": self.task.name, "identity": self._identity(cell), **cell._asdict(), "samples": self.samples,
                 **scores, "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
-            if ranks.leads:
-                write_whole(self.folder / cell.file_name, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            if ranks.is_first_of_copy:
+                write_atomically(self.folder / cell.file_name, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
             print(f"{self.task.name}: {describe(result)}", flush=True)
-        while any(ranks.gather(False)):
-            pass
+        ranks.wait_for_copies()
 
     def results(self) -> list[dict[str, Any]]:
-        """The scores of all cells that are there, of earlier calls too, by length and depth."""
+        """The scores of all cells that exist, also of earlier calls, by length and depth."""
         kept = []
         for path in self.folder.glob("length_*.json"):
             try:
@@ -119,15 +112,15 @@ class Grid:
                 if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
                     kept.append({k: v for k, v in cell.items() if k not in NOT_SCORES})
             except (ValueError, KeyError, TypeError):
-                continue  # damaged, and measured again when it is asked for
+                continue  # damaged; `measure` replaces it
         return sorted(kept, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
     def _identity(self, cell: Cell) -> dict[str, Any]:
-        """What a cell is a result of, which is less than what all of them are."""
+        """Everything that a cell depends on, without the settings of other cells."""
         settings = {key: self.identity["settings"][key] for key in ("samples", "seed")}
         return self.identity | {"settings": settings | cell._asdict()}
 
-    def _is_there(self, cell: Cell) -> bool:
+    def _exists(self, cell: Cell) -> bool:
         try:
             return json.loads((self.folder / cell.file_name).read_bytes())["identity"] == self._identity(cell)
         except (OSError, ValueError, KeyError, TypeError):
@@ -135,7 +128,7 @@ class Grid:
 
 
 def describe(cell: dict[str, Any]) -> str:
-    """A line for a cell, its control in parentheses."""
+    """A line for a cell, with the scores of its control in parentheses."""
     place = f"length {cell['length']:>9,}" + ("" if cell["depth"] is None else f"  depth {cell['depth']:<5g}")
     names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact"}
     scores = [f"{name} {cell[key]:6.1%} ({cell[f'control_{key}']:.1%})" for key, name in names.items() if key in cell]

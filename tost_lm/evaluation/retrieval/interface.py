@@ -1,4 +1,4 @@
-"""What a retrieval task is: examples of an exact length, each with its control."""
+"""Interface of a retrieval task: examples of an exact length, each with a control."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,29 +10,32 @@ from tost_lm.evaluation.retrieval.haystacks import Text
 
 @dataclass(frozen=True)
 class Example:
-    """A text that ends in a question, and what answers it."""
+    """A text that ends in a question, and its answer."""
 
     prompt: np.ndarray
     """Ids, int64 [T]; the first is the end of text."""
     question: str
-    """Its end, which the answer goes on with."""
+    """The end of the prompt, which the answer continues."""
     references: tuple[str, ...]
-    """What the answer must name."""
+    """Strings that the answer must contain."""
     options: tuple[tuple[int, ...], ...]
-    """Ids of the answers that are compared; where there is nothing to compare, of the right one alone."""
+    """Ids of the answers that are compared; a task without a comparison has only the right one."""
     right: int
-    """Which of the options is the answer."""
+    """Index of the right option."""
 
 
 class Task(ABC):
     """Makes the examples of one protocol.
 
-    An example depends on the settings' seed, the tokenizer, the haystack, its length, depth and number, and on nothing
-    else: neither on other cells nor on how many examples there are.
+    An example depends only on the seed, the tokenizer, the haystack, and its length, depth and number. It does not
+    depend on other cells or on the number of examples.
 
-    Attributes: `name`; `chance`, the expected score of who guesses an answer of the right form without having read the
-    text; `room`, tokens that are left for the answer; `depths`, those of the grid's cells, or None alone where they are
-    drawn; `text`, that the haystacks are taken from, if they are.
+    Attributes:
+        name: of the protocol.
+        chance: expected score of a guess that has the right form and ignores the text.
+        room: tokens left for the answer.
+        depths: depths of the grid's cells; (None,) if depths are drawn.
+        text: source of the haystacks; None: they are generated.
     """
 
     name: str
@@ -43,13 +46,13 @@ class Task(ABC):
 
     @abstractmethod
     def needed(self, samples: int) -> int:
-        """Tokens that any of the first examples takes besides its haystack, room for the answer among them."""
+        """Maximum over the first `samples` examples of the tokens besides the haystack, with room for the answer."""
 
     @abstractmethod
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
-        """An example and its control: the same question to a haystack without what it asks for.
+        """An example and its control, which asks the same question without the needles in the text.
 
-        Both prompts have `length` − `room` tokens. `length` must be greater than what is `needed`.
+        Both prompts have `length` − `room` tokens. `length` must be greater than `needed`.
 
         Raises:
             DataError: `text` is shorter than the length.

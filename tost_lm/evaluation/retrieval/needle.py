@@ -2,11 +2,10 @@
 
     [EOT] haystack … The secret word of NAME is WORD. … haystack ⏎ The secret word of NAME is → WORD
 
-The haystack is text in a fixed order, cut so that the prompt and room for the longest word are together exactly the
-cell's length in tokens. The needle stands at the cell's depth, moved back to the end of a line or sentence. WORD is one
-of ten, and besides what all tasks measure, `choice` says whether the right one is the most likely of the ten (total
-log-probability of its tokens; chance 10 %). The control asks the same question of a haystack of the same length without
-the needle.
+The haystack is text in a fixed order. The prompt and the room for the longest word have exactly the cell's length in
+tokens. The needle is at the cell's depth, moved back to the end of a line or sentence. WORD is one of ten words. Beside
+the scores of all tasks, `choice` is whether the right word is the most likely of the ten (by the total log-probability
+of its tokens; chance 10 %). The control has a haystack of the same length without the needle.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.retrieval.haystacks import Text, hidden, text_hay
+from tost_lm.evaluation.retrieval.haystacks import Text, insert_needles, text_haystack
 from tost_lm.evaluation.retrieval.interface import Example, Task
 from tost_lm.evaluation.retrieval_config import NEEDLE
 
@@ -46,17 +45,17 @@ class NeedleTask(Task):
         name, word = NAMES[draws.integers(len(NAMES))], int(draws.integers(len(WORDS)))
         needle, question = self._needle(name, word), self._question(name)
         tokens = length - self.room - 1 - len(question)
-        hay = text_hay(self.text, length, tokens, draws)
-        with_needle = hidden(self.tokenizer, hay(tokens - len(needle)), [needle], [depth])
+        haystack = text_haystack(self.text, length, tokens, draws)
+        with_needle = insert_needles(self.tokenizer, haystack(tokens - len(needle)), [needle], [depth])
 
-        def asked(text: np.ndarray) -> Example:
+        def make(text: np.ndarray) -> Example:
             prompt = np.concatenate([[self.tokenizer.eot], text, question])
             return Example(prompt, _line(name), (WORDS[word],), self.candidates, word)
 
-        return asked(with_needle), asked(hay(tokens))
+        return make(with_needle), make(haystack(tokens))
 
     def _needle(self, name: str, word: int) -> list[int]:
-        # In parts, so that the word's tokens are those of the candidate; the space parts it from a sentence before it.
+        # Encoded separately, so that the word has the ids of the candidate.
         return [*self.tokenizer.encode(f" {_line(name)}"), *self.candidates[word], *self.tokenizer.encode(".\n")]
 
     def _question(self, name: str) -> list[int]:

@@ -1,15 +1,15 @@
-"""Needles in a haystack in the forms that RULER gave them (arXiv 2404.06654), in words of our own.
+"""Needle-in-a-haystack tasks with the structure of RULER's (arXiv 2404.06654) and sentences of our own.
 
     [EOT] Some secret numbers stand in the text below. Remember them.
     haystack … The secret number of KEY is 1234567. … haystack
     Question: What is the secret number of KEY?
     Answer: The secret number of KEY is → 1234567
 
-Keys are pairs of words or UUIDs, values numbers of seven digits or UUIDs. Depths are drawn, and a needle stands behind
-the end of a line or sentence. Where several values are asked for, the answer lists them: those of one key in the order
-of the text, those of several keys in that of the question. As many tokens are left for the answer as it has bytes,
-which any tokenizer can do with. The control lacks the needles of the keys that are asked for and has those of others.
-Who copies any value of the text, whatever its key, is right once in four in niah_multikey_1, and more rarely in
+Keys are pairs of words or UUIDs. Values are numbers of seven digits or UUIDs. Depths are drawn, and a needle follows
+the end of a line or sentence. If the question asks for several values, the answer lists them: the values of one key in
+the order of the text, those of several keys in the order of the question. The room for the answer is as many tokens as
+it has bytes, which suffices for any tokenizer. The control lacks the needles that the question asks for and keeps the
+others. A model that copies a random value of the text is right once in four in niah_multikey_1, and less often in
 niah_multikey_2 and 3.
 """
 
@@ -21,8 +21,8 @@ from typing import Literal
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.retrieval.haystacks import Hay, Text, needles_hay, noise_hay, text_hay
-from tost_lm.evaluation.retrieval.puzzle import Parts, Puzzle, PuzzleTask
+from tost_lm.evaluation.retrieval.haystacks import Haystack, Text, needles_haystack, noise_haystack, text_haystack
+from tost_lm.evaluation.retrieval.puzzle import Puzzle, PuzzleTask, Strings
 from tost_lm.evaluation.retrieval.words import listed, numbers, uuids, word_keys
 
 Draw = Callable[[np.random.Generator], Iterator[str]]
@@ -30,13 +30,13 @@ Draw = Callable[[np.random.Generator], Iterator[str]]
 
 @dataclass(frozen=True)
 class Values:
-    """What is hidden."""
+    """A kind of values."""
 
     name: str
     draw: Draw
     characters: int
     chance: float
-    """That a guess is right."""
+    """Probability that a guess is right."""
 
 
 NUMBERS = Values("number", lambda draws: numbers(draws, 7), 7, 1 / 9_000_000)
@@ -45,16 +45,16 @@ UUIDS = Values("ID", uuids, 36, 2.0**-122)
 
 @dataclass(frozen=True)
 class Form:
-    """What makes up a task."""
+    """The definition of a task."""
 
-    hay: Literal["noise", "text", "needles"]
-    """`needles`: those of other keys, as many as fit."""
+    haystack: Literal["noise", "text", "needles"]
+    """`needles`: as many needles with other keys as fit."""
     keys: int = 1
-    """Keys in the text, apart from such a haystack."""
+    """Keys in the text, not counting a haystack of needles."""
     values: int = 1
-    """Values of each."""
+    """Values per key."""
     asked: int = 1
-    """Keys that are asked for."""
+    """Keys that the question asks for."""
     key: Draw = word_keys
     value: Values = NUMBERS
 
@@ -76,13 +76,13 @@ FORMS = {
 
 
 class NiahTask(PuzzleTask):
-    """One of the forms."""
+    """The task of one form."""
 
     def __init__(self, name: str, seed: int, tokenizer: Tokenizer, text: Callable[[], Text]):
-        """`text` gives what hides the needles, where that is text."""
+        """`text` returns the text of the haystack; it is called only if the form needs it."""
         super().__init__(name, seed, tokenizer)
         self.form = FORMS[name]
-        self.text = text() if self.form.hay == "text" else None
+        self.text = text() if self.form.haystack == "text" else None
         self.chance = self.form.answers * self.form.value.chance
         self.room = sum(map(len, listed(["x" * self.form.value.characters] * self.form.answers)))
 
@@ -109,10 +109,10 @@ class NiahTask(PuzzleTask):
             others=map(self._needle, keys, values),
         )  # fmt: skip
 
-    def hay(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Hay:
-        if self.form.hay == "needles":
-            return needles_hay(self.tokenizer, map(self.encode, puzzle.others))
-        return text_hay(self.text, length, tokens, draws) if self.text else noise_hay(self.tokenizer)
+    def haystack(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
+        if self.form.haystack == "needles":
+            return needles_haystack(self.tokenizer, map(self.encode, puzzle.others))
+        return text_haystack(self.text, length, tokens, draws) if self.text else noise_haystack(self.tokenizer)
 
-    def _needle(self, key: str, value: str) -> Parts:
+    def _needle(self, key: str, value: str) -> Strings:
         return f" The secret {self.form.value.name} of", f" {key}", " is", f" {value}", ".\n"

@@ -1,4 +1,4 @@
-"""Tasks that hide several needles behind drawn places of a haystack and end in a question and an answer's beginning."""
+"""Tasks with several needles at drawn depths. The prompt ends with a question and the beginning of the answer."""
 
 import zlib
 from abc import abstractmethod
@@ -9,32 +9,32 @@ from itertools import chain, compress
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.retrieval.haystacks import Hay, hidden
+from tost_lm.evaluation.retrieval.haystacks import Haystack, insert_needles
 from tost_lm.evaluation.retrieval.interface import Example, Task
 
-Parts = tuple[str, ...]
-"""A text in parts that are encoded apart, so that a key or value has the same ids wherever it stands."""
+Strings = tuple[str, ...]
+"""A text as strings that are encoded separately, so that a key or value has the same ids everywhere."""
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """What one example hides and asks for, whatever its length."""
+    """The needles and the question of one example; they do not depend on its length."""
 
     intro: str
-    needles: tuple[Parts, ...]
-    """In the order of the text; each ends its line."""
+    needles: tuple[Strings, ...]
+    """In the order of the text; each ends with a line end."""
     asked: tuple[bool, ...]
-    """Of each needle, whether the answer needs it: the control goes without."""
-    question: Parts
-    """Up to the beginning of the answer."""
+    """Whether the answer needs each needle; the control lacks those needles."""
+    question: Strings
+    """With the beginning of the answer."""
     references: tuple[str, ...]
-    answer: Parts
-    others: Iterator[Parts]
-    """More needles, whose keys are not asked for; perhaps none."""
+    answer: Strings
+    others: Iterator[Strings]
+    """More needles, with keys that the question does not ask for; perhaps none."""
 
 
 class PuzzleTask(Task):
-    """What the tasks share; they say what a puzzle is, and what it is hidden in."""
+    """Base class; a task defines the puzzle and the haystack."""
 
     def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
         self.name, self.seed, self.tokenizer = name, seed, tokenizer
@@ -43,8 +43,8 @@ class PuzzleTask(Task):
     def puzzle(self, draws: np.random.Generator) -> Puzzle: ...
 
     @abstractmethod
-    def hay(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Hay:
-        """Of `tokens` tokens at most."""
+    def haystack(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
+        """A haystack of at most `tokens` tokens."""
 
     def needed(self, samples: int) -> int:
         puzzles = (self.puzzle(self._draws(sample)) for sample in range(samples))
@@ -53,13 +53,14 @@ class PuzzleTask(Task):
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
         puzzle, draws = self.puzzle(self._draws(sample)), self._draws(sample, length)
         tokens = length - self._frame(puzzle)
-        hay = self.hay(puzzle, length, tokens, draws)
+        haystack = self.haystack(puzzle, length, tokens, draws)
         needles, depths = self._needles(puzzle), np.sort(draws.random(len(puzzle.needles))).tolist()
         intro, question = self.tokenizer.encode(puzzle.intro), self.encode(puzzle.question)
 
-        def asked(shown: tuple[bool, ...]) -> Example:
+        def make(shown: tuple[bool, ...]) -> Example:
             here = list(compress(needles, shown))
-            text = hidden(self.tokenizer, hay(tokens - sum(map(len, here))), here, list(compress(depths, shown)))
+            around = haystack(tokens - sum(map(len, here)))
+            text = insert_needles(self.tokenizer, around, here, list(compress(depths, shown)))
             return Example(
                 prompt=np.concatenate([[self.tokenizer.eot], intro, text, question]),
                 question="".join(puzzle.question).strip(),
@@ -68,18 +69,18 @@ class PuzzleTask(Task):
                 right=0,
             )
 
-        return asked((True,) * len(needles)), asked(tuple(not needed for needed in puzzle.asked))
+        return make((True,) * len(needles)), make(tuple(not needed for needed in puzzle.asked))
 
-    def encode(self, parts: Parts) -> list[int]:
-        return list(chain.from_iterable(map(self.tokenizer.encode, parts)))
+    def encode(self, strings: Strings) -> list[int]:
+        return list(chain.from_iterable(map(self.tokenizer.encode, strings)))
 
     def _draws(self, *place: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), *place))
 
     def _needles(self, puzzle: Puzzle) -> list[list[int]]:
-        return [self.encode(parts) for parts in puzzle.needles]
+        return [self.encode(needle) for needle in puzzle.needles]
 
     def _frame(self, puzzle: Puzzle) -> int:
-        """Tokens of a cell besides needles and haystack."""
+        """Tokens of a cell besides the needles and the haystack."""
         intro = self.tokenizer.encode(puzzle.intro)
         return 1 + len(intro) + len(self.encode(puzzle.question)) + self.room

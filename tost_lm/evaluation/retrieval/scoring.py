@@ -1,13 +1,12 @@
-"""How well a model answers: what it writes, and how likely it finds the answer.
+"""Scores of a model's answers: the text that it generates, and the likelihood of the right answer.
 
-Two scores of each example, with and without the needles:
+Each example is scored with the needles and, as a control, without them:
 
-    found   share of what the answer must name that stands in the greedily generated text, in any case of letters; the
-            text ends with the room for the answer, or where the model ends the document
-    exact   whether every token of the answer is the most likely one, given the answer before it; `nats` is −log p of
-            the whole answer
-
-Where a task compares answers, `choice` says whether the right one is the likeliest of them.
+    found    fraction of the references in the greedily generated text, ignoring case; the text ends at an end of text,
+             or when the room for the answer is used up
+    exact    whether every token of the right answer is the most likely one, given the answer before it
+    nats     −log p of the right answer
+    choice   whether the right answer is the likeliest option, if the task has several options
 """
 
 from collections.abc import Callable, Sequence
@@ -20,50 +19,53 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.generation import continuations, greedy
 from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.interface import Example, Task
 from tost_lm.model import LMOutput
-from tost_lm.model.streaming import PIECE_TOKENS, read
+from tost_lm.model.streaming import TILE_TOKENS, prefill
 
-TOKENS_AT_ONCE = 8 * PIECE_TOKENS
+TOKENS_AT_ONCE = 8 * TILE_TOKENS
 MEANS = {"choice": "choice_accuracy", "found": "found_share", "exact": "exact_accuracy", "nats": "answer_nats"}
-"""What a cell calls the means of its rows."""
+"""Keys of a cell's means, by the key of its rows."""
 
 
 class Scores(NamedTuple):
-    """Of S examples with as many options each."""
+    """Scores of S examples with equally many options."""
 
     nats: np.ndarray
     """−log p of each option after the prompt, float64 [S, options]."""
     exact: np.ndarray
-    """Whether each of its tokens is the most likely one, bool [S, options]."""
+    """Whether each token of the option is the most likely one, bool [S, options]."""
     generated: list[list[int]]
     """Ids of the greedily generated text of each example."""
 
 
 Scorer = Callable[[Sequence[Example], int], Scores]
-"""(examples with prompts of one length, tokens to generate) → their scores."""
+"""(examples with prompts of equal length, tokens to generate) → their scores."""
 
 
-def model_scorer(model: LanguageModel, vocab_size: int) -> Scorer:
-    """The scorer of a model in evaluation mode: it reads each prompt once, in pieces, and goes on from its state.
+def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = None) -> Scorer:
+    """The scorer of a model in evaluation mode. It reads each prompt once, in tiles, and continues from the state.
 
-    `vocab_size`: ids that the tokenizer has; rows of a padded vocabulary beyond it are never the most likely.
+    Args:
+        vocab_size: ids that the tokenizer has; padding of the vocabulary is never the most likely.
+        ranks: all of one copy of the model call the scorer; None: only this one.
     """
+    each = (ranks or Ranks()).each
 
     @torch.no_grad()
     def score(examples: Sequence[Example], room: int) -> Scores:
         prompts_ST = torch.from_numpy(np.stack([example.prompt for example in examples]))
-        output = read(model, prompts_ST.split(PIECE_TOKENS, 1))
-        each = [
-            _score_option(model, output, [example.options[i] for example in examples], vocab_size)
-            for i in range(len(examples[0].options))
-        ]
-        generated = list(continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size])))
-        return Scores(
-            np.stack([nats for nats, _ in each], axis=1),
-            np.stack([exact for _, exact in each], axis=1),
-            torch.stack(generated, dim=1).tolist(),
+        output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1)))
+        nats, exact = zip(
+            *(
+                _score_option(model, output, [example.options[i] for example in examples], vocab_size)
+                for i in each(range(len(examples[0].options)))
+            ),
+            strict=True,
         )
+        generated = continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))
+        return Scores(np.stack(nats, 1), np.stack(exact, 1), torch.stack(list(each(generated)), 1).tolist())
 
     return score
 
@@ -71,11 +73,11 @@ def model_scorer(model: LanguageModel, vocab_size: int) -> Scorer:
 def score_cell(
     task: Task, tokenizer: Tokenizer, scorer: Scorer, length: int, depth: float | None, samples: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(scores, rows): means over a cell's examples and over their controls, and a row for each of either."""
+    """(scores, rows): means over a cell's examples and over their controls, and a row for each example and control."""
     with_needles: list[dict[str, Any]] = []
     without: list[dict[str, Any]] = []
-    together = max(1, TOKENS_AT_ONCE // min(PIECE_TOKENS, length))
-    for first in range(0, samples, together):  # so that few texts are held at once
+    together = max(1, TOKENS_AT_ONCE // min(TILE_TOKENS, length))
+    for first in range(0, samples, together):  # bounds the memory of the texts
         pairs = [task.example(length, depth, sample) for sample in range(first, min(first + together, samples))]
         for rows, examples in zip((with_needles, without), zip(*pairs, strict=True), strict=True):
             rows += _rows(task, tokenizer, scorer, examples)
@@ -111,9 +113,11 @@ def _rows(task: Task, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[E
 def _score_option(
     model: LanguageModel, output: LMOutput, options: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """−log p of one option of each example [S], float64, and whether all its tokens are most likely, bool [S]."""
+    """−log p of one option of each example, float64 [S], and whether all its tokens are the most likely, bool [S]."""
     lengths = [len(ids) for ids in options]
-    ids_ST = torch.zeros(len(options), max(lengths), dtype=torch.int64)  # filled up where a causal model cannot look
+    ids_ST = torch.zeros(
+        len(options), max(lengths), dtype=torch.int64
+    )  # padded on the right, where a causal model cannot look
     for row, ids in zip(ids_ST, options, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     logits_STV: Tensor = output.logits[:, -1:]
@@ -123,7 +127,7 @@ def _score_option(
     logits_STV = logits_STV if logits_STV.dtype == torch.float64 else logits_STV.float()
     nats_ST = -torch.log_softmax(logits_STV, dim=-1).gather(2, ids_ST[..., None])[..., 0].double()
     is_top_ST = logits_STV[..., :vocab_size].argmax(dim=-1) == ids_ST
-    is_behind_ST = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-    is_behind_ST = is_behind_ST.to(logits_STV.device)
-    nats_S = nats_ST.masked_fill(is_behind_ST, 0).sum(dim=1)
-    return nats_S.cpu().numpy(), (is_top_ST | is_behind_ST).all(dim=1).cpu().numpy()
+    is_padding_ST = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    is_padding_ST = is_padding_ST.to(logits_STV.device)
+    nats_S = nats_ST.masked_fill(is_padding_ST, 0).sum(dim=1)
+    return nats_S.cpu().numpy(), (is_top_ST | is_padding_ST).all(dim=1).cpu().numpy()

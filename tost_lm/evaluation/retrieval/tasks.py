@@ -1,4 +1,4 @@
-"""The tasks by name, and the text that their needles are hidden in."""
+"""The tasks by name, and the text of their haystacks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,17 +14,17 @@ from tost_lm.evaluation.subject import Subject
 
 
 def make_tasks(config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[], Text]) -> list[Task]:
-    """Those of `retrieval.tasks`; `text` is called if one of them hides its needles in text."""
+    """The tasks of `retrieval.tasks`; `text` is called only if one of them has a haystack of text."""
     text = cache(text)
     return [_make(name, config, tokenizer, text) for name in config.retrieval.tasks]
 
 
 def find_text(config: RetrievalConfig, subject: Subject, tokenizer: Tokenizer) -> Text:
-    """The text that the settings name, else the held-out documents, else what every Python has.
+    """The text that the settings name, else the held-out documents, else Python's documentation.
 
     Raises:
-        DataError: the file is missing, empty or not UTF-8; or as `Subject.open_shards`.
-        ConfigError: as `Subject.open_shards`.
+        DataError: the file is missing, empty or not UTF-8, or as in `Subject.open_shards`.
+        ConfigError: as in `Subject.open_shards`.
     """
     if config.retrieval.haystack is not None:
         return Text.of_file(config.retrieval.haystack, tokenizer)

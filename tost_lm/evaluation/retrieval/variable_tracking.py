@@ -1,12 +1,12 @@
-"""Variable tracking, protocol `vt@own-words`: RULER's structure (arXiv 2404.06654) in words of our own.
+"""Variable tracking, protocol `vt@own-words`: RULER's structure (arXiv 2404.06654) with sentences of our own.
 
     [EOT] The text below sets variables. Keep track of which of them have the same value.
     noise … VAR ABCDE = 12345 … noise … VAR FGHIJ = VAR ABCDE … noise
     Question: Which variables have the value 12345?
     Answer: The variables with the value 12345 are → ABCDE, FGHIJ, … and UVWXY
 
-One chain of four hops, whose lines stand in its order at drawn depths; the answer names all five variables. There is no
-worked example before it. The control has no line of the chain.
+There is one chain of four hops. Its lines are in order, at drawn depths. The answer names all five variables. The
+prompt has no worked example. The control has no line of the chain.
 """
 
 from itertools import islice, pairwise
@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.retrieval.haystacks import Hay, noise_hay
+from tost_lm.evaluation.retrieval.haystacks import Haystack, noise_haystack
 from tost_lm.evaluation.retrieval.puzzle import Puzzle, PuzzleTask
 from tost_lm.evaluation.retrieval.words import listed, numbers, variables
 
@@ -22,8 +22,6 @@ HOPS, LETTERS, DIGITS = 4, 5, 5
 
 
 class VariableTracking(PuzzleTask):
-    """One chain."""
-
     chance = (HOPS + 1) / 26**LETTERS
 
     def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
@@ -47,5 +45,5 @@ class VariableTracking(PuzzleTask):
             others=iter(()),
         )  # fmt: skip
 
-    def hay(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Hay:
-        return noise_hay(self.tokenizer)
+    def haystack(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
+        return noise_haystack(self.tokenizer)

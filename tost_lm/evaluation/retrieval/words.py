@@ -1,4 +1,4 @@
-"""What is hidden and asked for: keys, numbers, UUIDs and names of variables, none twice in a text."""
+"""Keys and values of needles: words, numbers, UUIDs and names of variables, all distinct in a text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -33,7 +33,7 @@ PAIRS = len(ADJECTIVES) * len(NOUNS)
 
 
 def word_keys(draws: np.random.Generator) -> Iterator[str]:
-    """`amber-falcon` and the like; once half of all pairs are out, `amber-quiet-falcon`."""
+    """Such as `amber-falcon`; after half of all pairs, such as `amber-quiet-falcon`."""
 
     def key(adjectives: int) -> str:
         return "-".join([*(_of(ADJECTIVES, draws) for _ in range(adjectives)), _of(NOUNS, draws)])
@@ -43,22 +43,22 @@ def word_keys(draws: np.random.Generator) -> Iterator[str]:
 
 
 def numbers(draws: np.random.Generator, digits: int) -> Iterator[str]:
-    """Of so many digits, the first of them not 0."""
+    """Numbers of `digits` digits, the first one not 0."""
     return distinct(lambda: str(draws.integers(10 ** (digits - 1), 10**digits)))
 
 
 def uuids(draws: np.random.Generator) -> Iterator[str]:
-    """Of version 4, whose 122 bits are random."""
+    """UUIDs of version 4, with 122 random bits."""
     return distinct(lambda: str(UUID(bytes=draws.bytes(16), version=4)))
 
 
 def variables(draws: np.random.Generator, letters: int) -> Iterator[str]:
-    """Names of so many capital letters."""
+    """Names of `letters` capital letters."""
     return distinct(lambda: "".join(_of(ascii_uppercase, draws) for _ in range(letters)))
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """What is drawn, without what was drawn before; endless, so `draw` must have enough."""
+    """Distinct draws. The iterator is endless, so `draw` must have enough values."""
     seen: set[str] = set()
     while True:
         value = draw()
@@ -68,13 +68,13 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 
 
 def listed(values: Sequence[str]) -> list[str]:
-    """The parts of ` a, b and c`, each value with the space before it a part of its own."""
-    parts = []
+    """The strings of ` a, b and c`; each value with the space before it is a string of its own."""
+    strings = []
     for place, value in enumerate(values):
         if place:
-            parts.append(" and" if place == len(values) - 1 else ",")
-        parts.append(f" {value}")
-    return parts
+            strings.append(" and" if place == len(values) - 1 else ",")
+        strings.append(f" {value}")
+    return strings
 
 
 def _of(words: Sequence[str], draws: np.random.Generator) -> str:

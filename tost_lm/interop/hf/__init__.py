@@ -6,7 +6,8 @@
     tokenizer = AutoTokenizer.from_pretrained("demo-hf")
     model.generate(**tokenizer(["Once", "A long time ago"], padding=True, return_tensors="pt"), max_new_tokens=64)
 
-The model is ours (`TostLM`), and so is its cache: of TSSA layers it holds the same few sums after any number of tokens.
+The exported tokenizer starts every text with the end-of-text token. The model is `TostLM`; its cache is the state of
+`TostLM`, of constant size for TSSA layers.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The settings of a model as the Hugging Face library keeps them, in config.json."""
+"""The model's config.json in the Hugging Face library."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,13 @@ from tost_lm.model.config import PRESETS, ModelConfig
 
 @strict
 class TostConfig(PreTrainedConfig):
-    """The fields of `ModelConfig` under their names, and what the library wants to know besides.
+    """The fields of `ModelConfig` under their own names, and the library's fields.
 
-    `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `max_position_embeddings` are other names of `width`,
-    `layers`, `heads` and `max_positions`. Fields that are not given are as in `ModelConfig`, of the size of tost-base.
+    `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `max_position_embeddings` are aliases of `width`,
+    `layers`, `heads` and `max_positions`. Defaults are those of `ModelConfig`, at the size of tost-base.
 
     Raises:
-        ConfigError: a model cannot have these settings.
+        ConfigError: the settings are invalid.
     """
 
     model_type = "tost"
@@ -47,13 +47,13 @@ class TostConfig(PreTrainedConfig):
             tree = PRESETS["tost-base"] | tree
         super().__post_init__(**named, **validate(ModelConfig, tree, "TostConfig").model_dump(mode="json"))
         if not self.tie_word_embeddings:
-            raise ConfigError("tie_word_embeddings = False: the head of a tost model is its embedding; leave it out")
+            raise ConfigError("tie_word_embeddings = False: the head of a tost model is always tied; leave it out")
 
     @classmethod
     def of(cls, model: ModelConfig, **others: Any) -> "TostConfig":
-        """Of a model's settings; `others` are the library's fields."""
+        """Build it from a `ModelConfig`; `others` are the library's fields."""
         return cls(**model.model_dump(mode="json"), **others)
 
     def to_model(self) -> ModelConfig:
-        """The model's settings. Raises ConfigError."""
+        """The `ModelConfig`. Raises ConfigError."""
         return validate(ModelConfig, {name: getattr(self, name) for name in ModelConfig.model_fields}, "TostConfig")

@@ -1,6 +1,6 @@
-"""The model as one of the Hugging Face library.
+"""The model as a `PreTrainedModel` of the Hugging Face library.
 
-Shapes as in `tost_lm.model`; K columns whose logits are wanted.
+Shapes as in `tost_lm.model`; K: number of columns with logits.
 """
 
 import math
@@ -18,26 +18,35 @@ from transformers.utils.generic import can_return_tuple
 
 from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import manifest_bytes, write_whole
+from tost_lm.files import manifest_bytes, write_atomically
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
 from tost_lm.interop.hf.config import TostConfig
-from tost_lm.model.block import Block, LayerScale, Way, plainly
-from tost_lm.model.checkpoint import FORMAT, MANIFEST, MODEL, StoredTensors, find_checkpoint, read_model_config, sealed
-from tost_lm.model.lm import INITIAL_STD, LMState, TiedHead, TostLM
-from tost_lm.model.streaming import carried
+from tost_lm.model.block import Block, CheckpointWrapper, LayerScale, no_checkpoint
+from tost_lm.model.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    StoredTensors,
+    find_checkpoint,
+    flush_and_hash,
+    read_model_config,
+)
+from tost_lm.model.lm import INITIAL_STD, TiedHead, TostLM
+from tost_lm.model.output import LMState
+from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 
 class HiddenStates(TiedHead):
-    """Gives what logits are made of in their place, so that those of some tokens can be made without the others."""
+    """Returns hidden states in place of logits, so that the caller computes logits of some columns only."""
 
     def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
         return x_BTC
 
 
 class TostForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `TostLM` as `model` (its head gives hidden states), and its embedding as `lm_head`."""
+    """A `TostLM` as `model`, whose head returns hidden states, and the tied embedding as `lm_head`."""
 
     config: TostConfig
     base_model_prefix = "model"
@@ -51,10 +60,10 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TostConfig) -> None:
         super().__init__(config)
         self.gradient_checkpointing = False
-        facts = config.to_model()
-        self.model = TostLM(facts)
+        model_config = config.to_model()
+        self.model = TostLM(model_config)
         self.model.head = HiddenStates()
-        self.lm_head = nn.Linear(facts.width, facts.vocab_size, bias=False)
+        self.lm_head = nn.Linear(model_config.width, model_config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -69,36 +78,36 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Read tokens, going on from `past_key_values` if given.
+        """Compute logits, loss and cache.
 
-        Padding is not read, wherever it stands: positions count the tokens alone, and logits there are 0.
+        Padding is skipped at any place: positions count tokens only, and logits at padding are 0.
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, columns of the cache + T], 0 at padding; None: there is none.
-            past_key_values: of the tokens before these; it is brought up to date.
-            labels: [B, T], input_ids with −100 where they are not counted; shifted by one here.
-            use_cache: whether a cache is begun where none is given; None: as `config.use_cache` says.
-            logits_to_keep: of how many last columns logits are made, 0: of all; or of which, int64 [K].
-            num_items_in_batch: what the sum of losses is divided by; None: the labels counted here.
+            attention_mask: [B, columns of the cache + T], 0 at padding; None: no padding.
+            past_key_values: cache of the tokens before these; updated in place.
+            labels: [B, T], input_ids with −100 where no loss is counted; shifted by one here.
+            use_cache: whether to start a cache where none is given; None: `config.use_cache`.
+            logits_to_keep: number of last columns with logits, 0: all; or their indices, int64 [K].
+            num_items_in_batch: divisor of the summed losses; None: the number of labels counted here.
 
         Returns:
-            The mean loss in nats, logits [B, K, V] and the cache. Training with labels makes no logits: the loss comes
-            without ever holding them.
+            The mean loss in nats, logits [B, K, V] and the cache. In training with labels there are no logits: the loss
+            is computed without holding them.
 
         Raises:
-            ConfigError: a row passes the positions that the model has learned something for.
-            ValueError: the mask does not fit the tokens, the cache is of other rows or none of ours, or an argument is
-                given that there is not.
+            ConfigError: a row is longer than the model's positions.
+            ValueError: the mask does not fit the tokens, the cache has other rows or another class, or an argument is
+                unknown.
         """
         for name, value in others.items():
             if value is not None and value is not False:
-                raise ValueError(f"TostForCausalLM takes no {name}: leave it out")
+                raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
         cache = past_key_values
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = TostCache()
         if cache is not None and not isinstance(cache, TostCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or nothing")
+            raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
         if labels is not None:
             labels = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         real_BT = _real_tokens(input_ids, attention_mask, 0 if cache is None else cache.columns)
@@ -119,28 +128,29 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         labels_BT: Tensor | None,
         label_count: Tensor | int | None,
     ) -> tuple[Tensor | None, Tensor, LMState | None]:
-        """The loss, hidden states [B, T, C], and with a cache the state after it; of the tokens at `real_BT`, packed.
+        """Read the tokens at `real_BT` as packed documents; labels are already shifted.
 
-        Labels are those of the token after each.
+        Returns:
+            The loss, hidden states [B, T, C], and with a cache the state after the tokens.
         """
         state = None if cache is None else cache.state
-        told = {"label_count": label_count, "output_state": cache is not None}
+        options = {"label_count": label_count, "output_state": cache is not None}
         if real_BT is None:
-            output = self.model(tokens_BT, labels_BT, state, **told)
-            return output.loss, output.logits, carried(output.state)
+            output = self.model(tokens_BT, labels_BT, state, **options)
+            return output.loss, output.logits, to_running_dtype(output.state)
         B, T = tokens_BT.shape
         rows = real_BT.any(1).nonzero()[:, 0]
         if not len(rows):
             if labels_BT is not None:
-                raise ValueError("attention_mask leaves no token: there is nothing that labels could follow")
+                raise ValueError("attention_mask masks every token; with labels, give a mask with a 1")
             return None, self.model.embedding.weight.new_zeros(B, T, self.model.config.width), state
         offsets = pad(real_BT[rows].sum(1).cumsum(0), (1, 0)).int()
         labels_1M = None if labels_BT is None else labels_BT[real_BT][None]
         before = state and select_rows(state, rows)
-        output = self.model(tokens_BT[real_BT][None], labels_1M, before, offsets, **told)
+        output = self.model(tokens_BT[real_BT][None], labels_1M, before, offsets, **options)
         x_1MC = output.logits
         x_BTC = x_1MC.new_zeros(B, T, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
-        after = carried(output.state)
+        after = to_running_dtype(output.state)
         if after is not None and len(rows) < B:
             after = put_rows(state, rows, after, B)
         return output.loss, x_BTC, after
@@ -155,13 +165,13 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         mask_BT = model_kwargs.get("attention_mask")
         if mask_BT is not None and not mask_BT[:, -1].all():
-            raise ValueError("attention_mask ends in padding, after which nothing can be generated: pad on the left")
+            raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
         padding = 0 if mask_BT is None else int((mask_BT == 0).sum(1).min())
         limit = self.model.config.position_limit
         if limit is not None and max_cache_length - padding > limit:  # the last new token is not read
             raise ConfigError(
-                f"prompt and new tokens, up to {max_cache_length - padding + 1} together, pass the model's positions "
-                f"({limit}): shorten the prompt or lower max_new_tokens"
+                f"prompt and new tokens: {max_cache_length - padding + 1} tokens exceed the model's {limit} positions; "
+                "shorten the prompt or lower max_new_tokens"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = TostCache()
@@ -169,16 +179,16 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         return prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Way = checkpoint, every_n_layers: int = 1
+        self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1
     ) -> None:
         self.gradient_checkpointing = enable
         for n, block in enumerate(self.model.blocks):
             assert isinstance(block, Block)
-            block.way = gradient_checkpointing_func if enable and n % every_n_layers == 0 else plainly
+            block.checkpoint = gradient_checkpointing_func if enable and n % every_n_layers == 0 else no_checkpoint
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As `TostLM` draws them."""
+        """The same distributions as in `TostLM`."""
         if isinstance(module, nn.Linear | nn.Embedding):
             named = self.model.named_modules()
             ends_branch = any(module is other for name, other in named if name.endswith(".out_proj"))
@@ -197,50 +207,51 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_run(cls, path: str | Path, device: str = "cpu") -> "TostForCausalLM":
-        """The model of a run folder, a step folder or an export, in evaluation mode; it generates ids that its
-        tokenizer has.
+        """The model of a run folder, a step folder or an export, in evaluation mode.
+
+        It never generates ids beyond its tokenizer's vocabulary.
 
         Raises:
             CheckpointError, DataError: the checkpoint or its tokenizer cannot be read.
         """
         folder = find_checkpoint(Path(path))
         tokenizer = read_tokenizer(find_tokenizer(folder))
-        eot, facts = tokenizer.eot, read_model_config(folder)
-        config = TostConfig.of(facts, bos_token_id=eot, eos_token_id=eot, pad_token_id=eot)
+        eot, model_config = tokenizer.eot, read_model_config(folder)
+        config = TostConfig.of(model_config, bos_token_id=eot, eos_token_id=eot, pad_token_id=eot)
         with torch.device("meta"):
             model: Any = cls(config)
         model.model.load_state_dict(dict(StoredTensors(folder, "model")), assign=True)
         model.tie_weights()
-        model.generation_config.suppress_tokens = [*range(tokenizer.vocab_size, facts.vocab_size)] or None
+        model.generation_config.suppress_tokens = [*range(tokenizer.vocab_size, model_config.vocab_size)] or None
         return model.to(device).eval()
 
     def save_pretrained(
         self, save_directory: str | PathLike[str], is_main_process: bool = True, *others: Any, **named: Any
     ) -> None:
-        """Write what `from_pretrained` and `tost_lm.load` read: config.json, the weights in safetensors, a manifest.
+        """Write config.json, the weights in safetensors and a manifest, for `from_pretrained` and `tost_lm.load`.
 
-        Args: as the library's.
+        Args: as in the library.
 
         Raises:
-            CheckpointError: a checkpoint of another kind is there.
+            CheckpointError: the folder holds a checkpoint in another format.
         """
         folder = Path(save_directory)
         if (folder / MODEL).is_file():
-            raise CheckpointError(f"{folder}: holds a checkpoint of another kind; give another folder")
+            raise CheckpointError(f"{folder}: holds a checkpoint in another format; give another folder")
         super().save_pretrained(save_directory, is_main_process, *others, **named)
         if is_main_process:
             seal(folder)
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of what `tost_lm.load` needs of a folder."""
+    """Write the manifest of the files that `tost_lm.load` needs."""
     names = {"config.json", *TOKENIZER_FILES, *(path.name for path in folder.glob("model*.safetensors"))}
-    entries = {name: sealed(folder / name) for name in sorted(names) if (folder / name).is_file()}
-    write_whole(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
+    entries = {name: flush_and_hash(folder / name) for name in sorted(names) if (folder / name).is_file()}
+    write_atomically(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
 
 
 def _real_tokens(tokens_BT: Tensor, mask: Tensor | None, columns: int) -> Tensor | None:
-    """Which tokens are no padding, [B, T]; None: all. The mask is of the `columns` before these as well."""
+    """Whether each token is not padding, [B, T]; None: all. The mask also covers the `columns` before these."""
     if mask is None:
         return None
     B, T = tokens_BT.shape

@@ -1,4 +1,4 @@
-"""Our tokenizers as fast tokenizers of the Hugging Face library, with the same ids."""
+"""Conversion of our tokenizers to fast tokenizers of the Hugging Face library with the same ids."""
 
 import base64
 from typing import Any
@@ -9,57 +9,66 @@ from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tost_lm.data.tokenizers import Gpt2Tokenizer, Tokenizer
+from tost_lm.data.tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 
 GPT2_EOT = "<|endoftext|>"
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
-    """One that pads on the left with the end of text; special tokens in a text are plain text to it, as to ours.
+    """A tokenizer that starts every text with the end-of-text token, as documents in training, and pads on the left.
 
-    Of bytes that are no UTF-8 it may make more U+FFFD than ours. None: a SentencePiece model that is no BPE with byte
-    pieces, or that puts a space before a text; those trained here are none of these.
+    Special tokens in a text are plain text. Invalid UTF-8 may decode to more U+FFFD than with our tokenizer.
+
+    Returns:
+        None for a tokenizer without an equivalent: character-level, or a SentencePiece model that is not BPE with byte
+        pieces or that puts a space before a text. `data_prep.train_tokenizer` makes none of these.
     """
-    pipeline, eot = _gpt2(tokenizer) if isinstance(tokenizer, Gpt2Tokenizer) else _sentencepiece(tokenizer)
+    if isinstance(tokenizer, Gpt2Tokenizer):
+        pipeline, eot = _gpt2(tokenizer), GPT2_EOT
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        pipeline, eot = _sentencepiece(tokenizer)
+    else:
+        return None
     if pipeline is None:
         return None
+    # `add_bos_token` is stored in tokenizer.json, as its post-processor.
     return PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, bos_token=eot, eos_token=eot, pad_token=eot, padding_side="left",
+        tokenizer_object=pipeline, bos_token=eot, eos_token=eot, pad_token=eot, add_bos_token=True, padding_side="left",
         split_special_tokens=True, clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
 
 
-def _gpt2(tokenizer: Tokenizer) -> tuple[Pipeline, str]:
+def _gpt2(tokenizer: Gpt2Tokenizer) -> Pipeline:
     lines = (line.split() for line in tokenizer.model_bytes.splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    letters = bytes_to_unicode()
+    characters = bytes_to_unicode()
 
-    def written(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+    def printable(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
 
     merges = [_last_merge(token, ranks) for token in ranks if len(token) > 1]
-    vocab = {written(token): rank for token, rank in ranks.items()} | {GPT2_EOT: tokenizer.eot}
-    pipeline = Pipeline(models.BPE(vocab, [(written(first), written(second)) for first, second in merges]))
+    vocab = {printable(token): rank for token, rank in ranks.items()} | {GPT2_EOT: tokenizer.eot}
+    pipeline = Pipeline(models.BPE(vocab, [(printable(first), printable(second)) for first, second in merges]))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
-    return pipeline, GPT2_EOT
+    return pipeline
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that this one is made of, which all merges of lower rank leave of its bytes."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        at = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
+    """The two tokens that merge into this one: what all merges of lower rank make of its bytes."""
+    tokens = [bytes([byte]) for byte in token]
+    while len(tokens) > 2:
+        at = min(range(len(tokens) - 1), key=lambda i: ranks.get(tokens[i] + tokens[i + 1], len(ranks)))
+        tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
+    return tokens[0], tokens[1]
 
 
-def _sentencepiece(tokenizer: Tokenizer) -> tuple[Pipeline | None, str]:
+def _sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[Pipeline | None, str]:
     model: Any = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model_bytes)  # pyright: ignore[reportAttributeAccessIssue]
-    made, eot = model.trainer_spec, model.pieces[tokenizer.eot].piece
-    if made.model_type != made.BPE or not made.byte_fallback or model.normalizer_spec.add_dummy_prefix:
+    spec, eot = model.trainer_spec, model.pieces[tokenizer.eot].piece
+    if spec.model_type != spec.BPE or not spec.byte_fallback or model.normalizer_spec.add_dummy_prefix:
         return None, eot
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
     merges = [
@@ -73,13 +82,13 @@ def _sentencepiece(tokenizer: Tokenizer) -> tuple[Pipeline | None, str]:
     ids = {name if name in scores else name.replace(SPACE_MARK, " "): i for i, name in enumerate(names)}
     pipeline = Pipeline(models.BPE(ids, merges, byte_fallback=True))
     pipeline.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
-    disguises = [normalizers.Replace(character, disguise) for character, disguise in ESCAPED.items()]
-    pipeline.normalizer = normalizers.Sequence([*disguises, normalizers.Replace(" ", SPACE_MARK)])
+    escapes = [normalizers.Replace(character, escaped) for character, escaped in ESCAPED.items()]
+    pipeline.normalizer = normalizers.Sequence([*escapes, normalizers.Replace(" ", SPACE_MARK)])
     if not any(map(PIECE_BEYOND_WORD.search, scores)):
         words = Regex(f"{SPACE_MARK}+[^{SPACE_MARK}]*")
-        pipeline.pre_tokenizer = pre_tokenizers.Split(words, "isolated")  # each word is merged by itself
-    undone = [decoders.Replace(disguise, character) for character, disguise in reversed(ESCAPED.items())]
+        pipeline.pre_tokenizer = pre_tokenizers.Split(words, "isolated")  # no merge crosses words
+    unescapes = [decoders.Replace(escaped, character) for character, escaped in reversed(ESCAPED.items())]
     pipeline.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undone]
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *unescapes]
     )
     return pipeline, eot

@@ -1,15 +1,15 @@
 """Causal TSSA in Triton, for NVIDIA GPUs: the phases for float32, bfloat16 and float16, with float32 statistics.
 
-A program takes a chunk of 32 tokens, one head at a time: 32 tokens of one channel are the registers of one thread, so
-that sums over tokens, either way in time, are plain additions. No kernel is tuned or compiled for a length.
+A program computes a chunk of 32 tokens, one head at a time. One thread holds the 32 tokens of a channel in registers,
+so sums over tokens, forward or backward in time, are plain additions. No kernel is tuned or compiled for a length.
 
-The two phases with the softmax over heads have one program for all heads of a chunk, which walks over them twice and
-finds w in the cache the second time. Calls of fewer than 1024 chunks would leave a large GPU idle that way: there, and
-where a softmax is handed in, each head has its program and two kernels run around the softmax, so that w is read once
-more, as a rule from the L2 cache. (a′) reads w again from the cache, one token on.
+The two phases with the softmax over heads run one program for all heads of a chunk. It loops over the heads twice and
+reads w from the cache the second time. With fewer than 1024 chunks this would leave a large GPU partly idle. In that
+case, and where the caller gives a softmax, each head has its own program, and one kernel runs before and one after the
+softmax. They read w once more, usually from the L2 cache. (a′) also reads w of the next token from the cache.
 
-Device memory moved for each token, with C = H·D channels of e bytes. Each chunk's sums in float32 are C/8 bytes a token
-each time they are read or written, scans included; what the caller does to add carries comes on top.
+Device memory traffic of each token, with C = H·D channels of e bytes. A chunk's float32 sums are C/8 bytes a token
+for each read or write, scans included. The caller's additions of carries are not included.
 
     phase                     w, dy, y, dw     chunk sums     Π, dz
     (a)  energy               1 · eC           3 · C/8        –

@@ -1,4 +1,4 @@
-"""The backward phases: (c′) output, (b′) memberships, (a′) energy. Each kernel stands below its phase."""
+"""The backward phases: (c′) output, (b′) memberships, (a′) energy. Each kernel is below its phase."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import torch
@@ -75,7 +75,7 @@ def memberships_backward(
     d_mass_KH: Tensor,
     softmax: HeadSoftmax | None = None,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """(b′) The gradients of z, of temp and of S1. Where the softmax is handed in, w is read before and after it."""
+    """(b′) The gradients of z, of temp and of S1. With a separate softmax, w is read before and after it."""
     d_energy_KHD = new_sums(w_MHD, layout)
     d_temp_KH = torch.empty_like(d_energy_KHD[..., 0])
     H = w_MHD.shape[1]
@@ -106,8 +106,8 @@ def memberships_backward_kernel(
     MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr, HEADS: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr,
 ):  # fmt: skip
-    """`HEADS` heads of a chunk. The place of z's gradient first holds that of Π: "memberships" stops before the
-    softmax, "scores" begins after it, "all" has all heads and does both."""
+    """`HEADS` heads of a chunk. `d_z_MH` first holds the gradient of Π, then that of z: stage "memberships" ends before
+    the softmax, "scores" starts after it, "all" has all heads and computes both and the softmax."""
     k, first = chunk_and_head(H, HEADS)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     if STAGE != "scores":
@@ -124,13 +124,14 @@ def memberships_backward_kernel(
             d_pi_T = load_sum(d_mass_KH, k, h, H) + tl.sum(d_pi_TD, axis=1)
             store_column(d_z_MH, d_pi_T, start, tokens, h, H)
     if STAGE == "all":
-        tl.debug_barrier()  # Π's gradient is whole before any thread loads it, loaded before z's takes its place
+        # Barriers: all of dΠ is stored before a thread loads it, and loaded before a thread stores dz over it.
+        tl.debug_barrier()
         places_TH, token_T1, head_1H = head_places(start, tokens, H, H_)
         real_TH = token_T1 & head_1H
         pi_TH = tl.load(pi_MH + places_TH, mask=real_TH, other=0.0)
         d_pi_TH = tl.load(d_z_MH + places_TH, mask=real_TH, other=0.0)
         tl.debug_barrier()
-        # Up to what the head of the largest Π gets: see HeadSoftmax.backward.
+        # Minus dΠ of the largest Π: see HeadSoftmax.backward.
         largest_TH = pi_TH == tl.max(pi_TH, axis=1)[:, None]
         d_pi_TH -= tl.max(tl.where(largest_TH, d_pi_TH, float("-inf")), axis=1)[:, None]
         d_pi_TH -= tl.sum(pi_TH * d_pi_TH, axis=1)[:, None]
@@ -175,7 +176,7 @@ def energy_backward(
         dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD, dw_MHD,
         scoring.temp_H, layout.document_K, layout.first_chunk_N1, scoring.count_N,
         MEAN=scoring.membership == "energy-mean",
-        # A fused multiply-add would not round w², and S1 − w² would not be 0 at a document's first token.
+        # A fused multiply-add does not round w², so S1 − w² would not be 0 at a document's first token.
         enable_fp_fusion=False,
     )  # fmt: skip
     return dw_MHD
@@ -187,10 +188,10 @@ def energy_backward_kernel(
     dw_MHD, temp_H, document_K, first_chunk_N1, count_N,
     MEAN: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr,
 ):  # fmt: skip
-    """Through S1, a token's own term is u·(S1 − w²)/S1², and its gradient holds the terms of later tokens only.
+    """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1². R1 sums later tokens only.
 
-    (The sum with its own term −u·w²/S1² beside u/S1 is the same and loses everything near a document's first tokens.)
-    Later terms are summed from the next token on: taking its own term from a sum that holds it would cancel as well.
+    (u/S1 plus a sum that includes the own term −u·w²/S1² is equal, but cancels near a document's first tokens.) Later
+    terms are summed from the next token on, because subtracting the own term from a sum would cancel as well.
     """
     k, h = chunk_and_head(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)

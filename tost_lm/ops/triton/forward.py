@@ -1,4 +1,4 @@
-"""The forward phases: (a) energy, (b) memberships, (c) output. Each kernel stands below its phase."""
+"""The forward phases: (a) energy, (b) memberships, (c) output. Each kernel is below its phase."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import torch
@@ -33,9 +33,9 @@ from tost_lm.ops.triton.tiles import (
 
 def energy(w_MHD: Tensor, layout: Layout) -> Sums:
     """(a) Σ w²."""
-    part_KHD = new_sums(w_MHD, layout)
-    launch(energy_kernel, part_KHD[..., 0].numel(), w_MHD, layout, part_KHD)
-    return sums(part_KHD, layout)
+    energy_KHD = new_sums(w_MHD, layout)
+    launch(energy_kernel, energy_KHD[..., 0].numel(), w_MHD, layout, energy_KHD)
+    return sums(energy_KHD, layout)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def energy_kernel(w_MHD, start_K, end_K, energy_KHD, H: tl.constexpr, D: tl.cons
 def memberships(
     w_MHD: Tensor, layout: Layout, scoring: Scoring, energy_KHD: Tensor, softmax: HeadSoftmax | None = None
 ) -> tuple[Tensor, Sums, Sums]:
-    """(b) Π, Σ Π·w² and Σ Π. Where the softmax is handed in, w is read before it and once more after it."""
+    """(b) Π, Σ Π·w² and Σ Π. With a separate softmax, w is read before and after it."""
     weighted_KHD = new_sums(w_MHD, layout)
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
     H = w_MHD.shape[1]
@@ -77,8 +77,8 @@ def memberships_kernel(
     MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr, HEADS: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr,
 ):  # fmt: skip
-    """`HEADS` heads of a chunk. Π's place first holds z: "scores" stops before the softmax, "moments" begins after it,
-    "all" has all heads and does both."""
+    """`HEADS` heads of a chunk. `pi_MH` first holds z, then Π: stage "scores" ends before the softmax, "moments" starts
+    after it, "all" has all heads and computes both and the softmax."""
     k, first = chunk_and_head(H, HEADS)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     if STAGE != "moments":
@@ -94,7 +94,8 @@ def memberships_kernel(
                 score_T += load_bias(start, tokens, h, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE)
             store_column(pi_MH, tl.load(temp_H + h) * score_T, start, tokens, h, H)
     if STAGE == "all":
-        tl.debug_barrier()  # z is whole before any thread loads it, loaded before Π takes its place, and so on
+        # Barriers: all of z is stored before a thread loads it, and loaded before a thread stores Π over it.
+        tl.debug_barrier()
         places_TH, token_T1, head_1H = head_places(start, tokens, H, H_)
         z_TH = tl.load(pi_MH + places_TH, mask=token_T1 & head_1H, other=0.0)
         tl.debug_barrier()

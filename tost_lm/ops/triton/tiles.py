@@ -1,8 +1,8 @@
-"""What the kernels share: the launch shape, one chunk of one head as a tile, and the formulas of both passes.
+"""Common code of the kernels: the launch shape, loads and stores of a tile (one chunk of one head), and formulas.
 
 Shapes inside a kernel: T tokens of a chunk, always `TOKENS`; D channels of a head and H heads, padded to powers of two
-(`D_`, `H_`). A padded place holds w = 0, dy = 0 and Π = 0, and adds nothing to any sum. Sums over tokens are scans,
-which add to later tokens only: a NaN never reaches an earlier one, as it would through a triangular matrix product.
+(`D_`, `H_`). Padding has w = 0, dy = 0 and Π = 0, and adds nothing to any sum. Sums over tokens are scans, which add to
+later tokens only: a NaN never reaches an earlier token, as it would in a product with a triangular matrix.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
@@ -16,22 +16,23 @@ from torch import Tensor
 from tost_lm.ops import naive
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring
+from tost_lm.sizes import TRITON_CHUNK_TOKENS
 
 ENERGY_FLOOR = tl.constexpr(naive.ENERGY_FLOOR)
 MASS_FLOOR = tl.constexpr(naive.MASS_FLOOR)
-TOKEN_BITS = tl.constexpr(5)
-TOKENS = tl.constexpr(1 << TOKEN_BITS.value)
+TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
+TOKEN_BITS = tl.constexpr(TRITON_CHUNK_TOKENS.bit_length() - 1)
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
-    """Tokens of a chunk, whatever D: all of a channel's are in the registers of one thread, and more would not fit."""
+    """Tokens of a chunk for any D: one thread holds those of a channel in registers, and more would not fit."""
     return TOKENS.value
 
 
 def launch(kernel: Any, programs: int, w_MHD: Tensor, layout: Layout, *tensors: Tensor, **arguments: Any) -> None:
-    """Run `kernel` on w, where the chunks lie, `tensors` (made contiguous) and `arguments` (passed as they are).
+    """Run `kernel` on w, the chunk boundaries, `tensors` (made contiguous) and `arguments` (passed unchanged).
 
-    The launch shape follows from D alone: a thread for each channel. Nothing is tuned, and no length is compiled in.
+    The launch shape depends on D alone: one thread for each channel. Nothing is tuned or compiled for a length.
     """
     _, H, D = w_MHD.shape
     D_ = max(32, triton.next_power_of_2(D))
@@ -47,7 +48,7 @@ def launch(kernel: Any, programs: int, w_MHD: Tensor, layout: Layout, *tensors: 
 
 
 def scoring_arguments(scoring: Scoring, w_MHD: Tensor, layout: Layout) -> dict[str, Any]:
-    """What the kernels that score tokens take besides."""
+    """The additional arguments of kernels that compute scores."""
     bias_BHT = scoring.bias_BHT
     bias_strides = (0, 0, 0) if bias_BHT is None else bias_BHT.stride()
     return {
@@ -65,42 +66,43 @@ def scoring_arguments(scoring: Scoring, w_MHD: Tensor, layout: Layout) -> dict[s
 
 
 RUN_TIME = ["T", "stride_b", "stride_h", "stride_t"]
-"""Integers that a kernel must not be compiled anew for."""
+"""Integer arguments that must not cause a recompilation."""
 
 FEW_CHUNKS = 1024
-"""Fewer programs leave a large GPU partly idle."""
+"""With fewer programs, a large GPU is partly idle."""
 
 
 def softmax_between(layout: Layout, softmax: HeadSoftmax | None) -> HeadSoftmax | None:
-    """The softmax to call between two kernels that have a program for each head; None: one kernel walks over the heads.
+    """The softmax to call between two kernels with a program for each head; None: one kernel that loops over the heads.
 
-    That kernel needs many chunks to fill a GPU. It finds w in the cache when it reads it again; so do two kernels as
-    long as there are few chunks.
+    One kernel needs many chunks to fill a GPU; its second read of w comes from the cache. With few chunks, the second
+    read of two kernels comes from the cache as well.
     """
     return LocalSoftmax() if softmax is None and len(layout.start_K) < FEW_CHUNKS else softmax
 
 
 @triton.jit
 def chunk_and_head(H: tl.constexpr, HEADS: tl.constexpr = 1):
-    """This program's chunk and the first of its `HEADS` heads, int64. The heads of a chunk run side by side: together
-    they read whole tokens."""
+    """This program's chunk and the first of its `HEADS` heads, int64. Consecutive programs have the heads of one chunk,
+    so together they read whole tokens."""
     program = tl.program_id(0).to(tl.int64)
     return program // (H // HEADS), program % (H // HEADS) * HEADS
 
 
 @triton.jit
 def tokens_of_chunk(k, start_K, end_K):
-    """The chunk's first token, int64, and how many it has."""
+    """The chunk's first token, int64, and its number of tokens."""
     start = tl.load(start_K + k)
     return start, (tl.load(end_K + k) - start).to(tl.int32)
 
 
 @triton.jit
 def tile_places(tokens, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    """[T, D]: the places of a head's channels from the first on, and which are real.
+    """[T, D]: the offsets of a head's channels from its first, and which are no padding.
 
-    The channels are said not to lie side by side, so that each thread gets all tokens of a channel, and not some of
-    many channels: then scans and sums over tokens are plain additions in registers. Neighbours still read neighbours.
+    `max_contiguous` declares the channels not contiguous, so that each thread holds all tokens of one channel instead
+    of some tokens of several. Scans and sums over tokens are then plain additions in registers. Neighbouring threads
+    still read neighbouring addresses.
     """
     t_T, d_D = tl.arange(0, TOKENS), tl.max_contiguous(tl.arange(0, D_), 1)
     return t_T[:, None] * (H * D) + d_D[None, :], (t_T < tokens)[:, None] & (d_D < D)[None, :]
@@ -150,7 +152,7 @@ def store_sums(x_KHD, x_D, k, h, H: tl.constexpr, D: tl.constexpr, D_: tl.conste
 
 @triton.jit
 def head_places(start, tokens, H: tl.constexpr, H_: tl.constexpr):
-    """[T, H]: the places of a chunk's tokens and heads in [M, H], and which are real."""
+    """[T, H]: the offsets of a chunk's tokens and heads in [M, H], and which are no padding."""
     t_T, h_H = tl.arange(0, TOKENS), tl.arange(0, H_)
     return start * H + t_T[:, None] * H + h_H[None, :], (t_T < tokens)[:, None], (h_H < H)[None, :]
 
@@ -159,15 +161,15 @@ def head_places(start, tokens, H: tl.constexpr, H_: tl.constexpr):
 def reverse_cumsum(x_TD, D_: tl.constexpr):
     """Sums from each token to the chunk's last.
 
-    The library's reverse scan turns the tile around with ten shuffles for each of its places; renaming registers,
-    which is what splitting and joining come down to here, is free.
+    Triton's own reverse scan reverses the tile with ten shuffles for each element. Splitting and joining compile to
+    renamed registers here, which cost nothing.
     """
     return turned(tl.cumsum(turned(x_TD, D_), axis=0), D_)
 
 
 @triton.jit
 def turned(x_TD, D_: tl.constexpr):
-    """The tokens in reverse order: every bit of their number is flipped."""
+    """The tokens in reverse order: each bit of their index is flipped."""
     for i in tl.static_range(TOKEN_BITS):
         x_ABD2 = tl.permute(tl.reshape(x_TD, (TOKENS >> (i + 1), 2, 1 << i, D_)), (0, 2, 3, 1))
         clear_ABD, set_ABD = tl.split(x_ABD2)
@@ -177,7 +179,7 @@ def turned(x_TD, D_: tl.constexpr):
 
 @triton.jit
 def share_scales(start, k, start_K, document_K, first_chunk_N1, count_N, D: tl.constexpr, MEAN: tl.constexpr):
-    """What the sum of shares counts for in a score: tokens so far / D under `energy-mean`, else 1."""
+    """The factor of Σ_d w²/S1 in the score: tokens so far / D under `energy-mean`, else 1."""
     if MEAN:
         n = tl.load(document_K + k)
         document_start = tl.load(start_K + tl.load(first_chunk_N1 + n))
@@ -190,14 +192,14 @@ def share_scales(start, k, start_K, document_K, first_chunk_N1, count_N, D: tl.c
 
 @triton.jit
 def inverse_energies(energy_TD):
-    """1/S1, with S1 not below the floor; and where the floor holds it fixed. A NaN stays one."""
+    """1/S1 with S1 at least the floor, and where the floor replaces S1. A NaN stays NaN."""
     fixed_TD = energy_TD < ENERGY_FLOOR
     return 1 / tl.where(fixed_TD, ENERGY_FLOOR, energy_TD), fixed_TD
 
 
 @triton.jit
 def load_bias(start, tokens, h, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE: tl.constexpr):
-    """What the bias adds to z / temp."""
+    """The bias in z/temp."""
     t_T = tl.arange(0, TOKENS)
     places_T = start // T * stride_b + h * stride_h + (start % T + t_T) * stride_t  # a chunk lies in one sequence
     return tl.load(bias_BHT + places_T, mask=t_T < tokens, other=0.0).to(tl.float32) * BIAS_SCALE
@@ -205,7 +207,7 @@ def load_bias(start, tokens, h, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_
 
 @triton.jit
 def second_moments(w_TD, pi_T, weighted_D, mass):
-    """S2, N′ = N + floor, and 1/(N′ + S2); all with the token itself."""
+    """S2, N′ = N + floor, and 1/(N′ + S2), all including the token itself."""
     weighted_TD = weighted_D[None, :] + tl.cumsum(pi_T[:, None] * (w_TD * w_TD), axis=0)
     mass_T = mass + tl.cumsum(pi_T, axis=0) + MASS_FLOOR
     return weighted_TD, mass_T, 1 / (mass_T[:, None] + weighted_TD)
@@ -213,7 +215,7 @@ def second_moments(w_TD, pi_T, weighted_D, mass):
 
 @triton.jit
 def output_gradients(dy_TD, w_TD, pi_T, weighted_D, mass):
-    """dy·a with a = 1/(1 + S2/N′), and what a token's output adds to the gradients of S2 and (by channel) of N."""
+    """dy·a with a = 1/(1 + S2/N′), and each token's terms of the gradients of S2 and (for each channel) of N."""
     weighted_TD, mass_T, inverse_TD = second_moments(w_TD, pi_T, weighted_D, mass)
     dy_a_TD = dy_TD * (mass_T[:, None] * inverse_TD)
     d_weighted_TD = dy_a_TD * (w_TD * inverse_TD) * pi_T[:, None]

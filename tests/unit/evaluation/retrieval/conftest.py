@@ -1,4 +1,4 @@
-"""Tasks that hide their needles in a small text."""
+"""Tasks with a small text as haystack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do t
 
 @pytest.fixture
 def make_task(tokenizer: Tokenizer) -> Callable[..., Task]:
-    """A task by its name, with the tokenizer of the small text unless another is given."""
+    """Makes a task by its name; the default tokenizer is that of the small text."""
     own = tokenizer
 
     def make(

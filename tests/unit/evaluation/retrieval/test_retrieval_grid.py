@@ -1,4 +1,4 @@
-"""The grid of cells: what is there is not measured again, and the same seed gives the same bytes."""
+"""The grid of cells: existing cells are reused, and the same seed gives the same bytes."""
 
 import json
 import re
@@ -22,13 +22,13 @@ LENGTHS = [160, 200]
 
 
 class Reader:
-    """Scores by the prompts alone, and counts its calls; killed at one of them."""
+    """Scores that depend only on the prompts. It counts its calls, and raises KeyboardInterrupt in one of them."""
 
-    def __init__(self, killed_at: int | None = None):
-        self.calls, self.killed_at = 0, killed_at
+    def __init__(self, interrupted_at: int | None = None):
+        self.calls, self.interrupted_at = 0, interrupted_at
 
     def __call__(self, examples: Sequence[Example], room: int) -> Scores:
-        if self.calls == self.killed_at:
+        if self.calls == self.interrupted_at:
             raise KeyboardInterrupt
         self.calls += 1
         nats = np.array([np.cos(example.prompt.sum() + np.arange(10)) for example in examples])
@@ -50,7 +50,7 @@ def cell_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "eval" / NEEDLE / "cells").iterdir())}
 
 
-def test_a_file_for_each_cell_holds_scores_and_examples(make_grid, run_folder, tokenizer, capsys):
+def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, tokenizer, capsys):
     grid, reader = make_grid(), Reader()
     grid.measure(Ranks(), reader, tokenizer)
     files = cell_files(run_folder)
@@ -72,9 +72,9 @@ def test_a_file_for_each_cell_holds_scores_and_examples(make_grid, run_folder, t
     assert not {"examples", "identity", "seconds"} & set(results[1])
 
 
-def test_a_killed_grid_goes_on_where_it_was(make_grid, run_folder, tokenizer):
+def test_an_interrupted_grid_resumes(make_grid, run_folder, tokenizer):
     with pytest.raises(KeyboardInterrupt):
-        make_grid().measure(Ranks(), Reader(killed_at=5), tokenizer)  # within the third cell
+        make_grid().measure(Ranks(), Reader(interrupted_at=5), tokenizer)  # within the third cell
     before = cell_files(run_folder)
     assert len(before) == 2
     again = Reader()
@@ -85,7 +85,7 @@ def test_a_killed_grid_goes_on_where_it_was(make_grid, run_folder, tokenizer):
     assert before.items() <= after.items()
 
 
-def test_cells_are_kept_whatever_others_are_asked_for(make_grid, tokenizer):
+def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
     make_grid().measure(Ranks(), Reader(), tokenizer)
     for asked, calls in (
         ({"lengths": [200, 180], "depths": [0.5]}, 2),
@@ -107,7 +107,7 @@ def test_a_damaged_cell_is_measured_again(make_grid, run_folder, tokenizer):
     assert reader.calls == 2
 
 
-def test_the_same_seed_gives_the_same_bytes_but_for_the_time(make_grid, run_folder, tokenizer):
+def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folder, tokenizer):
     def written() -> dict[str, bytes]:
         make_grid().measure(Ranks(), Reader(), tokenizer)
         files = cell_files(run_folder)
@@ -118,6 +118,6 @@ def test_the_same_seed_gives_the_same_bytes_but_for_the_time(make_grid, run_fold
     assert written() == written()
 
 
-def test_depths_that_are_close_have_files_of_their_own():
+def test_similar_depths_have_different_files():
     names = {Cell(100, depth).file_name for depth in (0.1, 0.12, 0.123, 0.1234567, None)}
     assert len(names) == 5

@@ -1,4 +1,4 @@
-"""Scores: all for who copies, chance for who guesses, and a model's are those of reading everything anew."""
+"""Scores of a copier, of guesses, and of a model against forward passes over the whole text."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
 
 
 def copier(tokenizer: Tokenizer) -> Scorer:
-    """Reads the answer from the text, and has no idea where it does not stand there."""
+    """A scorer that copies the answer from the text, if it is there."""
 
     def score(examples: Sequence[Example], room: int) -> Scores:
         written = [read_answer(tokenizer.decode(example.prompt.tolist())) for example in examples]
@@ -45,7 +45,7 @@ def read_answer(text: str) -> str:
 
 
 def guesser(seed: int) -> Scorer:
-    """Takes any of the options, and writes the first."""
+    """A scorer that chooses a random option and writes the first one."""
     draws = np.random.default_rng(seed)
 
     def score(examples: Sequence[Example], room: int) -> Scores:
@@ -56,7 +56,7 @@ def guesser(seed: int) -> Scorer:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_copying_scores_all_and_nothing_without_the_needles(make_task, tokenizer, name):
+def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     task = make_task(name)
     scores, rows = score_cell(task, tokenizer, copier(tokenizer), 1500, task.depths[0], 5)
     assert scores["found_share"] == scores["exact_accuracy"] == 1
@@ -68,7 +68,7 @@ def test_copying_scores_all_and_nothing_without_the_needles(make_task, tokenizer
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != NEEDLE])
-def test_guesses_of_the_right_form_score_next_to_nothing(make_task, tokenizer, name):
+def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
     task, other = make_task(name), make_task(name, seed=1)
 
     def guess(examples: Sequence[Example], room: int) -> Scores:
@@ -97,11 +97,11 @@ def test_guessing_scores_chance(make_task, tokenizer):
         ("niah_multivalue@own-words", 4 / 9e6), ("niah_multiquery@own-words", 4 / 9e6), ("vt@own-words", 5 / 26**5),
     ],
 )  # fmt: skip
-def test_chance_is_that_of_guesses_of_the_right_form(make_task, name, chance):
+def test_chance_of_guesses_of_the_right_form(make_task, name, chance):
     assert make_task(name).chance == pytest.approx(chance)
 
 
-def test_found_is_the_share_of_what_the_answer_must_name(make_task, tokenizer):
+def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
     task = make_task("vt@own-words")
 
     def half_right(examples: Sequence[Example], room: int) -> Scores:
@@ -111,7 +111,7 @@ def test_found_is_the_share_of_what_the_answer_must_name(make_task, tokenizer):
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), generated)
 
     scores, rows = score_cell(task, tokenizer, half_right, 1500, None, 4)
-    assert [row["found"] for row in rows] == [0, 0.6, 0.6, 0.6] * 2  # nothing behind the end of the text counts
+    assert [row["found"] for row in rows] == [0, 0.6, 0.6, 0.6] * 2  # text after an end of text does not count
     assert scores["found_share"] == pytest.approx(0.45)
     assert rows[0]["generated"] == " none"
 
@@ -119,10 +119,10 @@ def test_found_is_the_share_of_what_the_answer_must_name(make_task, tokenizer):
 @pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 @pytest.mark.parametrize("name", [NEEDLE, "niah_single_1@own-words"])
 @torch.inference_mode()
-def test_a_model_is_scored_as_if_it_read_everything_anew(make_task, make_model, tokenizer, monkeypatch, name, pattern):
+def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, tokenizer, monkeypatch, name, pattern):
     task, samples = make_task(name), 3
     length, vocab_size = task.needed(samples) + 20, tokenizer.vocab_size
-    monkeypatch.setattr(scoring, "PIECE_TOKENS", 50)
+    monkeypatch.setattr(scoring, "TILE_TOKENS", 50)
     model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=length).double()
     examples = []
     for sample in range(samples):
@@ -143,7 +143,7 @@ def test_a_model_is_scored_as_if_it_read_everything_anew(make_task, make_model, 
         assert scores.generated[i] == text[len(prompt) :]
 
 
-def test_few_texts_are_held_at_once(make_task, tokenizer, monkeypatch):
+def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
     monkeypatch.setattr(scoring, "TOKENS_AT_ONCE", 450)
     task, read = make_task(), []
 
@@ -158,7 +158,7 @@ def test_few_texts_are_held_at_once(make_task, tokenizer, monkeypatch):
 
 
 @torch.inference_mode()
-def test_exact_is_what_the_model_itself_would_write(make_task, make_model, tokenizer):
+def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokenizer):
     task = make_task("niah_single_1@own-words")
     length = task.needed(4) + 20
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()

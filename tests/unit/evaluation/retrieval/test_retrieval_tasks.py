@@ -1,4 +1,4 @@
-"""Retrieval examples: of the exact length, repeatable, independent of each other, and with what they ask for."""
+"""Retrieval examples: exact length, repeatable, independent of each other, and with the answers in the text."""
 
 import re
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     if request.param == "SentencePiece":
         return tokenizer
     if not GPT2.is_dir():
-        pytest.skip("GPT-2's encoder.json and vocab.bpe are not here")
+        pytest.skip("shared/data/gpt2_bpe is missing")
     return gpt2_tokenizer(GPT2)
 
 
 def shortest(task: Task) -> int:
-    """The least that the first examples fit in."""
+    """The minimum length for the first examples."""
     return task.needed(20) + 1
 
 
@@ -68,7 +68,7 @@ def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_answer_stands_in_the_text_and_not_in_the_control(make_task, either, name):
+def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
     task = make_task(name, tokenizer=either)
     for example, control in examples(task, 1500):
         text, without = text_of(task, example, either), text_of(task, control, either)
@@ -83,7 +83,7 @@ def test_the_answer_stands_in_the_text_and_not_in_the_control(make_task, either,
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_keys_and_values_are_as_many_as_named_and_distinct(make_task, tokenizer, name):
+def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
     task, form = make_task(name), FORMS[name]
     for example, control in examples(task, 1500):
         pairs, left = (secrets(text_of(task, one, tokenizer)) for one in (example, control))
@@ -93,7 +93,7 @@ def test_keys_and_values_are_as_many_as_named_and_distinct(make_task, tokenizer,
         assert len(example.references) == form.asked * form.values
         values = [value for _, value in pairs]
         assert len(set(values)) == len(values)
-        if form.hay == "needles":
+        if form.haystack == "needles":
             assert len(set(values)) == len({key for key, _ in pairs}) > form.keys
         else:
             assert len(values) == form.keys * form.values
@@ -103,7 +103,7 @@ def test_keys_and_values_are_as_many_as_named_and_distinct(make_task, tokenizer,
         assert all(key in example.question for key in asked)
 
 
-def test_the_answer_lists_values_as_the_question_leads_to_them(make_task, tokenizer):
+def test_the_order_of_values_in_the_answer(make_task, tokenizer):
     for example, _ in examples(task := make_task("niah_multivalue@own-words"), 900):
         assert [value for _, value in secrets(text_of(task, example, tokenizer))] == list(example.references)
     orders = set()
@@ -115,7 +115,7 @@ def test_the_answer_lists_values_as_the_question_leads_to_them(make_task, tokeni
     assert len(orders) > 1
 
 
-def test_what_hides_the_needles(make_task, tokenizer):
+def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
     noise = set(NOISE.splitlines(keepends=True))
     for name in ("niah_single_1@own-words", VARIABLE_TRACKING):
         text = text_of(task := make_task(name), next(examples(task, 900))[0], tokenizer)
@@ -128,7 +128,7 @@ def test_what_hides_the_needles(make_task, tokenizer):
         assert len(tokenizer.encode(rest.split("\n", 1)[1])) < line
 
 
-def test_the_needle_stands_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
+def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
     task = make_task(depths=(0.0, 0.25, 0.5, 1.0))
     for depth in task.depths:
         assert depth is not None
@@ -147,7 +147,7 @@ def test_the_needle_stands_at_the_end_of_a_line_or_sentence_before_its_depth(mak
         assert np.mean(found) >= depth - 0.06
 
 
-def test_sentences_of_one_paragraph_end_too(make_task, tokenizer):
+def test_sentences_within_a_paragraph(make_task, tokenizer):
     text = Text("the text", [tokenizer.encode_array("They say little! Do they? No. " * 300)], {})
     depths = (0.0, 0.25, 0.5, 1.0)
     task = make_task(depths=depths)
@@ -162,12 +162,12 @@ def test_sentences_of_one_paragraph_end_too(make_task, tokenizer):
 
 
 def tokens_of(example: Example, tokenizer: Tokenizer, beginning: str) -> int:
-    """How many tokens of the prompt make up its beginning, EOT among them."""
+    """Number of tokens of the prompt's beginning, with EOT."""
     ids = example.prompt.tolist()
     return next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]) == beginning)
 
 
-def test_several_needles_stand_all_over_the_text(make_task, tokenizer):
+def test_several_needles_are_distributed_over_the_text(make_task, tokenizer):
     task = make_task("niah_multiquery@own-words")
     places = []
     for example, _ in examples(task, 1500, samples=20):
@@ -194,12 +194,12 @@ def test_an_example_does_not_depend_on_others(make_task, name):
     assert np.array_equal(last.prompt, expected.prompt)
 
 
-def test_a_text_gives_each_length_the_same_whatever_was_read_before():
+def test_the_text_of_a_length_does_not_depend_on_earlier_reads():
     def text() -> Text:
         return Text("the text", (np.arange(n, n + 7) for n in range(0, 7000, 7)), {})
 
     read_before = text()
-    assert len(read_before.for_length(50)) == 3206  # 458 parts are the first to hold 64 · 50
+    assert len(read_before.for_length(50)) == 3206  # 458 arrays are the first with 64 · 50 ids
     assert np.array_equal(read_before.for_length(10), text().for_length(10))
     assert len(text().for_length(7000)) == 7000
     with pytest.raises(DataError, match=r"the text has 7,000 tokens, too few for retrieval\.lengths 7,001; give a lon"):
@@ -212,39 +212,39 @@ def test_word_keys_never_repeat():
     assert {key.count("-") for key in keys} == {1, 2}
 
 
-def test_lists_are_written_with_and():
+def test_lists_in_words():
     assert "".join(listed(["a"])) == " a"
     assert "".join(listed(["a", "b"])) == " a and b"
     assert "".join(listed(["a", "b", "c"])) == " a, b and c"
 
 
-def test_lengths_are_by_default_what_fits(make_task):
+def test_default_lengths_are_those_that_fit(make_task):
     task = make_task()
     assert lengths_of(task, [], 3, max_positions=256, limit=256) == [64, 128, 256]
-    assert lengths_of(task, [], 3, max_positions=128, limit=None) == [64, 128]  # 32 cannot hold needle and question
+    assert lengths_of(task, [], 3, max_positions=128, limit=None) == [64, 128]  # 32 is too short
     assert lengths_of(task, [300], 3, max_positions=128, limit=None) == [300]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_lengths_that_cannot_be_are_refused(make_task, name):
+def test_impossible_lengths_are_rejected(make_task, name):
     task = make_task(name)
-    with pytest.raises(ConfigError, match=r"retrieval\.lengths: 2000 passes the model's positions \(1500\)"):
+    with pytest.raises(ConfigError, match=r"retrieval\.lengths: 2000 exceeds the model's positions \(1500\)"):
         lengths_of(task, [1500, 2000], 3, max_positions=1500, limit=1500)
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* alone take {task.needed(3)}$"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
         lengths_of(task, [task.needed(3)], 3, max_positions=1500, limit=None)
     if task.text:
         with pytest.raises(DataError, match="the text has"):
             lengths_of(task, [100_000], 3, max_positions=1500, limit=None)
 
 
-def test_unknown_tasks_are_refused_with_all_there_are():
-    with pytest.raises(ConfigError, match=rf"there is no 'niah'; there are {NEEDLE}, .*{VARIABLE_TRACKING}$"):
+def test_unknown_tasks_are_rejected_with_a_list():
+    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from {NEEDLE}, .*{VARIABLE_TRACKING}$"):
         validate(RetrievalConfig, {"retrieval": {"tasks": ["niah"]}}, "test")
     assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 9
     assert {*FORMS, VARIABLE_TRACKING} == set(OWN_WORDS)
 
 
-def test_the_text_is_a_file_or_held_out_or_that_of_python(run_folder, tokenizer, shards, tmp_path):
+def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):
     subject = Subject.find(run_folder)
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)

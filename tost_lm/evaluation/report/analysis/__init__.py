@@ -1,1 +1,1 @@
-"""Sections about what `eval.analyze` found in the TSSA layers of a run."""
+"""Report sections about the results of `eval.analyze`."""

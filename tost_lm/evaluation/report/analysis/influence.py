@@ -1,57 +1,44 @@
-"""The section of a run's report about how far one swapped token reaches."""
+"""Report section: influence of one replaced token."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from tost_lm.evaluation.report.analysis.layers import doubling_axis, draw_layers, name_layers, of_layers
-from tost_lm.evaluation.report.charts import Chart, joined
-from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.analysis.layers import add_layer_legend, draw_layers, layer_columns
+from tost_lm.evaluation.report.analysis.section import analysis_section
+from tost_lm.evaluation.report.charts import Chart, line_data, log_value_axis, new_figure, position_axis
+from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import INFLUENCE
 
 
-def influence(run: Evaluated, page: Page) -> str:
-    """By distance, of each layer; empty without results."""
-    results = run.results(INFLUENCE)
-    if results is None:
-        return ""
-    layers = [f"TSSA layer {number}" for number in range(1, 1 + len(results["mean"]))]
-    by_distance = zip(results["distance_ends"], *_told(results), strict=True)
-    return "\n\n".join([
-        f"## Influence of one token ({escape(INFLUENCE)})",
-        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
-        page.show("influence", influence_chart(results), "How far a layer's output moves when one token is swapped"),
-        f"‖y′ − y‖ / ‖y‖ of what a layer gives, with one token before swapped for another, over {results['swaps']} "
-        f"swaps in {results['sequences']} sequences (mean ± standard error over documents).",
-        table(("tokens later, up to", *layers), [(f"{end:,}", *told) for end, *told in by_distance]),
-    ])  # fmt: skip
+@analysis_section("Influence of one token", INFLUENCE)
+def influence(results: dict[str, Any], page: Page) -> list[str]:
+    """Influence by distance and layer."""
+    errors = results["standard_error"] or [[None] * len(line) for line in results["mean"]]
+    layers = [
+        [with_error(value, error, "#.2g") for value, error in zip(*lines, strict=True)]
+        for lines in zip(results["mean"], errors, strict=True)
+    ]
+    header = ("tokens later, up to", *[f"TSSA layer {number}" for number in range(1, 1 + len(layers))])
+    return [
+        page.add_figure("influence", influence_chart(results), "Change of a layer's output by distance"),
+        f"Relative change ‖y′ − y‖ / ‖y‖ of a layer's output after one earlier token is replaced; mean over "
+        f"{results['swaps']} replaced tokens in {results['sequences']} sequences ± standard error over documents.",
+        table(header, [(f"{end:,}", *cells) for end, *cells in zip(results["distance_ends"], *layers, strict=True)]),
+    ]
 
 
 def influence_chart(results: Mapping[str, Any]) -> Chart:
-    """By distance, a line for each layer, both axes doubling."""
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    """Influence by distance, a line for each layer, both axes logarithmic."""
+    figure, axes = new_figure(7, 3.6)
     ends, means = results["distance_ends"], results["mean"]
     draw_layers(axes, ends, means)
-    doubling_axis(axes)
-    axes.set_xlabel("tokens after the swapped one (up to the mark)")
+    position_axis(axes, "distance from the replaced token (tokens, end of the bin)")
     if all(value > 0 for line in means for value in line):
-        axes.set_yscale("log")
-    axes.set_ylabel("change of the output, relative to it")
-    name_layers(figure, len(means))
-    columns = of_layers(means, "relative change (1)")
+        log_value_axis(axes)
+    axes.set_ylabel("relative change of the output")
+    add_layer_legend(figure, len(means))
+    columns = layer_columns(means, "relative change (1)")
     if results["standard_error"]:
-        columns |= of_layers(results["standard_error"], "standard error (1)")
-    return Chart(figure, **joined("tokens later, up to", {name: (ends, line) for name, line in columns.items()}))
-
-
-def _told(results: Mapping[str, Any]) -> list[list[str]]:
-    errors = results["standard_error"] or [[None] * len(line) for line in results["mean"]]
-    return [
-        [f"{value:.3g}" + ("" if error is None else f" ± {error:.1g}") for value, error in zip(*line, strict=True)]
-        for line in zip(results["mean"], errors, strict=True)
-    ]
+        columns |= layer_columns(results["standard_error"], "standard error (1)")
+    return Chart(figure, **line_data("tokens later, up to", {name: (ends, line) for name, line in columns.items()}))

@@ -1,4 +1,4 @@
-"""Figures of something by layer: lines from dark for the first to light for the last, or a panel for each of a few."""
+"""Figures by TSSA layer: a line for each layer, from dark for the first to light for the last, or one panel each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,46 +9,49 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.charts import Chart, joined
+from tost_lm.evaluation.report.charts import Chart, line_data, position_axis, step_axis
 
-LIGHTEST = 0.85  # cividis is even in lightness, reads the same with red-green colour blindness, and ends too light
+LIGHTEST = 0.85  # of cividis, which has even lightness and is safe for red-green colour blindness
 NAMED_LAYERS = 8
 PANELS = 4
-MOST_MARKS = 8
+MAX_TICKS = 8
 SHAPES = "os^DvP*X"
 
 
 def layers_chart(
-    x: str, xs: Sequence[float], panels: Mapping[str, Sequence[Sequence[float | None]]], *, doubling: bool
+    x: str, xs: Sequence[float], panels: Mapping[str, Sequence[Sequence[float | None]]], *, steps: bool = False
 ) -> Chart:
-    """Panels beside each other, a line for each layer; `panels` are values [L][X] by what they are and their unit."""
-    figure = Figure(figsize=(0.9 + 3.8 * len(panels), 3.6), layout="constrained")
+    """Panels side by side with a line for each layer; `panels` are values [L][X] by axis label.
+
+    The xs are training steps, or the ends of bins whose lengths double.
+    """
+    figure = Figure(figsize=(0.9 + 3.0 * len(panels), 3.2), layout="constrained")
     lines: dict[str, tuple[Sequence[float], Sequence[Any]]] = {}
     for axes, (label, found_LX) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         values_LX = np.array(found_LX, dtype=float)
         draw_layers(axes, xs, values_LX)
-        if doubling:
-            doubling_axis(axes)
+        if steps:
+            step_axis(axes, intervals=3)
+        else:
+            position_axis(axes, x)
         if (values_LX < 0).any():
             axes.axhline(0, color="0.5", linewidth=1)
-        axes.set_xlabel(x)
         axes.set_ylabel(label)
-        lines |= {name: (xs, line) for name, line in of_layers(found_LX, label).items()}
-    name_layers(figure, len(next(iter(panels.values()))))
-    return Chart(figure, **joined(x, lines))
+        lines |= {name: (xs, line) for name, line in layer_columns(found_LX, label).items()}
+    add_layer_legend(figure, len(next(iter(panels.values()))))
+    return Chart(figure, **line_data(x, lines))
 
 
 def draw_layers(axes: Any, xs: Sequence[float], values_LX: Any) -> None:
-    """A line for each layer of values [L, X]; beyond `NAMED_LAYERS` `name_layers` tells them by a scale."""
+    """A line for each layer of values [L, X]."""
     for number, values in enumerate(values_LX, start=1):
-        share = (number - 1) / max(len(values_LX) - 1, 1)
+        fraction = (number - 1) / max(len(values_LX) - 1, 1)
         shape = SHAPES[number - 1] if len(values_LX) <= NAMED_LAYERS else "."
-        axes.plot(xs, values, color=colormaps["cividis"](LIGHTEST * share), marker=shape, markersize=4, label=number)
-    axes.grid(alpha=0.3)
+        axes.plot(xs, values, color=colormaps["cividis"](LIGHTEST * fraction), marker=shape, markersize=4, label=number)
 
 
-def name_layers(figure: Figure, layers: int) -> None:
-    """Beside all panels."""
+def add_layer_legend(figure: Figure, layers: int) -> None:
+    """A legend, or a colour bar for more than `NAMED_LAYERS` layers."""
     if layers <= NAMED_LAYERS:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, title="TSSA layer", loc="outside right center")
@@ -58,23 +61,17 @@ def name_layers(figure: Figure, layers: int) -> None:
         bar.ax.set_ylim(1, layers)
 
 
-def doubling_axis(axes: Any) -> None:
-    """Stretches of tokens that double in length, up to each mark."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
 def number_ticks(axis: Any, count: int, first: int) -> None:
-    """Marks 1 to `count` on an axis on which the first is at `first`; fewer where they would touch."""
-    places = range(0, count, -(-count // MOST_MARKS))
-    axis.set_ticks([first + place for place in places], [str(place + 1) for place in places])
+    """Ticks labelled 1 to `count` on an axis where 1 is at `first`; at most `MAX_TICKS` of them."""
+    indices = range(0, count, -(-count // MAX_TICKS))
+    axis.set_ticks([first + index for index in indices], [str(index + 1) for index in indices])
 
 
-def of_layers(values_LX: Sequence[Sequence[Any]], name: str) -> dict[str, Sequence[Any]]:
+def layer_columns(values_LX: Sequence[Sequence[Any]], name: str) -> dict[str, Sequence[Any]]:
     """A column for each layer."""
     return {f"{name}, TSSA layer {number}": values for number, values in enumerate(values_LX, start=1)}
 
 
-def some_layers(layers: int) -> list[int]:
-    """The first, the last, and those evenly between, from 0 on; `PANELS` at most."""
+def select_layers(layers: int) -> list[int]:
+    """Indices of up to `PANELS` evenly spaced layers, with the first and the last."""
     return np.unique(np.linspace(0, layers - 1, PANELS).round().astype(int)).tolist()

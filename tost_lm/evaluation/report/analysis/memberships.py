@@ -1,4 +1,4 @@
-"""The sections about the memberships of TSSA layers: of a run by layer, of several runs by group."""
+"""Report sections: memberships of a run by TSSA layer, and of several runs by group."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,38 +6,33 @@ from typing import Any
 import numpy as np
 
 from tost_lm.evaluation.report.analysis.layers import layers_chart
+from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart
 from tost_lm.evaluation.report.groups import Curve, Group, curve
-from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.markdown import escape, table, with_error
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import MEMBERSHIPS
 
 CONCENTRATION = (
-    "Concentration by position: 1 − entropy over the heads / ln(heads), 0 where all heads take an equal part in a "
-    "token, 1 where one takes it whole."
+    "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "
+    "and 1 where one head has the whole token."
 )
 
 
-def memberships_of_run(run: Evaluated, page: Page) -> str:
-    """How concentrated they are by position, and what text before does to them, of each TSSA layer."""
-    results = run.results(MEMBERSHIPS)
-    if results is None:
-        return ""
+@analysis_section("Memberships", MEMBERSHIPS)
+def memberships_of_run(results: dict[str, Any], page: Page) -> list[str]:
+    """Memberships of each TSSA layer by position and after more context."""
     by_position = zip(*results["concentration_by_position"], strict=True)
     layers = [f"TSSA layer {number}" for number in range(1, 1 + len(results["concentration_by_position"]))]
     rows = [
         (f"{row['context_tokens']:,}", f"{row['nats_per_token']:.4f}", *_three_digits(row["moved"]))
         for row in results["after_context"]
     ]
-    return "\n\n".join([
-        f"## Memberships ({escape(MEMBERSHIPS)})",
-        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
-        page.show("memberships", position_chart(results), "Concentration, spread and what position explains"),
-        f"{CONCENTRATION} The spread is the standard deviation over the heads of a token's scores, of which the "
-        "memberships are the softmax. On the right, the share of the memberships' variance within a stretch of "
-        f"positions that the position alone explains; of all their variance it is {_shares(results)}, layer by layer.",
+    return [
+        page.add_figure("memberships", position_chart(results), "Concentration, spread, and explained variance"),
+        f"{CONCENTRATION} The spread is the standard deviation of a token's scores over the heads; memberships are the "
+        "softmax of the scores. On the right, the fraction of the variance within a position bin that the position "
+        f"explains. Over all positions it explains {_percentages(results)} (by layer).",
         table(
             ("positions up to", *layers),
             [
@@ -45,25 +40,25 @@ def memberships_of_run(run: Evaluated, page: Page) -> str:
                 for end, values in zip(results["position_ends"], by_position, strict=True)
             ],
         ),
-        f"The first {results['probe_tokens']} tokens of {results['sequences']} sequences after so many tokens of other "
-        "text: their loss in nats per token, and how far their memberships moved (total variation).",
-        table(("after", "loss", *layers), rows),
-    ])  # fmt: skip
+        f"The first {results['probe_tokens']} tokens of {results['sequences']} sequences after context tokens of other "
+        "text: loss in nats per token, and change of the memberships (total variation distance) by layer.",
+        table(("context tokens", "loss", *layers), rows),
+    ]
 
 
 def position_chart(results: Mapping[str, Any]) -> Chart:
-    """Concentration, spread, and what the position explains, by position."""
+    """Concentration, spread, and variance explained by position."""
     panels = {
-        "concentration (0: even, 1: one head)": results["concentration_by_position"],
-        "spread of the scores over heads (nats)": results["score_spread_by_position"],
-        "explained by the position alone (1)": results["explained_within_stretches"],
+        "concentration": results["concentration_by_position"],
+        "score spread (nats)": results["score_spread_by_position"],
+        "explained variance": results["explained_within_stretches"],
     }
-    return layers_chart("position (tokens, up to the mark)", results["position_ends"], panels, doubling=True)
+    return layers_chart("position (tokens, end of the bin)", results["position_ends"], panels)
 
 
 def memberships_of_groups(groups: Sequence[Group]) -> str:
-    """How concentrated they are by position, and what text before does to them: means over layers, then over runs."""
-    found = {group.label: results for group in groups if (results := _results(group))}
+    """Memberships by position and after more context; means over layers, then over runs."""
+    found = {group.label: results for group in groups if (results := group.results(MEMBERSHIPS))}
     if not found:
         return ""
     by_position = {
@@ -73,29 +68,29 @@ def memberships_of_groups(groups: Sequence[Group]) -> str:
     return "\n\n".join([
         f"## Memberships ({escape(MEMBERSHIPS)})",
         CONCENTRATION,
-        places_table("group", "positions up to", by_position, ".3f"),
-        "The same tokens after so many tokens of other text: how far their memberships moved (total variation),",
-        places_table("group", "moved after", _after(found, "moved"), ".3f"),
-        "their concentration,",
-        places_table("group", "concentration after", _after(found, "concentration"), ".3f"),
-        "and their loss in nats per token.",
-        places_table("group", "loss after", _after(found, "nats_per_token"), ".3f"),
-        "Means over the TSSA layers, and ± standard error over the runs of a group.",
+        curve_table("group", "positions up to", by_position, ".3f"),
+        "Change of the memberships (total variation distance) of the same tokens after context tokens of other text:",
+        curve_table("group", "change after", _after(found, "moved"), ".3f"),
+        "Concentration of the same tokens:",
+        curve_table("group", "concentration after", _after(found, "concentration"), ".3f"),
+        "Loss of the same tokens in nats per token:",
+        curve_table("group", "loss after", _after(found, "nats_per_token"), ".3f"),
+        "Means over the TSSA layers ± standard error over the runs of a group.",
     ])  # fmt: skip
 
 
-def places_table(name: str, places: str, curves: Mapping[str, Curve], form: str) -> str:
-    """A row for each curve, a column for each place that any of them has."""
-    xs = sorted({x for line in curves.values() for x in line.xs})
-    rows = [(label, *[_at(line, x, form) for x in xs]) for label, line in curves.items()]
-    return table((name, *[f"{places} {x:,}" for x in xs]), rows)
+def curve_table(name: str, x: str, curves: Mapping[str, Curve], form: str) -> str:
+    """A row for each curve and a column for each of their xs."""
+    xs = sorted({at for line in curves.values() for at in line.xs})
+    rows = [(label, *[_at(line, at, form) for at in xs]) for label, line in curves.items()]
+    return table((name, *[f"{x} {at:,}" for at in xs]), rows)
 
 
 def _at(line: Curve, x: int, form: str) -> str:
     if x not in line.xs:
         return "–"
     i = line.xs.index(x)
-    return f"{line.mean[i]:{form}}" + ("" if line.error is None else f" ± {line.error[i]:{form}}")
+    return with_error(line.mean[i], None if line.error is None else line.error[i], form)
 
 
 def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str, Curve]:
@@ -111,16 +106,9 @@ def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
     return np.array(values, dtype=float).mean(axis=dim)
 
 
-def _shares(results: Mapping[str, Any]) -> str:
-    return ", ".join("–" if share is None else f"{share:.1%}" for share in results["explained_by_position"])
+def _percentages(results: Mapping[str, Any]) -> str:
+    return ", ".join("–" if value is None else f"{value:.1%}" for value in results["explained_by_position"])
 
 
 def _three_digits(values: Sequence[float]) -> list[str]:
     return [f"{value:.3f}" for value in values]
-
-
-def _results(group: Group) -> list[dict[str, Any]]:
-    """Of the runs that have any; none where they are of different steps or settings, of which there is no mean."""
-    found = [results for run in group.runs if (results := run.results(MEMBERSHIPS))]
-    made_alike = {str([results["identity"][key] for key in ("step", "settings")]) for results in found}
-    return found if len(made_alike) == 1 else []

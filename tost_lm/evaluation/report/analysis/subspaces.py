@@ -1,4 +1,4 @@
-"""The section of a run's report about the subspaces of its TSSA layers' heads."""
+"""Report section: subspaces of the heads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,20 +6,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from tost_lm.evaluation.report.analysis.layers import number_ticks, some_layers
+from tost_lm.evaluation.report.analysis.layers import number_ticks, select_layers
+from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.markdown import escape, table
+from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.report.protocols import of_checkpoint
-from tost_lm.evaluation.report.record import Evaluated
 from tost_lm.evaluation.subject import SUBSPACES
 
 
-def subspaces(run: Evaluated, page: Page) -> str:
-    """How orthogonal they are, how much they overlap, what lies in none; empty without results."""
-    results = run.results(SUBSPACES)
-    if results is None:
-        return ""
+@analysis_section("Subspaces", SUBSPACES)
+def subspaces(results: dict[str, Any], page: Page) -> list[str]:
+    """Rank, orthogonality and overlap of the heads' subspaces."""
     rows = [
         (
             str(number),
@@ -31,23 +28,21 @@ def subspaces(run: Evaluated, page: Page) -> str:
         )
         for number, layer in enumerate(results["layers"], 1)
     ]
-    return "\n\n".join([
-        f"## Subspaces ({escape(SUBSPACES)})",
-        of_checkpoint(run, results, f"eval.analyze {run.with_text}"),
-        page.show("subspaces", overlap_chart(results["layers"]), "Overlap of the heads' subspaces"),
+    return [
+        page.add_figure("subspaces", overlap_chart(results["layers"]), "Overlap of the heads' subspaces"),
         table(
-            ("TSSA layer", "effective rank", "from orthogonal", "overlap (by chance)", "dimensions spanned", "outside"),
+            ("TSSA layer", "effective rank", "non-orthogonality", "overlap (chance)", "rank of all heads", "outside"),
             rows,
         ),
-        "Means over heads, of overlap over pairs of them: 0 for orthogonal subspaces, 1 for the same. From "
-        "orthogonal is 0 where a head's rows are orthogonal and of one length. Outside is the share of the tokens' "
-        "squared length that no head projects.",
-    ])  # fmt: skip
+        "Means over heads. Overlap is a mean over pairs of heads: 0 for orthogonal subspaces, 1 for the same subspace. "
+        "Non-orthogonality is 0 where a head's rows are orthogonal and of equal norm. Outside is the fraction of the "
+        "tokens' energy in directions that no head projects.",
+    ]
 
 
 def overlap_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
-    """The overlap of each pair of different heads, of a few layers."""
-    chosen = some_layers(len(layers))
+    """Overlap of each pair of heads, in some layers."""
+    chosen = select_layers(len(layers))
     overlap_LHH = np.array([layer["overlap"] for layer in layers])[chosen]
     overlap_LHH[:, np.eye(overlap_LHH.shape[-1], dtype=bool)] = np.nan
     figure = Figure(figsize=(1.4 + 2.4 * len(chosen), 2.9), layout="constrained")
@@ -61,7 +56,7 @@ def overlap_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
         axes.set_title(f"TSSA layer {number + 1}", fontsize=10)
     panels[0].set_ylabel("head")
     chance = layers[0]["chance_overlap"]
-    figure.colorbar(image, ax=panels, label=f"overlap (1: the same subspace,\nby chance {chance:.3f})")
+    figure.colorbar(image, ax=panels, label=f"overlap (1: same subspace,\nchance {chance:.3f})")
     rows = [
         [number, head + 1, other + 1, overlap]
         for number, layer in enumerate(layers, start=1)

@@ -1,0 +1,79 @@
+"""A rank that hangs, a loader worker that dies, and too little memory: one error line each, and nothing is lost."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from launches import Launch, launch, train
+from test_stopped_runs import curve
+
+Times = Callable[[int], int]
+RecordFault = Callable[[str, int, str], None]
+TIMEOUT_S = 5.0
+
+
+def test_a_stopped_rank_is_named_with_its_last_step(
+    workplace: Path, times: Times, record_fault: RecordFault, slack_s: float
+):
+    draws, longest = random.Random(2), 0.0
+    for _ in range(times(5)):
+        with launch(workplace, 2, f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000") as running:
+            started = max(running.step(), 0)
+            at, hung = started + draws.randint(5, 30), draws.randrange(2)
+            running.until(lambda: running.step() >= at)
+            running.send(signal.SIGSTOP, hung)
+            since = time.monotonic()
+            assert running.wait_for(1 - hung) == 2, running.output()
+            longest = max(longest, time.monotonic() - since)
+            assert longest < TIMEOUT_S + 3 + slack_s
+            (line,) = running.errors()
+            last = running.step(hung)
+            name = rf"rank {hung} \({os.uname().nodename}, pid {running.pids[hung]}\) was lost: it does not answer"
+            assert re.match(rf"{name}; its last step was {last} \(\w+, \d+ s ago\)", line), line
+    limit = f"limit {TIMEOUT_S:.0f} s + 2 s"
+    record_fault("hang (SIGSTOP)", times(5), f"named with its last step, after at most {longest:.1f} s ({limit})")
+
+
+def worker_of(running: Launch, rank: int) -> psutil.Process | None:
+    workers = [child for child in psutil.Process(running.pids[rank]).children() if child.status() != "zombie"]
+    return workers[0] if workers else None
+
+
+def test_a_killed_loader_worker_ends_the_run(
+    workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault, slack_s: float
+):
+    draws, slowest = random.Random(3), 0.0
+    for _ in range(times(5)):
+        with launch(workplace, 2, "data.workers=1", "train.steps=300") as running:
+            lost, at = draws.randrange(2), draws.randint(3, 15)
+            running.until(lambda: running.step() >= at and worker_of(running, lost))
+            worker = worker_of(running, lost)
+            assert worker
+            worker.kill()
+            since = time.monotonic()
+            running.until(running.errors)
+            slowest = max(slowest, time.monotonic() - since)
+            assert slowest < 2 + slack_s
+            assert running.wait() == [2, 2]
+            assert re.search(rf"data\.workers: DataLoader worker \(pid\(?s?\)? {worker.pid}\)", running.errors()[0])
+    train(workplace, 2, "data.workers=1")
+    assert curve(workplace / "runs/tiny") == curve(uninterrupted)
+    record_fault("a loader worker killed", times(5), f"an error within {slowest:.1f} s; the batch order is unchanged")
+
+
+def test_out_of_memory_names_the_settings_to_change(workplace: Path, times: Times, record_fault: RecordFault):
+    words = ("model.width=256", "train.micro_batch_size=4096", "train.global_batch_size=4096")
+    for count in range(times(5)):
+        memory_bytes = (800 + 70 * (count % 5)) << 20  # enough to build the model, not for a step
+        with launch(workplace, 1, *words, f"run.name=short{count}", memory_bytes=memory_bytes) as running:
+            assert running.wait() == [2], running.output()
+            (line,) = running.errors()
+            assert re.match(r"rank 0 \(.+\) is out of memory \(training, step 0\): ", line)
+            assert re.search(r"the activations of 4096 × 32 tokens [1-9]\.\d\d GB; lower train\.micro_batch_size", line)
+            assert "lower train.micro_batch_size or memory.tile_tokens" in line
+    record_fault("out of memory", times(5), "the error names batch, sequence length, memory and the settings to change")

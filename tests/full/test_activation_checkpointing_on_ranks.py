@@ -1,0 +1,53 @@
+"""Activation checkpointing and MLP tiles, with DeepSpeed on ranks, do not change training."""
+
+from typing import Any
+
+import pytest
+from training_on_layouts import Record, build_engine, train_on_layout, train_steps
+
+from tost_lm.parallel import zero
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import run_on_ranks
+
+FULL = {"activation_checkpointing": "full"}
+TILED = {**FULL, "mlp_tile_tokens": 5}
+GRAD_CLIP = 0.5
+
+
+def train_in_stages(axis: str, stages: tuple[int, ...]) -> list[Record]:
+    records = []
+    for stage in stages:
+        layout = ParallelConfig.model_validate({axis: 2, "zero_stage": stage})
+        records.append(train_on_layout(layout, "adamw", GRAD_CLIP, memory=TILED))
+    return records
+
+
+@pytest.mark.parametrize(("axis", "stages"), [("sequence", (0, 2)), ("tensor", (1,))])
+def test_ranks_train_as_one_process(axis: str, stages: tuple[int, ...]):
+    for record in run_on_ranks(train_in_stages, 2, axis, stages)[0]:
+        record.assert_as_one_process("adamw", GRAD_CLIP)
+
+
+def train_with_all_weights_partitioned(settings: list[dict[str, Any]]) -> list[Record]:
+    """DeepSpeed keeps small weights on every rank; here it gathers every weight when a module needs it."""
+    offload = zero._offload
+    limits = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
+    zero._offload = lambda parallel: {**offload(parallel), **{f"stage3_{limit}": 0 for limit in limits}}
+    layout = ParallelConfig(sequence=2, zero_stage=3)
+    return [train_on_layout(layout, "adamw", GRAD_CLIP, steps=2, memory=one) for one in settings]
+
+
+def test_weights_of_stage_3_are_gathered_again():
+    for record in run_on_ranks(train_with_all_weights_partitioned, 2, [FULL, TILED])[0]:
+        record.assert_as_one_process("adamw", GRAD_CLIP, steps=2)
+
+
+def train_in_bfloat16() -> list[list[tuple[float, float]]]:
+    layout = ParallelConfig(sequence=2, zero_stage=2)
+    engines = [build_engine(layout, "adamw", bfloat16=True, memory=memory) for memory in ({}, FULL)]
+    return [train_steps(engine, "adamw", range(2)) for engine in engines]
+
+
+def test_activation_checkpointing_in_bfloat16_is_bitwise_equal():
+    without, full = run_on_ranks(train_in_bfloat16, 2)[0]
+    assert without == full

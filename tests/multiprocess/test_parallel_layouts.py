@@ -1,0 +1,44 @@
+"""Every parallel layout trains as one process does, in float32."""
+
+from typing import Any
+
+import pytest
+from training_on_layouts import Record, T, train_on_layout
+
+from tost_lm.config import validate
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.testing import run_on_ranks
+
+GRAD_CLIP = 0.5
+
+
+def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str) -> list[Record]:
+    layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
+    return [train_on_layout(layout, optimizer, GRAD_CLIP) for layout in layouts]
+
+
+# Every pair of axes, and every stage with each axis; tests/full has all layouts.
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "stages", "optimizer"),
+    [(1, 1, (0, 1), "adamw"), (2, 1, (0, 2, 3), "sgd"), (1, 2, (0, 2), "sgd"), (2, 2, (1, 3), "adamw")],
+)  # fmt: skip
+def test_four_ranks_train_as_one_process(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str):
+    for records in run_on_ranks(train_in_stages, 4, {"tensor": tensor, "sequence": sequence}, stages, optimizer):
+        for record in records:
+            record.assert_as_one_process(optimizer, GRAD_CLIP)
+
+
+@pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
+def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
+    for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
+        record.assert_as_one_process("adamw", GRAD_CLIP)
+
+
+def train_on_uneven_shards(lengths: tuple[int, ...]) -> Record:
+    return train_on_layout(ParallelConfig(sequence=4, zero_stage=2), "sgd", 0.0, lengths=lengths)
+
+
+def test_shards_of_unequal_length_without_clipping():
+    lengths = (5, 1, 13, 7)
+    assert sum(lengths) == T
+    run_on_ranks(train_on_uneven_shards, 4, lengths)[0].assert_as_one_process("sgd", 0.0)

@@ -1,0 +1,61 @@
+"""tost_lm.generate as a user runs it: empty prompts, prompts that look like settings, and errors."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Forked
+from programs import refusal, run
+
+import tost_lm
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.evaluation.generation import generate_text
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.checkpoint import write_checkpoint
+
+PROGRAM = "tost_lm.generate"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(["The lines of this page are short. " * 9] * 40, 290))
+    tree = {"layers": 2, "heads": 2, "width": 16, "vocab_size": 290, "max_positions": 128}
+    torch.manual_seed(0)
+    model = TostLM(validate(ModelConfig, tree, "test"))
+    write_checkpoint(tmp_path / "model", model.config, model.state_dict(), tokenizer)
+    return tmp_path
+
+
+@pytest.mark.parametrize("prompt", ["", "The lines"])
+def test_output_is_the_prompt_and_the_generated_text(folder: Path, prompt: str):
+    model, tokenizer = tost_lm.load(folder / "model"), tost_lm.load_tokenizer(folder / "model")
+    text = "".join(generate_text(model, tokenizer, prompt, 5))
+    output = run(PROGRAM, "model", prompt, "sample.tokens=5", cwd=folder)
+    assert output.startswith(f"{prompt}{text}\nstate after the prompt of {1 + len(tokenizer.encode(prompt))} tokens: ")
+
+
+def test_a_prompt_that_looks_like_a_setting_is_pointed_to_the_setting(folder: Path):
+    error = refusal(PROGRAM, "model", "a.b=c d'e", cwd=folder)
+    found, _, advice = error.partition("; as a prompt, write it as ")
+    assert found == "a: unknown key (known: sample, parallel)"
+    output = run(PROGRAM, "model", *shlex.split(advice), "sample.tokens=5", cwd=folder)
+    assert output.startswith("a.b=c d'e")
+
+
+def test_weights_that_are_not_finite_are_an_error_on_a_line_of_its_own(folder: Path):
+    model = tost_lm.load(folder / "model")
+    model.norm.weight.data[3] = torch.nan
+    write_checkpoint(folder / "nan", model.config, model.state_dict(), tost_lm.load_tokenizer(folder / "model"))
+    code, out, err = Forked(PROGRAM, "nan", "hello", cwd=folder).finish()
+    assert (code, out) == (2, "hello\n"), err
+    assert err == "error: nan: its logits are not finite (NaN or infinite); use an earlier checkpoint\n"
+    assert not (folder / "nan/eval/sample/results.json").exists()
+
+
+def test_too_many_tokens_are_an_error_before_any_output(folder: Path):
+    code, out, err = Forked(PROGRAM, "model", "hello", "sample.tokens=300", cwd=folder).finish()
+    assert (code, out) == (2, "")
+    assert "300 new tokens exceed the model's 128 positions; shorten sample.prompt or lower sample.tokens\n" in err

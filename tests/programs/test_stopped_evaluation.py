@@ -1,0 +1,106 @@
+"""SIGTERM in an evaluation: it ends within a model call with exit code 143 and resumes, on one rank and on several."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from forked import Forked, as_rank, free_port
+from programs import run, snapshot, write_corpus
+
+STARTED_S, STOPPED_S = 120, 60
+"""Generous limits, which only catch a hang."""
+RETRIEVAL = ["retrieval.lengths=[640, 768, 900]", "needle.depths=[0.5]", "retrieval.samples=300"]
+PROGRAMS = {
+    "eval.zero_shot": ([], "scoring"),
+    "eval.text": (["text.file=long.jsonl"], "scoring"),
+    "eval.positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
+    "eval.retrieval": (RETRIEVAL, "needle@words: length"),
+}
+DATA = """
+[corpus]
+source = "long.jsonl"
+valid_fraction = 0.5
+[tokenizer]
+path = "out/tokenizer.model"
+vocab_size = 384
+[shards]
+folder = "out/shards"
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/tiny, a model without a maximum length, and texts that take it much longer than a second."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_corpus(folder / "long.jsonl", documents=20, words=20_000)
+    (folder / "data.toml").write_text(DATA)
+    run("data_prep.train_tokenizer", "data.toml", cwd=folder)
+    run("data_prep.build_shards", "data.toml", cwd=folder)
+    words = ["model.positions=sinusoidal", "model.denom_bias=head", "train.steps=2"]
+    run("pretrain.train", prepared / "run.toml", *words, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """The same, to change."""
+    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def terminate(program: str, words: list[str], folder: Path, started: str, signaled: list[int], ranks: int) -> None:
+    """Send SIGTERM to the ranks in `signaled` soon after rank 0 has printed `started`. All ranks must end together."""
+    port = free_port()
+    places = [as_rank(rank, ranks, port, ranks_per_node=ranks) if ranks > 1 else {} for rank in range(ranks)]
+    processes = [Forked(program, "runs/tiny", *words, cwd=folder, **place) for place in places]
+    deadline = time.monotonic() + STARTED_S
+    while started not in processes[0].output() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    for rank in signaled:
+        processes[rank].send_signal(signal.SIGTERM)
+    codes, _, errors = zip(*[process.finish(STOPPED_S) for process in processes], strict=True)
+    assert codes == (143,) * ranks, errors
+    text = "".join(errors)
+    assert text.count("terminated by SIGTERM; run the same command again to resume\n") == 1
+    assert "error: " not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_sigterm_ends_one_process_with_one_line(copy: Path, program: str):
+    words, started = PROGRAMS[program]
+    before = snapshot(copy / "runs").keys()
+    terminate(program, words, copy, started, [0], ranks=1)
+    assert all("/cells/length_" in name for name in snapshot(copy / "runs").keys() - before)
+
+
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [
+        ("eval.text", "parallel.sequence=2"),
+        ("eval.positions", "parallel.tensor=1"),
+        ("eval.zero_shot", "parallel.tensor=2"),
+    ],
+)
+def test_sigterm_to_one_rank_ends_both(copy: Path, program: str, layout: str):
+    words, started = PROGRAMS[program]
+    terminate(program, [*words, layout], copy, started, [1], ranks=2)
+
+
+@pytest.mark.parametrize("signaled", [[0], [0, 1]])
+def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled: list[int]):
+    """The copies of the model measure cells of different lengths, so they call the model different numbers of times."""
+    words, started = PROGRAMS["eval.retrieval"]
+    terminate("eval.retrieval", words, copy, started, signaled, ranks=2)
+    home = copy / "runs/tiny/eval/needle@words"
+    finished = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
+    assert 0 < len(finished) < 3
+    assert not (home / "results.json").exists()
+    resumed = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    assert f"needle@words: reusing {len(finished)} of 3 cells" in resumed
+    assert all((home / "cells" / name).read_bytes() == data for name, data in finished.items())
+    assert len(json.loads((home / "results.json").read_text())["cells"]) == 3

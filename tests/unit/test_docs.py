@@ -1,0 +1,73 @@
+"""The documentation: short sentences, today's names, and a list of commands that is that of the programs."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+RETIRED = {
+    "batch_sequences", "micro_batch_sequences", "sequence_tokens", "batch_examples", "recompute", "mlp_tokens",
+    "boundary_states", "check_every", "skip_spikes", "stop_step", "if_changed", "keep_every", "valid_share",
+    "test_share", "max_bad_share", "hold_less", "Places", "Departure", "Silence", "WholeModel", "RollCall",
+    "naming_lost_ranks", "patient_store", "checkpoint.every", "checkpoint.keep",
+}  # fmt: skip
+
+
+def sentences(page: Path) -> list[list[str]]:
+    """The words of each sentence in paragraphs, list items and table cells, without code, headings and addresses."""
+    text = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->|^#.*?$", "", page.read_text())
+    text = re.sub(r"(?m)^\|[-| :]+\|$", "", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "CODE", text)
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\||\n(?=\|)", text)
+    found = []
+    for block in blocks:
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-ZCODE\"“(*])", " ".join(block.split())):
+            words = re.findall(r"[A-Za-z][A-Za-z'’-]*", sentence)
+            if words:
+                found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sentences_are_short(page: Path):
+    found = sentences(page)
+    assert max(map(len, found)) <= 40, " ".join(max(found, key=len))
+    prose = [words for words in found if len(words) > 3]  # not the cells of a table of figures
+    assert sum(map(len, prose)) / len(prose) <= 20
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_retired_names_are_gone(page: Path):
+    text = page.read_text()
+    assert [name for name in RETIRED if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text)] == []
+
+
+def test_retired_names_are_no_settings():
+    settings = [
+        line.split(":")[0].strip()
+        for path in (CHECKOUT / "tost_lm").rglob("*config*.py")
+        for line in path.read_text().splitlines()
+        if re.match(r"    \w+: ", line)
+    ]
+    assert "global_batch_size" in settings
+    assert set(settings).isdisjoint(RETIRED)
+
+
+def test_the_list_of_commands_is_current():
+    spec = importlib.util.spec_from_file_location("make_commands", CHECKOUT / "docs/make_commands.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (CHECKOUT / "docs/commands.md").read_text() == module.page(), "run python docs/make_commands.py"
+
+
+def test_the_readme_is_short():
+    text = (CHECKOUT / "README.md").read_text().split("\n## Reference")[0]
+    words = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->", "", text).split()
+    assert len(words) <= 800
+    assert len(re.findall(r"(?m)^\|[-| :]+\|$", text)) == 1, "one table before the reference part"

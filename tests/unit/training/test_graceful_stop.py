@@ -1,0 +1,69 @@
+"""When a rank has to stop, and with which exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tost_lm.config.program import EXIT_STOPPED
+from tost_lm.training import graceful_stop as module
+from tost_lm.training.graceful_stop import GracefulStop
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_process_before_training_and_requests_a_stop_during_it(signum: signal.Signals):
+    graceful_stop = GracefulStop()
+    graceful_stop.install_handlers()
+    with pytest.raises(SystemExit) as exited:
+        os.kill(os.getpid(), signum)
+    assert exited.value.code == EXIT_STOPPED
+    graceful_stop.training_started()
+    assert graceful_stop.requested(1e9) == ""
+    os.kill(os.getpid(), signum)
+    assert graceful_stop.requested(0) == signum.name
+
+
+def test_a_first_interrupt_requests_a_stop_and_a_second_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    graceful_stop = GracefulStop()
+    graceful_stop.install_handlers()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)  # nothing to save yet
+    graceful_stop.training_started()
+    for _ in range(2):  # the terminal's, and the one that torchrun repeats
+        os.kill(os.getpid(), signal.SIGINT)
+        assert graceful_stop.requested(0) == "SIGINT"
+    monkeypatch.setattr(module, "SAME_INTERRUPT_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_limit_counts_from_the_launch_and_leaves_time_to_save():
+    age = time.time() - psutil.Process().create_time()
+    graceful_stop = GracefulStop(max_minutes=(age + 100) / 60)
+    assert graceful_stop.requested(seconds_needed=10) == ""
+    assert graceful_stop.requested(seconds_needed=101) == "run.max_minutes"
+
+
+def test_under_torchrun_the_launch_is_torchruns_own():
+    code = "import time; time.sleep(1.5); import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = (
+        "import os, psutil, tost_lm.training.graceful_stop as d; print(d._launched(), psutil.Process().create_time());"
+        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'; print(d._launched(), psutil.Process(os.getppid()).create_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, child], capture_output=True, text=True, check=True)
+    (own, started), (launch, launcher) = ([float(x) for x in line.split()] for line in done.stdout.splitlines())
+    assert own == started
+    assert launch == launcher < own - 1

@@ -1,0 +1,48 @@
+"""Activation checkpointing: the backward computes blocks, or tiles of their MLPs, again instead of storing them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from tost_lm.model.block import Block, CheckpointWrapper
+from tost_lm.model.lm import TostLM
+
+
+def apply_activation_checkpointing(
+    model: TostLM,
+    *,
+    activation_checkpointing: Literal["none", "full"] = "none",
+    mlp_tile_tokens: int | None = None,
+    context_fn: Callable[[], Any] = noop_context_fn,
+) -> TostLM:
+    """Install checkpoint wrappers in a model, in place. Outputs and gradients do not change.
+
+    Args:
+        activation_checkpointing: `full` stores the input of each block and computes the block again in the backward.
+        mlp_tile_tokens: the MLP branch of each block (norm, MLP, LayerScale, sum) reads this many tokens of a row at a
+            time, stores its input only, and is computed again. Its 8·C wide activations exist for one tile at a time.
+            With sequence or tensor ranks, the tokens are those of this rank's residual stream.
+        context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
+    """
+    for block in model.blocks:
+        if isinstance(block, Block):
+            if activation_checkpointing == "full":
+                block.checkpoint = _checkpointed(context_fn)
+            if mlp_tile_tokens is not None:
+                block.mlp_checkpoint = partial(_in_tiles, mlp_tile_tokens)
+    return model
+
+
+def _checkpointed(context_fn: Callable[[], Any] = noop_context_fn) -> CheckpointWrapper:
+    # Blocks draw no random numbers.
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+
+
+def _in_tiles(tile_tokens: int, compute: Callable[[Tensor], Tensor], x_BTC: Tensor) -> Tensor:
+    checkpointed = _checkpointed()
+    # Split, not sliced: the backward of each slice would allocate a tensor of all tokens.
+    return torch.cat([checkpointed(compute, tile) for tile in x_BTC.split(tile_tokens, 1)], 1)

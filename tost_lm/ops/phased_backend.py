@@ -1,0 +1,80 @@
+"""The two passes of causal TSSA built from a backend's phases, with sums over the tokens of other ranks in between.
+
+There are two exchanges forward and two backward, each no longer than a document's statistics. The next phase needs the
+whole result, so an exchange starts as soon as a phase has its sums. The sums stored for the backward include the
+received ones, so the backward repeats no exchange.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.layout import Layout
+from tost_lm.ops.phases import HeadSoftmax, Phases, Scoring, Statistics
+from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
+
+
+@dataclass(frozen=True)
+class PhasedBackend:
+    """The `Passes` of a backend's `Phases`."""
+
+    phases: Phases
+    local: LocalDocuments
+    shard: SequenceShard | None
+    """None: all tokens are here."""
+    per_document: bool
+    """Whether the sums of every document are needed, as in `SequenceShard.exclusive_scan`."""
+
+    def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
+        return self.phases.chunk_tokens(heads, channels, device)
+
+    def forward(
+        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
+    ) -> tuple[Tensor, Tensor, Statistics, Statistics]:
+        energy = self.phases.energy(w_MHD, layout)
+        [energy_n], [final_energy] = self._exclusive_scan([initial.energy], [energy.document], reverse=False)
+        energy_KHD = energy.with_carry(energy_n, layout)
+        pi_MH, weighted, mass = self.phases.memberships(w_MHD, layout, scoring, energy_KHD, softmax)
+        [weighted_n, mass_n], finals = self._exclusive_scan(
+            initial[1:], [weighted.document, mass.document], reverse=False
+        )
+        weighted_KHD, mass_KH = weighted.with_carry(weighted_n, layout), mass.with_carry(mass_n, layout)
+        y_MHD = self.phases.output(w_MHD, layout, pi_MH, weighted_KHD, mass_KH)
+        return y_MHD, pi_MH, Statistics(energy_KHD, weighted_KHD, mass_KH), Statistics(final_energy, *finals)
+
+    def backward(
+        self,
+        dy_MHD: Tensor,
+        w_MHD: Tensor,
+        layout: Layout,
+        scoring: Scoring,
+        pi_MH: Tensor,
+        before: Statistics,
+        d_final: Statistics,
+        softmax: HeadSoftmax | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+        d_weighted, d_mass = self.phases.output_backward(dy_MHD, w_MHD, layout, pi_MH, before.weighted, before.mass)
+        [d_weighted_n, d_mass_n], d_initials = self._exclusive_scan(
+            d_final[1:], [d_weighted.document, d_mass.document], reverse=True
+        )
+        d_weighted_KHD, d_mass_KH = d_weighted.with_carry(d_weighted_n, layout), d_mass.with_carry(d_mass_n, layout)
+        d_z_MH, d_temp_H, d_energy = self.phases.memberships_backward(
+            dy_MHD, w_MHD, layout, scoring, pi_MH, *before, d_weighted_KHD, d_mass_KH, softmax
+        )
+        [d_energy_n], [d_initial_energy] = self._exclusive_scan([d_final.energy], [d_energy.document], reverse=True)
+        d_energy_KHD = d_energy.with_carry(d_energy_n, layout)
+        dw_MHD = self.phases.energy_backward(
+            dy_MHD, w_MHD, layout, scoring, pi_MH, d_z_MH, *before, d_energy_KHD, d_weighted_KHD
+        )
+        return dw_MHD, d_z_MH, d_temp_H, Statistics(d_initial_energy, *d_initials)
+
+    def _exclusive_scan(
+        self, outside_N: Sequence[Tensor], here_n: Sequence[Tensor], *, reverse: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        if self.shard is not None:
+            return self.shard.exclusive_scan(
+                self.local, outside_N, here_n, reverse=reverse, per_document=self.per_document
+            )
+        return [*outside_N], [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]

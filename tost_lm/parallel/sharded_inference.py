@@ -1,0 +1,79 @@
+"""Inference with a model on tensor × sequence ranks: whole tokens in and whole logits out, equal on every rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tost_lm.model.checkpoint import load
+from tost_lm.model.lm import TostLM
+from tost_lm.model.output import LMOutput, LMState
+from tost_lm.parallel.apply import even_split, parallelize
+from tost_lm.parallel.collectives import all_gather
+from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.sequence import RankShard
+
+
+def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
+    """Load a checkpoint's model onto the ranks of a mesh, in evaluation mode; a collective call.
+
+    Raises:
+        CheckpointError: as `tost_lm.load`.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
+    """
+    model = parallelize(load(checkpoint), mesh)  # on the host: the whole model may not fit on one device
+    return ShardedInference(model.to(mesh.device), mesh).eval()
+
+
+class ShardedInference(nn.Module):
+    """A model after `parallelize`, called like `TostLM`.
+
+    All ranks call it with equal arguments and get bit-equal logits. The state covers the whole sequence; on a tensor
+    rank it covers the local heads only.
+    """
+
+    def __init__(self, model: TostLM, mesh: Mesh):
+        super().__init__()
+        self.config = model.config
+        self.model, self.mesh = model, mesh
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels: Tensor | None = None,
+        state: LMState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LMOutput:
+        """Process whole sequences; each sequence rank processes its shard.
+
+        With fewer tokens than sequence ranks, as in decoding, every rank processes all of them.
+
+        Args:
+            tokens_BT: ids, int64, the whole sequences on every rank.
+            labels: [B, T], as in `TostLM`.
+            state: of an earlier call.
+            cu_seqlens: int32 [N + 1], document offsets in the whole sequence.
+
+        Returns:
+            Logits [B, T, V] and, with labels, nats [B, T], and the state after the last token; no loss.
+
+        Raises:
+            ConfigError, ValueError: as `TostLM`.
+        """
+        ranks = self.mesh.sequence
+        if ranks.size == 1:
+            return self.model(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
+        if tokens_BT.shape[1] < ranks.size:
+            output: LMOutput = self.model(tokens_BT, labels, state, cu_seqlens)
+            # Rank 0's logits, since rounding may differ between ranks and sampled tokens must not.
+            return _map_outputs(output, lambda x_BTX: all_gather(x_BTX, ranks)()[0])
+        split = even_split(self.mesh, tokens_BT.shape[1])
+        shard = RankShard(ranks, split)
+        here = None if labels is None else split.shard(labels)
+        output = self.model(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
+        return _map_outputs(output, lambda x_BTX: shard.gather(x_BTX[:, None])[:, 0])
+
+
+def _map_outputs(output: LMOutput, gather: Callable[[Tensor], Tensor]) -> LMOutput:
+    nats_BT, is_top_BT = (None if x is None else gather(x[..., None])[..., 0] for x in (output.nats, output.is_top))
+    return output._replace(loss=None, nats=nats_BT, is_top=is_top_BT, compute_logits=lambda: gather(output.logits))

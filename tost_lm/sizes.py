@@ -1,0 +1,16 @@
+"""Sizes that the code and the resource plan of a run share. This module does not import torch."""
+
+LOGITS_BYTES = 1 << 28
+"""Bytes of logits that the loss holds at once, at most."""
+
+CPU_CHUNK_ELEMENTS = 1 << 19
+"""Elements of w in a chunk of the operator on a CPU: enough to hide the overhead of calls, few enough for the cache."""
+
+DEVICE_CHUNK_ELEMENTS = 1 << 22
+"""Elements of w in a chunk on other devices, without Triton."""
+
+TRITON_CHUNK_TOKENS = 32
+"""Tokens of a chunk in the Triton kernels: those of one channel fit the registers of one thread."""
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""A float32 weight and AdamW's two moments."""
