@@ -316,7 +316,7 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         (
             "eval.zero_shot",
             ["runs/tiny", 'zero_shot.protocols=["text8@bpc"]'],
-            "sets.text8: not set, and the hub does not have this test set; give sets.text8=FILE (text8, the whole file)",
+            "sets.text8: not set, and the hub does not have this test set; give sets.text8=FILE (text8, the whole",
         ),
         ("eval.zero_shot", ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"], "sets.ptb x: no such"),
         (

@@ -25,7 +25,7 @@ def terminable(main: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             return main(path, config)
         except Terminated:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # After the exception is gone: its traceback holds process groups, whose threads must end before the interpreter.
+        # After the exception is gone: its traceback holds process groups, whose threads must end before Python.
         if os.environ.get("RANK", "0") == "0":
             print("terminated by SIGTERM; run the same command again to resume", file=sys.stderr)
         sys.exit(EXIT_TERMINATED)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -262,8 +263,9 @@ def test_a_dead_worker_is_one_line_and_the_build_resumes(built: Built, tmp_path)
     def kill_workers(now: BuildProgress) -> None:
         if now.documents > 20:
             for child in psutil.Process().children():
-                if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline()):
-                    child.kill()
+                with suppress(psutil.NoSuchProcess):  # killed before, and reaped meanwhile
+                    if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline()):
+                        child.kill()
 
     with pytest.raises(DataError, match=r"a tokenizing process died .* shards\.workers=1 "):
         build_shards(config, built.tokenizer, kill_workers)

@@ -143,5 +143,5 @@ def test_published_files_are_recognized():
         find_set_file("wikitext2", given(wikitext2=lambada_test))
     with pytest.raises(DataError, match=r"the published file of lambada_openai; give LAMBADA's original, lower-case"):
         find_set_file("lambada_standard", given(lambada_standard=lambada_test))
-    with pytest.raises(DataError, match="the published file of wikitext2; give enwik8, the whole file$"):
+    with pytest.raises(DataError, match=r"the published file of wikitext2; give enwik8, the whole file$"):
         find_set_file("enwik8", given(enwik8=wiki))
