@@ -348,7 +348,7 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
             ["runs/tiny", 'zero_shot.protocols=["wikitext2@lm-eval"]', "sets.wikitext2=out/shards/manifest.json"],
             "out/shards/manifest.json, line 1: wrong format, the file looks like JSON lines; give wiki.test.raw",
         ),
-        ("eval.text", ["runs/tiny"], "text.file: must be set"),
+        ("eval.text", ["runs/tiny"], "text.file: must be set; --help describes it"),
         ("eval.text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
         ("eval.report", ["out"], "not a run folder, config.toml is missing: out;"),
         ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),

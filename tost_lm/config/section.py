@@ -125,7 +125,7 @@ def _explain(section: type[Section], problem: Any) -> str:
         hint = ".".join([*location[:-1], near[0]]) if near else _elsewhere(section, location[-1])
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
     if problem["type"] == "missing":
-        return f"{path}: must be set"
+        return f"{path}: must be set; --help describes it"
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")  # the message of a validator names its settings
     return f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"

@@ -99,7 +99,7 @@ def test_the_end_of_a_text(text: TextFile, characters: int):
 
 
 def test_a_missing_or_second_text_in_the_settings_is_one_line():
-    with pytest.raises(ConfigError, match=r"^test: text\.file: must be set$"):
+    with pytest.raises(ConfigError, match=r"^test: text\.file: must be set; --help describes it$"):
         validate(ScoreTextConfig, {}, "test")
     with pytest.raises(ConfigError, match=r"^test: sample\.prompt and sample\.prompt_file are both set; give one"):
         validate(GenerateConfig, {"sample": {"prompt": "a", "prompt_file": "b"}}, "test")
