@@ -17,7 +17,7 @@ import torch
 
 import tost_lm.model.tssa as mixer
 from benchmarks.measure import CHECKOUT, interleaved_seconds
-from benchmarks.training import OURS, PLAIN, WITHOUT
+from benchmarks.training import LOOP, OURS, PLAIN, WITHOUT
 from tost_lm.config import validate
 from tost_lm.data.collation import MicroBatch
 from tost_lm.data.mixture import Corpora
@@ -74,6 +74,7 @@ def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[
         optimizer.zero_grad()
 
     return {
+        LOOP: lambda: step(causal_tssa),
         PLAIN: lambda: step(partial(causal_tssa, backend="naive")),
         WITHOUT: lambda: step(lambda w, *others, **options: (w, None)),
     }

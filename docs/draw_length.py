@@ -6,6 +6,7 @@ Reads the newest result of `python -m benchmarks.model` in benchmarks/results.
 """
 
 import json
+import math
 from pathlib import Path
 from statistics import median
 
@@ -43,6 +44,8 @@ def main() -> None:
         row[1].set_ylabel(memory_label)
     for axis in axes.flat:
         axis.loglog(base=2)
+        low, high = axis.get_ylim()
+        axis.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
         axis.set_yscale("log", base=10)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("")

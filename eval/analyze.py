@@ -7,7 +7,7 @@ of each head; change after more context. Layers: the coding rate R_c of the toke
 before and after the layer's branch, also for each retained checkpoint; subspaces of the heads; frequent and rare tokens
 and token norms in the residual stream; influence of a replaced token by distance; loss with ablations of the operator.
 Writes results.json to eval/memberships@3, tokens (with text.html, a text coloured by head), coding_rate@2, subspaces,
-stream, influence and swaps@2 (the ablations). docs/analysis.md explains the results.
+stream, influence and ablations@2. docs/analysis.md explains the results.
 """
 
 import time
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 def main(path: Path, config: AnalyzeConfig) -> None:
     from tost_lm.evaluation.subject import (
+        ABLATIONS,
         CODING_RATE,
         INFLUENCE,
         MEMBERSHIPS,
         STREAM,
         SUBSPACES,
-        SWAPS,
         TOKENS,
         Subject,
     )
@@ -45,7 +45,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     shards = subject.open_shards(config.heldout.shards)
     kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
     identity = subject.identity(config, shards)
-    names = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, SWAPS)
+    names = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS)
     identities: dict[str, dict[str, Any]] = dict.fromkeys(names, identity)
     identities[CODING_RATE] = {**identity, "kept": {folder.name: sha256_file(folder / MANIFEST) for folder in kept}}
     wanted = [name for name in names if not subject.reusable(name, identities[name])]
@@ -64,7 +64,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         SUBSPACES: (results.subspaces, _print_subspaces),
         STREAM: (results.stream, _print_stream),
         INFLUENCE: (results.influences, _print_influence),
-        SWAPS: (results.ablations, _print_ablations),
+        ABLATIONS: (results.ablations, _print_ablations),
     }
     for name in wanted:
         measure, print_found = analyses[name]

@@ -60,9 +60,8 @@ def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str
             f"{ranks} ranks, {shape or 'defaults'}: planned {moment.total / 1e6:.0f} MB {moment.name}, "
             f"measured {measured.peak_bytes / 1e6:.0f} MB, {moment.total / measured.peak_bytes - 1:+.1%}"
         )
-        # Not planned: buffers of a reduce-scatter of gathered keys and values, and what the tied gradient is made of
-        # where nearly all numbers are in it.
-        loose = (
-            config.parallel.sequence > 1 and config.memory.activation_checkpointing == "full"
-        ) or config.model.vocab_size > 100_000
+        # Not planned: buffers of a reduce-scatter in a block that is computed again, and what the tied gradient is made
+        # of where nearly all numbers are in it.
+        recomputed_on_ranks = ranks > 1 and config.memory.activation_checkpointing == "full"
+        loose = recomputed_on_ranks or config.model.vocab_size > 100_000
         assert moment.total == pytest.approx(measured.peak_bytes, rel=0.3 if loose else 0.1)

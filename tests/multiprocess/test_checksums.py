@@ -185,7 +185,8 @@ def test_off_means_off():
 def unwatched_flip() -> str:
     engine = build_engine(ParallelConfig(zero_stage=1), "adamw")
     checksums = Checksums(engine, interval=0)
-    Flip(0, "master weights 0", 3, 30).apply(engine)
+    name, _ = next(zero.own_state(engine))
+    Flip(0, name, 3, 30).apply(engine)
     return complaint(checksums.before_update) + complaint(checksums.check)
 
 

@@ -42,6 +42,21 @@ def assert_resumed_to_the_bit(layouts: list[dict[str, int]], bfloat16: bool) -> 
             assert same_weights
 
 
+def updates_in_place(cases: list[tuple[ParallelConfig, bool]]) -> list[bool]:
+    found = []
+    for layout, bfloat16 in cases:
+        engine = build_engine(layout, "adamw", bfloat16=bfloat16)
+        updated = {tensor.data_ptr() for _, tensor in zero.own_state(engine)}
+        found.append(all(parameter.data_ptr() in updated for parameter in engine.module.parameters()))
+    return found
+
+
+def test_a_single_rank_updates_its_float32_weights_in_place():
+    stages = [ParallelConfig(zero_stage=stage) for stage in (0, 1, 2, 3)]
+    cases = [*((layout, False) for layout in stages), (ParallelConfig(), True)]
+    assert run_on_ranks(updates_in_place, 1, cases) == [[True, True, True, True, False]]
+
+
 def curves_of_layouts(bfloat16: bool) -> list[Curve]:
     layouts = [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(sequence=2, zero_stage=3)]
     engines = (build_engine(layout, "adamw", bfloat16=bfloat16) for layout in layouts)

@@ -9,10 +9,9 @@ from tost_lm.optim.config import OptimConfig
 
 
 def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; fused on CUDA devices."""
-    fused = next(model.parameters()).is_cuda
+    """AdamW with weight decay on matrices only."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), fused=fused
+        parameter_groups(model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), fused=True
     )
 
 

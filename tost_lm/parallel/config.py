@@ -17,7 +17,7 @@ class ParallelConfig(Section):
     sequence: int = Field(default=1, gt=0)
     """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only)."""
+    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
 
@@ -30,6 +30,11 @@ class ParallelConfig(Section):
                 f"set parallel.zero_stage = {least} or parallel.offload = 'none'"
             )
         return self
+
+    def partitioning_stage(self, replicas: int, *, bfloat16: bool) -> int:
+        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: in float32, stage 0 then
+        updates the weights in place and saves the copies."""
+        return 0 if replicas == 1 and not bfloat16 and self.offload == "none" else self.zero_stage
 
     def data_ranks(self, world_size: int) -> int:
         """Number of data ranks. Raises ConfigError if tensor × sequence does not divide the world size."""

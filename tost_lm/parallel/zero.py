@@ -37,7 +37,7 @@ def build_engine(
     and sent as float32. `engine.get_global_grad_norm()` is the norm of the last step before clipping.
     """
     deepspeed = _import_deepspeed(mesh.device.type)
-    stage = parallel.zero_stage
+    stage = parallel.partitioning_stage(mesh.replicas.size, bfloat16=bfloat16)
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -55,6 +55,8 @@ def build_engine(
     with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     engine.mesh = mesh
+    # Stage 0 would copy all gradients even for a single rank. Other stages collect them in this call.
+    engine.enable_backward_allreduce = stage > 0 or mesh.replicas.size > 1
     engine.clip_fp32_gradients = lambda: _clip_and_record_norm(engine)
     engine.skippable_step = SkippableStep(engine)
     return engine
@@ -140,7 +142,7 @@ def restore(engine: Any, weights: Mapping[str, Tensor], moments: Moments, step: 
     for partition in _partitions(engine):
         # torch creates the state in its first step.
         state = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
-        count = torch.tensor(float(step), device=partition.device if inner.defaults.get("fused") else "cpu")
+        count = torch.tensor(float(step), device=partition.device)
         inner.state[partition] = {"step": count, **state}
     _link_state(engine)
     parameters = dict(engine.module.named_parameters())

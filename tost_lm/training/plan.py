@@ -23,6 +23,7 @@ from tost_lm.training.plan_memory import (
     micro_batch_tokens,
     parameters_per_rank,
     peak_moment,
+    stage_of,
     tokens_in_memory,
     weights_and_optimizer,
 )
@@ -178,7 +179,7 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
 
 def optimizer_bytes(config: PlanConfig) -> float:
     """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three."""
-    fraction = 1 if config.parallel.zero_stage == 0 else config.parallel.tensor / config.cluster.ranks
+    fraction = config.parallel.tensor / config.cluster.ranks if stage_of(config, config.cluster.ranks) else 1
     return 28 * parameters_per_rank(config) * fraction
 
 

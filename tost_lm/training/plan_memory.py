@@ -12,7 +12,7 @@ The plan has five moments of a step, one of which has the peak. The symbols of t
 **Weights** take e·n. ZeRO stage 3 has a partition of them, and at most 10⁹ gathered parameters.
 
 **Optimizer** state takes 12·n/R: the float32 copy of the weights that DeepSpeed makes, even in float32, and AdamW's two
-moments. Stage 0 has no copy and takes 8·n.
+moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n.
 
 **Activations** are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs
 of two norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
@@ -37,8 +37,7 @@ bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's input a
 any t. The weight's gradient exists until the embedding's gradient is added to it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills a bucket of 5·10⁸ gradients and sends
-a copy of it. A GPU allocates the whole bucket; a CPU only has the memory that is written. AdamW on a CPU is not fused
-and needs two more numbers per parameter of its partition.
+a copy of it. A GPU allocates the whole bucket; a CPU only has the memory that is written.
 
 Not planned: the device context, libraries and NCCL (`cluster.reserved_gb`), fragmentation by the allocator, and the
 host copy of an asynchronous checkpoint.
@@ -165,9 +164,15 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     return tiles * (statistics + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
 
 
+def stage_of(config: PretrainConfig, ranks: int) -> int:
+    """The ZeRO stage that runs."""
+    replicas = ranks // config.parallel.tensor
+    return config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
+
+
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
     """Bytes of weights and optimizer state of a rank, on the device or offloaded."""
-    n, stage, e = parameters_per_rank(config), config.parallel.zero_stage, ELEMENT_BYTES[config.train.dtype]
+    n, stage, e = parameters_per_rank(config), stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
     partition = n * config.parallel.tensor / ranks
     if stage == 0:
         return e * n, 8 * n
@@ -247,26 +252,24 @@ def loss_bytes(config: PretrainConfig) -> float:
 def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, float]]:
     """Bytes of gradients and buffers by moment (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py)."""
     parallel, n, e = config.parallel, parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype]
-    tensor, stage = parallel.tensor, parallel.zero_stage
+    tensor, stage = parallel.tensor, stage_of(config, ranks)
     partition, one_replica, on_cpu = n * tensor / ranks, ranks == tensor, config.run.device == "cpu"
     accumulates = config.accumulation(ranks) > 1
     filled = min(n, BUCKET)
     bucket = (e if stage == 2 else 4) * (filled if on_cpu else BUCKET)
     empty_bucket = 0.0 if on_cpu else bucket  # a CPU allocates it when it is written
-    unfused = 8 * partition if on_cpu else 0.0
     tied = e * config.model.vocab_size * config.model.width / tensor  # the gradients of head and embedding
 
     if stage == 0:
         summed = 4 * n if accumulates else 0.0
-        steps = [(summed, 0), (summed, 0), (4 * n, tied), (4 * n, 4 * filled), (4 * n, 0)]
+        steps = [(summed, 0), (summed, 0), (4 * n, tied), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
-        copy = 0 if one_replica and e == 4 else 4 * filled
         # In float32 the partition's gradients are flattened into a copy; in bfloat16 the bucket is still allocated.
         at_update = 4 * partition if e == 4 else (0 if one_replica else bucket)
         steps = [
             (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, tied + empty_bucket),
-            (4 * partition, bucket + copy), (4 * partition, at_update + unfused),
+            (4 * partition, bucket + 4 * filled), (4 * partition, at_update),
         ]  # fmt: skip
     elif stage == 2:
         summed = 4 * partition if accumulates else 0.0
@@ -274,13 +277,13 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
         reduced = summed + 4 * partition if e == 4 else 4 * partition
         steps = [
             (summed, 0), (summed, empty_bucket), (summed, bucket + tied), (reduced, bucket + copy),
-            (4 * partition, (4 * partition if e == 4 else 0) + unfused),
+            (4 * partition, 4 * partition if e == 4 else 0),
         ]  # fmt: skip
     else:
         empty_bucket = bucket  # always allocated
         steps = [
             (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + tied),
-            (4 * partition + e * filled, bucket + 4 * filled), (4 * partition, bucket + 4 * partition + unfused),
+            (4 * partition + e * filled, bucket + 4 * filled), (4 * partition, bucket + 4 * partition),
         ]  # fmt: skip
     if parallel.offload != "none":
         steps[-1] = (0.0, empty_bucket)  # the host does the update

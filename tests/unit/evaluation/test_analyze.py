@@ -150,7 +150,7 @@ def test_subspaces_are_written_and_reported(analyzed):
 
 
 def test_ablations_are_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("swaps@2", ablations)
+    results, output, section, charts = analyzed("ablations@2", ablations)
     as_it_is, *others = results["losses"]
     assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
     assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]

@@ -8,10 +8,10 @@ from tost_lm.evaluation.report.charts import Chart, new_figure
 from tost_lm.evaluation.report.curves import DARK
 from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
-from tost_lm.evaluation.subject import SWAPS
+from tost_lm.evaluation.subject import ABLATIONS
 
 
-@analysis_section("Ablations of the operator", SWAPS)
+@analysis_section("Ablations of the operator", ABLATIONS)
 def ablations(results: dict[str, Any], page: Page) -> list[str]:
     """The loss with each ablation."""
     rows = [
