@@ -57,9 +57,9 @@ def _loss(rival: str, words: int, dtype: torch.dtype) -> Callable[[Tensor, Tenso
         return lambda x, weight, labels: functional.cross_entropy(
             functional.linear(x, weight).float(), labels, reduction="sum"
         )
-    portion = None if rival == TORCH else logit_tile_tokens(words, dtype)
+    tile_tokens = None if rival == TORCH else logit_tile_tokens(words, dtype)
     how = "auto" if rival == TORCH else None
-    options = LinearCrossEntropyOptions(batch_chunk_size=portion, chunking_method=how)
+    options = LinearCrossEntropyOptions(batch_chunk_size=tile_tokens, chunking_method=how)
     return lambda x, weight, labels: functional.linear_cross_entropy(
         x, weight, labels, reduction="sum", options=options
     )

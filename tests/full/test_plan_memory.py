@@ -13,7 +13,7 @@ from tost_lm.training.plan_memory import peak_moment
 SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower
 LONG = {"layers": 8, "vocab_size": 512, "micro_batch": 2, "tokens": 2048}
 TILES = {"tile_tokens": 512}
-BLOCKS, PORTIONS = {"activation_checkpointing": "full"}, {"mlp_tile_tokens": 256}
+BLOCKS, MLP_TILES = {"activation_checkpointing": "full"}, {"mlp_tile_tokens": 256}
 DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
 
 
@@ -38,11 +38,11 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {"micro_batch": 8, "parallel": {"sequence": 2}}),
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
         (1, {**LONG, "memory": BLOCKS}),
-        (1, {**LONG, "memory": PORTIONS}),
-        (1, {**LONG, "memory": {**BLOCKS, **PORTIONS}}),
+        (1, {**LONG, "memory": MLP_TILES}),
+        (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
         (2, {**LONG, "pattern": "TA", "parallel": {"sequence": 2}, "memory": BLOCKS}),
         (2, {**LONG, "parallel": {"tensor": 2}, "memory": BLOCKS}),
-        (2, {**LONG, "parallel": {"tensor": 2}, "memory": PORTIONS}),
+        (2, {**LONG, "parallel": {"tensor": 2}, "memory": MLP_TILES}),
         (1, {**LONG, "memory": TILES}),
         (2, {**LONG, "pattern": "TA", "window": 256, "parallel": {"sequence": 2}, "memory": TILES}),
         (1, {**SLOW, "layers": 2, "vocab_size": 4096, "tokens": 512, "micro_batch": 8}),

@@ -1,4 +1,4 @@
-"""A bit that flips in weights or optimizer state is found where it is promised, by name; a sound run hears nothing."""
+"""A flipped bit in weights or optimizer state is found where promised, by name; an undamaged run reports nothing."""
 
 import socket
 from collections.abc import Callable
@@ -41,38 +41,38 @@ class Flip(NamedTuple):
             words[self.element] ^= -(2**31) if self.bit == 31 else 2**self.bit
 
 
-class Heard(NamedTuple):
-    """What one rank complained of in one case."""
+class Errors(NamedTuple):
+    """Messages of one rank in one case; empty: none."""
 
-    in_sound_steps: str
+    in_undamaged_steps: str
     after_flips: list[tuple[Flip, str]]
 
 
-def drill(tensor: int, case: Case) -> Heard:
+def drill(tensor: int, case: Case) -> Errors:
     """Five steps, the second of them skipped and the last two after a restore; flips between steps, and in one."""
     stage, bfloat16 = case
     layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test")
     engine, random = build_engine(layout, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
     checksums = Checksums(engine, interval=2)
-    sound = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
+    undamaged = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
 
     flips = [draw(engine, kind, random) for kind in KINDS for _ in range(FLIPS)]
-    heard = [(flip, complaint_between_steps(engine, checksums, flip)) for flip in flips]
+    errors = [(flip, error_between_steps(engine, checksums, flip)) for flip in flips]
     flip = draw(engine, KINDS[stage - 1], random)
     if not is_replicated(engine):
-        heard.append((flip, take_step(engine, checksums, 2, flip)))
+        errors.append((flip, take_step(engine, checksums, 2, flip)))
 
     weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
     engine = build_engine(layout, "adamw", bfloat16=bfloat16, weights=weights)
     zero.restore(engine, weights, iter(moments), step=2)
     checksums = Checksums(engine, interval=2)
-    sound += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
+    undamaged += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
     if is_replicated(engine):
         [(name, _), *_] = zero.own_state(engine)
         flip = Flip(dist.get_world_size() - 1, name, element=5, bit=22)
         flip.apply(engine)
-        heard.append((flip, take_step(engine, checksums, 5)))
-    return Heard(sound, heard)
+        errors.append((flip, take_step(engine, checksums, 5)))
+    return Errors(undamaged, errors)
 
 
 def is_replicated(engine: Any) -> bool:
@@ -90,7 +90,7 @@ def draw(engine: Any, kind: str, random: torch.Generator) -> Flip:
     return Flip(number(dist.get_world_size()), what, number(x.numel()), number(32))
 
 
-def complaint(look: Callable[[], None]) -> str:
+def error_of(look: Callable[[], None]) -> str:
     try:
         look()
     except CorruptionError as error:
@@ -98,26 +98,26 @@ def complaint(look: Callable[[], None]) -> str:
     return ""
 
 
-def complaint_between_steps(engine: Any, checksums: Checksums, flip: Flip) -> str:
+def error_between_steps(engine: Any, checksums: Checksums, flip: Flip) -> str:
     flip.apply(engine)
     if is_replicated(engine):
-        assert complaint(checksums.before_update) == complaint(lambda: checksums.after_update(3)) == ""
-        found = complaint(lambda: checksums.after_update(4))
+        assert error_of(checksums.before_update) == error_of(lambda: checksums.after_update(3)) == ""
+        found = error_of(lambda: checksums.after_update(4))
     else:
-        found = complaint(checksums.before_update)
-    assert complaint(checksums.check) == found
+        found = error_of(checksums.before_update)
+    assert error_of(checksums.check) == found
     flip.apply(engine)
-    assert complaint(checksums.check) == ""
+    assert error_of(checksums.check) == ""
     return found
 
 
 def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = None, skip: bool = False) -> str:
-    """What is complained of in a step. A flip comes before it and is undone before the update, so that all ranks can
-    go on; a step is skipped because a gradient is not finite."""
-    complaints, apply_update, before = [], engine.skippable_step, copies(engine)
+    """The error messages of a step. A flip comes before it and is undone before the update, so that all ranks can
+    continue; a step is skipped because a gradient is not finite."""
+    messages, apply_update, before = [], engine.skippable_step, copies(engine)
 
     def watched_step(*arguments: Any) -> float:
-        complaints.append(complaint(checksums.before_update))
+        messages.append(error_of(checksums.before_update))
         if flip:
             flip.apply(engine)
         return apply_update(*arguments)
@@ -131,16 +131,16 @@ def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = 
     hook.remove()
     after = copies(engine)
     assert flip or skip == all(torch.equal(x, after[what]) for what, x in before.items())
-    complaints.append(complaint(lambda: checksums.after_update(step + 1)))
-    assert len(complaints) == 2
-    return "".join(complaints)
+    messages.append(error_of(lambda: checksums.after_update(step + 1)))
+    assert len(messages) == 2
+    return "".join(messages)
 
 
 def copies(engine: Any) -> dict[str, Tensor]:
     return {what: x.clone() for what, x in zero.own_state(engine)}
 
 
-def drills(tensor: int, cases: list[Case]) -> list[Heard]:
+def drills(tensor: int, cases: list[Case]) -> list[Errors]:
     return [drill(tensor, case) for case in cases]
 
 
@@ -158,12 +158,12 @@ def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: li
 
 def assert_flips_are_found(ranks: int, tensor: int, cases: list[Case]) -> None:
     results = run_on_ranks(drills, ranks, tensor, cases)
-    for (stage, _), *heard_by_ranks in zip(cases, *results, strict=True):
-        assert [heard.in_sound_steps for heard in heard_by_ranks] == [""] * ranks
-        everything = list(zip(*(heard.after_flips for heard in heard_by_ranks), strict=True))
+    for (stage, _), *results_by_rank in zip(cases, *results, strict=True):
+        assert [found.in_undamaged_steps for found in results_by_rank] == [""] * ranks
+        everything = list(zip(*(found.after_flips for found in results_by_rank), strict=True))
         assert len(everything) == 3 * FLIPS + 1
-        for heard in everything:
-            [flip], messages = {flip for flip, _ in heard}, [message for _, message in heard]
+        for reports in everything:
+            [flip], messages = {flip for flip, _ in reports}, [message for _, message in reports]
             who, replicas = f"rank {flip.rank} ({HOST})", range(flip.rank % tensor, ranks, tensor)
             if len(replicas) == 2 and stage == 0:
                 who = f"one of {name_ranks(replicas, [HOST] * ranks)}, which have no majority"
@@ -178,8 +178,8 @@ def assert_flips_are_found(ranks: int, tensor: int, cases: list[Case]) -> None:
 
 
 def test_off_means_off():
-    [heard] = run_on_ranks(unwatched_flip, 1)
-    assert heard == ""
+    [errors] = run_on_ranks(unwatched_flip, 1)
+    assert errors == ""
 
 
 def unwatched_flip() -> str:
@@ -187,7 +187,7 @@ def unwatched_flip() -> str:
     checksums = Checksums(engine, interval=0)
     name, _ = next(zero.own_state(engine))
     Flip(0, name, 3, 30).apply(engine)
-    return complaint(checksums.before_update) + complaint(checksums.check)
+    return error_of(checksums.before_update) + error_of(checksums.check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

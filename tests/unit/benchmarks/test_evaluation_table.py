@@ -12,7 +12,7 @@ def test_ratios_are_medians_of_the_rounds_own():
     assert (row["ratio"], row["at best"]) == ("2.10", "8.00")
 
 
-def test_the_harness_has_no_ceiling_and_failures_are_told():
+def test_the_harness_has_no_ceiling_and_failures_are_shown():
     row = table_row({**CELL, "of": "gpt2", "seconds": {OURS: [1.0], HARNESS: [1.5]}})
     assert (row["model"], row["ratio"], row["at best"]) == ("GPT-2", "1.50", "–")
     failed = table_row({**CELL, "failed": "out of memory"})

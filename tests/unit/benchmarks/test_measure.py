@@ -1,4 +1,4 @@
-"""The measuring tools: memory that is known is found, failures are told apart, rivals take turns."""
+"""The measuring tools: memory that is known is found, failures are distinguished, rivals take turns."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def test_a_cell_is_a_fresh_process_that_returns_values():
     assert run(word="a “quoted” word") == {"device": "cpu", "word": "a “quoted” word"}
 
 
-def test_failures_of_a_cell_are_told_apart():
+def test_failures_of_a_cell_are_distinguished():
     assert run(allocate="") == {"failed": "out of memory"}
     assert run(limit_s=0.5, sleep="") == {"failed": "over 0.5 s"}
     with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):

@@ -92,7 +92,7 @@ def test_resolved_settings_read_back_as_the_same_tree(tmp_path: Path):
     assert load_config(Root, write(tmp_path, to_toml(config))) == config
 
 
-def test_a_table_of_any_keys_reads_back_and_tells_its_differences(tmp_path: Path):
+def test_a_table_of_any_keys_is_read_back_and_compared(tmp_path: Path):
     weights = {"plain-1_": 1.0, "data/a.b": 0.5, 'a "quoted" é\\': 2.0, "": 3.0}
     config = Root(inner=Inner(size=1), weights=weights)
     assert load_config(Root, write(tmp_path, to_toml(config))).weights == weights

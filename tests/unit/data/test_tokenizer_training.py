@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -270,15 +269,12 @@ def test_errors_of_the_report_pass_through():
 
 
 def test_ctrl_c_ends_training():
-    started = time.monotonic()
-
     def interrupt(done: int, total: int) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         train_sentencepiece(TEXTS * 20, 2000, report=interrupt)
     assert not trainers()
-    assert time.monotonic() - started < 20
 
 
 def test_a_killed_training_is_reported():

@@ -23,7 +23,7 @@ def test_it_is_held_out_text_after_the_context(shards: Shards):
         read_text(shards, 4, 10, len(text) - 39)
 
 
-def test_documents_are_told_apart(shards: Shards):
+def test_documents_are_distinguished(shards: Shards):
     numbers = [n for n, document in enumerate(shards.documents("valid")) for _ in range(len(document) + 1)]
     found = read_text(shards, 3, len(numbers) // 3, 0)
     assert found.documents_NT[0].tolist() == numbers[: len(numbers) // 3]

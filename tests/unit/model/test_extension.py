@@ -141,7 +141,7 @@ def test_a_heads_mean_moves_scores_less_than_any_other_number(tmp_path: Path):
     assert change(mean) < min(map(change, [*others, bias.median(1).values, bias[:, -1]]))
 
 
-def test_what_has_no_table_needs_nothing_said(tmp_path: Path):
+def test_settings_without_a_table_need_no_choice(tmp_path: Path):
     old = write_model(tmp_path / "short", positions="sinusoidal", denom_bias="head", pattern="TA")
     new = extended(tmp_path, rope_theta=500000.0)
     assert new.config == old.config.model_copy(update={"max_positions": NEW, "rope_theta": 500000.0})

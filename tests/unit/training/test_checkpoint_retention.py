@@ -44,7 +44,7 @@ def test_damaged_newer_ones_push_out_none(run: Path):
     assert steps_left(run, 6, keep_latest_k=2) == [4, 5, 6, 7, 8]
 
 
-def test_a_disk_that_is_too_small_for_the_run_is_told_from_one_that_is_not(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(run.parent)
 
     def config(**checkpoint: Any) -> PretrainConfig:

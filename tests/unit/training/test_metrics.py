@@ -1,4 +1,4 @@
-"""What rank 0 tells: rows, lines, events, and what of them is left after a resume."""
+"""Rows, lines and events that rank 0 writes, and which of them remain after a resume."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
     assert events == [(0, "started", 1), (4, "saved", None), (5, "resumed", 2)]
 
 
-def test_the_headline_of_a_test_set_is_told(capsys: pytest.CaptureFixture[str]):
+def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):
     metrics = Metrics(config(), None, 1, CPU)
     metrics.evaluation(evaluation_row(4))
     metrics.close()

@@ -28,7 +28,7 @@ def test_a_packed_document_costs_what_it_costs_alone(tmp_path: Path):
     )  # fmt: skip
     documents = 0
     with prefetched(batches, range(3), 0, torch.device("cpu")) as steps, torch.no_grad():
-        for tokens, labels, cu_seqlens in (portion for _, portions in steps for portion in portions):
+        for tokens, labels, cu_seqlens in (batch for _, batches in steps for batch in batches):
             assert cu_seqlens is not None
             packed = model(tokens, labels=labels, cu_seqlens=cu_seqlens, label_count=1.0).loss
             alone = torch.zeros((), dtype=torch.float64)

@@ -47,7 +47,7 @@ def test_memory_of_bfloat16_by_stage():
     assert [by_stage[stage].weights for stage in (1, 2, 3)] == [weights, weights, weights + 2 * part]
     assert {moment.optimizer for moment in by_stage.values()} == {12 * part}
     assert [by_stage[stage].gradients for stage in (1, 2, 3)] == [4 * N, 4 * part, 4 * part]
-    # A portion's logits; the gradient of the head's weight, and the portion's; the head's input and its gradient.
+    # A tile's logits; the gradient of the head's weight, and the tile's; the head's input and its gradient.
     in_portion = 2**28 + 2 * 768 * 2**28 / (6 * 50304)
     assert {moment.loss for moment in by_stage.values()} == {in_portion + 6 * 50304 * 768 + 2 * 2 * 768 * TOKENS}
     assert by_stage[1].activations == (12 * LAYER + 2 * 768) * TOKENS
@@ -59,7 +59,7 @@ def test_ranks_that_share_the_model_or_the_tokens_hold_less():
     )
     assert tokens.loss == whole.loss - 2 * 768 * TOKENS
     assert tokens.activations == whole.activations / 2
-    # Half the words: twice the tokens in a portion.
+    # Half the words: twice the tokens in a tile.
     assert heads.loss == pytest.approx(whole.loss - 3 * 50304 * 768 + 2 * 768 * 2**28 / (6 * 50304))
     assert heads.weights < whole.weights * 0.51
     assert heads.activations == whole.activations / 2
