@@ -1,6 +1,7 @@
 """Environment of all tests, the time budget of each tier, the reasons of skipped tests, and the table of faults."""
 
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import pytest
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other processes
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
 BUDGET_MINUTES = {"unit": 5, "multiprocess": 7, "faults": 5, "programs": 5}
 """Per tier, on 2 quiet cores. Printed; CI fails beyond twice as much."""
