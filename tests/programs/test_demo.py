@@ -37,7 +37,7 @@ def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
     page = (demo / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 4
     assert "smoke run, not a benchmark" in page
-    assert "beats the byte unigram and the byte bigram" in page
+    assert "better than the byte unigram and the byte bigram" in page
 
 
 @pytest.mark.usefixtures("demo")

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -45,9 +46,19 @@ class GracefulStop:
             exit_stopped()
         self._reason = self._reason or reason
 
-    def training_started(self) -> None:
-        """From now on the training loop asks for requests."""
+    def start_training(self, compare: Callable[[], str]) -> str:
+        """From now on the training loop asks for requests. Returns `compare()`, the first comparison of all ranks.
+
+        A rank that received its request just before this call has ended, so the comparison fails. If this rank has a
+        request too, it also ends: there is nothing to save.
+        """
         self._training = True
+        try:
+            return compare()
+        except Exception:
+            if self._reason:
+                exit_stopped()
+            raise
 
     def requested(self, seconds_needed: float) -> str:
         """Why this rank has to stop, one of REASONS; empty: it continues.

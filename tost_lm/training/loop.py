@@ -106,9 +106,7 @@ def _train_together(
     metrics = _open_folder(config, start, progress, world, heartbeat, tiling)
     run = Run(config, engine, progress, metrics, heartbeat, stop)
 
-    graceful_stop.training_started()
-    # Also a barrier: from here on rank 0 has made the run folder.
-    run.stop_reason = stop.reason()
+    run.stop_reason = graceful_stop.start_training(stop.reason)  # also a barrier: rank 0 has made the run folder
     todo = range(progress.step, progress.step if run.stop_reason else config.last_step)
     with prefetched(batches, todo, config.data.workers, mesh.device) as steps:
         for step, micro_batches in steps:

@@ -30,10 +30,25 @@ def test_a_signal_ends_the_process_before_training_and_requests_a_stop_during_it
     with pytest.raises(SystemExit) as exited:
         os.kill(os.getpid(), signum)
     assert exited.value.code == EXIT_STOPPED
-    graceful_stop.training_started()
+    assert graceful_stop.start_training(lambda: "") == ""
     assert graceful_stop.requested(1e9) == ""
     os.kill(os.getpid(), signum)
     assert graceful_stop.requested(0) == signum.name
+
+
+def test_a_rank_with_a_request_ends_gracefully_when_another_ended_before_training():
+    graceful_stop = GracefulStop()
+
+    def compare(with_request: bool) -> str:
+        if with_request:
+            graceful_stop.request()
+        raise ConnectionError("the other rank ended")
+
+    with pytest.raises(ConnectionError):
+        graceful_stop.start_training(lambda: compare(with_request=False))
+    with pytest.raises(SystemExit) as exited:
+        graceful_stop.start_training(lambda: compare(with_request=True))
+    assert exited.value.code == EXIT_STOPPED
 
 
 def test_a_first_interrupt_requests_a_stop_and_a_second_ends_the_process(monkeypatch: pytest.MonkeyPatch):
@@ -41,7 +56,7 @@ def test_a_first_interrupt_requests_a_stop_and_a_second_ends_the_process(monkeyp
     graceful_stop.install_handlers()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)  # nothing to save yet
-    graceful_stop.training_started()
+    graceful_stop.start_training(lambda: "")
     for _ in range(2):  # the terminal's, and the one that torchrun repeats
         os.kill(os.getpid(), signal.SIGINT)
         assert graceful_stop.requested(0) == "SIGINT"
