@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 CHECKOUT = Path(__file__).parents[1]
 RIVALS = {"ToST": "token statistics", "GPT-2, flash attention": "softmax, flash attention"}
@@ -25,7 +26,7 @@ def newest_result() -> dict:
     return max(results, key=lambda result: result["machine"]["time"])
 
 
-def main() -> None:
+def draw() -> Figure:
     result = newest_result()
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), sharex=True, layout="constrained")
     for row, (task, (memory, memory_label)) in zip(axes, TASKS.items(), strict=True):
@@ -62,8 +63,8 @@ def main() -> None:
         f"{shape['layers']} layers, {shape['heads']} heads, width {shape['width']}; {result['machine']['device']}",
         fontsize=10,
     )
-    figure.savefig(CHECKOUT / "docs/figures/length.png", dpi=120, metadata={"Software": None})
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    draw().savefig(CHECKOUT / "docs/figures/length.png", dpi=120, metadata={"Software": None})

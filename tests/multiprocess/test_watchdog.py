@@ -19,6 +19,7 @@ from tost_lm.errors import TostError
 from tost_lm.parallel.watchdog import poll, watch
 from tost_lm.parallel.watchdog.watch import LostRankError, watch_ranks
 from tost_lm.testing import run_on_ranks
+from tost_lm.training.graceful_stop import GracefulStop
 
 
 class SumOverRanksInBackward(torch.autograd.Function):
@@ -228,3 +229,25 @@ def state_after_a_run_without_faults() -> list[object]:
 def test_a_run_without_faults_leaves_no_threads_and_no_handler():
     expected = [True, False, 2, *["had finished"] * 3, False, False, False]
     assert run_on_ranks(state_after_a_run_without_faults, 3) == [expected] * 3
+
+
+def rank_0_is_stopped_before_training() -> None:
+    graceful_stop = GracefulStop()
+    with watch_ranks():
+        if dist.get_rank() == 0:
+            graceful_stop.request()
+
+        def compare() -> str:
+            graceful_stop.request()
+            all_meet()
+            return ""
+
+        graceful_stop.start_training(compare)
+
+
+def test_ranks_that_are_stopped_before_and_in_the_first_comparison_end_gracefully():
+    with pytest.raises(RuntimeError) as report:
+        run_on_ranks(rank_0_is_stopped_before_training, 2)
+    last_lines = re.findall(r"^(\w[\w.]*(?:Error|Exit): .*)$", str(report.value), re.MULTILINE)
+    assert [line for line in last_lines if line == "SystemExit: 75"] == ["SystemExit: 75"] * 2
+    assert "LostRankError" not in str(report.value)

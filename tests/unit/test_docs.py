@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,13 +58,25 @@ def test_retired_names_are_no_settings():
     assert set(settings).isdisjoint(RETIRED)
 
 
-def test_the_list_of_commands_is_current():
-    spec = importlib.util.spec_from_file_location("make_commands", CHECKOUT / "docs/make_commands.py")
+def script(name: str) -> Any:
+    """A script of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(name, CHECKOUT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (CHECKOUT / "docs/commands.md").read_text() == module.page(), "run python docs/make_commands.py"
+    return module
+
+
+def test_the_list_of_commands_is_current():
+    page = script("make_commands").page()
+    assert (CHECKOUT / "docs/commands.md").read_text() == page, "run python docs/make_commands.py"
+
+
+def test_the_figure_of_the_readme_shows_both_models_at_several_lengths():
+    lines = [line for axis in script("draw_length").draw().axes for line in axis.get_lines()]
+    assert len(lines) == 4 * 2
+    assert min(len(line.get_xdata()) for line in lines) >= 3
 
 
 def test_the_readme_is_short():
