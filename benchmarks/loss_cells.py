@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import LinearCrossEntropyOptions, functional
+from torch.nn import functional
 
 from benchmarks.loss import OURS, TORCH, WHOLE
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
@@ -57,6 +57,8 @@ def _loss(rival: str, words: int, dtype: torch.dtype) -> Callable[[Tensor, Tenso
         return lambda x, weight, labels: functional.cross_entropy(
             functional.linear(x, weight).float(), labels, reduction="sum"
         )
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13 and newer
+
     tile_tokens = None if rival == TORCH else logit_tile_tokens(words, dtype)
     how = "auto" if rival == TORCH else None
     options = LinearCrossEntropyOptions(batch_chunk_size=tile_tokens, chunking_method=how)

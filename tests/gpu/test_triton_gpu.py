@@ -1,12 +1,11 @@
 """The Triton backend on a GPU: the cases of the interpreter's tests, random shapes, and calls too large for it."""
 
+import random
 from typing import get_args
 
 import pytest
 import torch
 from agreement import Call, draw_call, errors
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from triton_cases import (
     EXTREMES,
     SHAPES,
@@ -19,7 +18,7 @@ from triton_cases import (
     run,
 )
 
-from tost_lm.ops import Membership, TssaState, causal_tssa
+from tost_lm.ops import Membership, causal_tssa
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -41,15 +40,12 @@ def test_float32_is_stable_when_first_tokens_are_small(call: Call):
     assert_is_stable(call, "cuda")
 
 
-@given(
-    st.integers(0, 999),
-    st.lists(st.sampled_from([1, 2, 31, 32, 33, 100, 1000]), min_size=1, max_size=20),
-    st.integers(1, 64),
-    st.sampled_from([16, 20, 32, 48, 64, 80, 128, 200, 256]),
-    st.sampled_from(get_args(Membership)),
-)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_shapes(seed: int, lengths: list[int], H: int, D: int, membership: Membership):
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes(seed: int):
+    draw = random.Random(seed)
+    lengths = draw.choices([1, 2, 31, 32, 33, 100, 1000], k=draw.randint(1, 20))
+    H, D = draw.randint(1, 64), draw.choice([16, 20, 32, 48, 64, 80, 128, 200, 256])
+    membership = draw.choice(get_args(Membership))
     assert_is_the_formulas(draw_call(seed, tuple(lengths), H, D, membership), "cuda")
 
 
@@ -67,19 +63,14 @@ def test_a_nan_reaches_only_later_tokens_of_its_document():
 
 
 def test_the_same_inputs_give_the_same_bits():
-    call = draw_call(0, (1000,) * 4, 12, 64, packed=False).to(torch.bfloat16)
-    first, second = run(call, "cuda"), run(call, "cuda")
+    call = draw_call(0, (1000,) * 4, 12, 64, packed=False).on("cuda").to(torch.bfloat16)
+    first, second = run(call), run(call)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_float64_uses_the_chunked_backend():
-    call = draw_call(0, (100, 3), 4, 16)
-    state = TssaState(*(x.cuda() for x in call.state))
-    w, temp, bias = (x.cuda() for x in (call.w, call.temp, call.bias))
-    offsets = None if call.cu_seqlens is None else call.cu_seqlens.cuda()
-    there = Call(call.membership, w, temp, bias, state, offsets, tuple(x.cuda() for x in call.d_outputs))
-    ours = {name: x.cpu() for name, x in there.run(None).items()}
-    assert max(errors(ours, call.run("naive")).values()) < 1e-12
+    call = draw_call(0, (100, 3), 4, 16).on("cuda")
+    assert max(errors(call.run(None), call.run("naive")).values()) < 1e-12
 
 
 def test_more_than_two_to_the_31_elements():

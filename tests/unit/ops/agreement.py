@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import get_args
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tost_lm.ops import Membership, TssaState, causal_tssa
@@ -44,15 +42,23 @@ class Call:
             d_outputs=(dy.to(dtype), *(x.to(wide) for x in rest)),
         )  # fmt: skip
 
+    def on(self, device: str) -> "Call":
+        """The call with every tensor on `device`."""
+        return replace(
+            self, w=self.w.to(device), temp=self.temp.to(device), bias=self.bias.to(device),
+            state=TssaState(*(x.to(device) for x in self.state)),
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
+            d_outputs=tuple(x.to(device) for x in self.d_outputs),
+        )  # fmt: skip
+
     def rounded(self) -> "Call":
         """The call with a relative error of at most 4 ε of float32, a few roundings, in every number.
 
         Its exact results show how accurate a stable float32 computation can be.
         """
         generator = torch.Generator().manual_seed(0)
-        noise = lambda x: (
-            4 * torch.finfo(torch.float32).eps * (2 * torch.rand(x.shape, generator=generator).double() - 1)
-        )
+        spread = 4 * torch.finfo(torch.float32).eps
+        noise = lambda x: spread * (2 * torch.rand(x.shape, generator=generator).double() - 1).to(x.device)
         w, temp, bias, *state = (x * (1 + noise(x)) for x in (self.w, self.temp, self.bias, *self.state[:3]))
         return replace(
             self, w=w, temp=temp, bias=bias, state=TssaState(state[0], state[1], state[2], self.state.count),
@@ -98,20 +104,6 @@ def draw_call(
     d_outputs = (draw(B, T, H, D), draw(N, H, D), draw(N, H, D), draw(N, H))
     w, temp, bias = draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
     return Call(membership, w, temp, bias, state, offsets if packed else None, d_outputs)
-
-
-@st.composite
-def calls(draw: st.DrawFn, longest: int = 80) -> Call:
-    """T = 1, odd T, odd H and D; documents of one token, shorter and longer than a chunk of 32 tokens."""
-    lengths = draw(st.lists(st.sampled_from([1, 1, 2, 5, 16, 31, 32, 33, 48, 65, longest]), min_size=1, max_size=6))
-    packed = draw(st.booleans())
-    if not packed:
-        lengths = lengths[:1] * min(len(lengths), 3)
-    membership = draw(st.sampled_from(get_args(Membership)))
-    H, D = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    return draw_call(
-        draw(st.integers(0, 999)), tuple(lengths), H, D, membership, packed=packed, fresh=draw(st.booleans())
-    )
 
 
 def errors(ours: Results, truth: Results) -> dict[str, float]:

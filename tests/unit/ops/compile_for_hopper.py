@@ -41,6 +41,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
             "registers": int(usage["REG"]),
             "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
             "shared_bytes": compiled.metadata.shared,
+            "shuffles": compiled.asm["ptx"].count("shfl."),
         }
     )
 

@@ -5,8 +5,9 @@ from typing import get_args
 
 import pytest
 import torch
-from agreement import Call, assert_accurate, assert_long_sequence_is_right, calls, draw_call, errors
+from agreement import Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
 from hypothesis import given, settings
+from random_calls import calls
 from torch.utils.checkpoint import checkpoint
 
 from tost_lm.ops import Membership, TssaState, causal_tssa, chunked

@@ -1,8 +1,9 @@
 """The phases of the chunked backend equal the operator; tests/multiprocess/test_sequence.py runs them on ranks."""
 
 import pytest
-from agreement import Call, calls, errors
+from agreement import Call, errors
 from hypothesis import given, settings
+from random_calls import calls
 
 from tost_lm.ops import backends, chunked_phases
 from tost_lm.ops.phased_backend import PhasedBackend

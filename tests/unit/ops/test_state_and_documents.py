@@ -4,9 +4,10 @@ from typing import get_args
 
 import pytest
 import torch
-from agreement import Call, calls, documents, draw_call
+from agreement import Call, documents, draw_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_calls import calls
 from torch import Tensor
 
 from tost_lm.ops import Membership, TssaState, causal_tssa, chunked, tssa_step

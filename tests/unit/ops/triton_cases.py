@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from agreement import Call, Results, assert_accurate, draw_call, errors
 
-from tost_lm.ops import TssaState
 from tost_lm.testing import assert_as_accurate
 
 
@@ -49,28 +48,25 @@ SMALL_FIRST_TOKENS = {
 EXTREMES = {value: with_value(draw_call(9, (34,), 2, 16, fresh=True), value) for value in (0.0, 65504.0, 1e-20, 1e-40)}
 
 
-def run(call: Call, device: str) -> Results:
-    """Results of the backend on `device`, copied to the host."""
-    state = TssaState(*(x.to(device) for x in call.state))
-    offsets = None if call.cu_seqlens is None else call.cu_seqlens.to(device)
-    w, temp, bias = (x.to(device) for x in (call.w, call.temp, call.bias))
-    there = Call(call.membership, w, temp, bias, state, offsets, tuple(x.to(device) for x in call.d_outputs))
-    return {name: x.cpu() for name, x in there.run("triton").items()}
+def run(call: Call) -> Results:
+    """Results of the backend, on the device of the call."""
+    return call.run("triton")
 
 
 def assert_is_the_formulas(call: Call, device: str) -> None:
-    assert_accurate(call, lambda call: run(call, device))
+    assert_accurate(call.on(device), run)
 
 
 def assert_is_stable(call: Call, device: str) -> None:
     """For calls where the formulas in float32 cancel: the reference is the exact result of rounded inputs."""
-    assert_accurate(call, lambda call: run(call, device), reference=call.rounded().run("naive"))
+    call = call.on(device)
+    assert_accurate(call, run, reference=call.rounded().run("naive"))
 
 
 def assert_costs_one_rounding(call: Call, dtype: torch.dtype, device: str, limit: float = 1.5) -> None:
     """The errors of y and dw, by norm, are at most `limit` times those of the exact values rounded to `dtype`."""
-    low = call.to(dtype)
-    truth, ours = low.to(torch.float64).run("naive"), run(low, device)
+    low = call.on(device).to(dtype)
+    truth, ours = low.to(torch.float64).run("naive"), run(low)
     for name in ("y", "dw"):
         error, rounding = (x.double() - truth[name] for x in (ours[name], truth[name].to(dtype)))
         assert ours[name].dtype == dtype
@@ -78,9 +74,9 @@ def assert_costs_one_rounding(call: Call, dtype: torch.dtype, device: str, limit
 
 
 def assert_largest_float16_is_no_overflow(device: str) -> None:
-    call = with_value(draw_call(11, (34,), 2, 16, fresh=True), 65504.0).to(torch.float16)
+    call = with_value(draw_call(11, (34,), 2, 16, fresh=True), 65504.0).on(device).to(torch.float16)
     wide = call.to(torch.float64)
-    found, reference, truth = run(call, device), wide.to(torch.float32).run("naive"), wide.run("naive")
+    found, reference, truth = run(call), wide.to(torch.float32).run("naive"), wide.run("naive")
     assert errors(found, truth)["y"] < 2**-10
     for name in ("energy", "weighted_energy"):
         assert_as_accurate(found[name], reference[name], truth[name], name)
@@ -88,10 +84,10 @@ def assert_largest_float16_is_no_overflow(device: str) -> None:
 
 def assert_nan_stays(device: str) -> None:
     """A NaN reaches later tokens of its document, no earlier token and no other document."""
-    call = draw_call(10, (3, 40, 3), 2, 16, fresh=True).to(torch.float32)
-    clean = run(call, device)
+    call = draw_call(10, (3, 40, 3), 2, 16, fresh=True).on(device).to(torch.float32)
+    clean = run(call)
     call.w[0, 37, 1, 2] = float("nan")
-    spoiled = run(call, device)
+    spoiled = run(call)
     assert spoiled["y"][:, 37:43].isnan().all()
     for name, before in (("y", 37), ("dw", 3)):
         for tokens in (slice(0, before), slice(43, None)):

@@ -100,11 +100,11 @@ def tokens_of_chunk(k, start_K, end_K):
 def tile_places(tokens, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
     """[T, D]: the offsets of a head's channels from its first, and which are no padding.
 
-    `max_contiguous` declares the channels not contiguous, so that each thread holds all tokens of one channel instead
-    of some tokens of several. Scans and sums over tokens are then plain additions in registers. Neighbouring threads
-    still read neighbouring addresses.
+    `multiple_of` hides from the compiler that the channels start at a multiple of their number, so that each thread
+    holds all tokens of one channel instead of some tokens of several. Scans and sums over tokens are then plain
+    additions in registers, without shuffles. Neighbouring threads still read neighbouring addresses.
     """
-    t_T, d_D = tl.arange(0, TOKENS), tl.max_contiguous(tl.arange(0, D_), 1)
+    t_T, d_D = tl.arange(0, TOKENS), tl.multiple_of(tl.arange(0, D_), 1)
     return t_T[:, None] * (H * D) + d_D[None, :], (t_T < tokens)[:, None] & (d_D < D)[None, :]
 
 
