@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine import engine_of
 from benchmarks.measure import call_seconds, peak_bytes
 from tost_lm.config import validate
 from tost_lm.data.collation import MicroBatch
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
-from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import build_mesh
-from tost_lm.parallel.world import start_world
-from tost_lm.parallel.zero import build_engine
 from tost_lm.training.step import train_step
-from tost_lm.training.tiled import TiledLM, tile
+from tost_lm.training.tiled import tile
 
 
 def one_step(device: str, model: dict[str, Any], tokens: int, tile_tokens: int | None) -> dict[str, Any]:
@@ -49,19 +45,12 @@ def _repeat(train: Callable[[int], object], length: int, steps: int) -> None:
 
 def _step_of(device: str, model: dict[str, Any], tile_tokens: int | None) -> Callable[[int], object]:
     """A function that trains one step on a sequence of this many random tokens."""
-    torch.manual_seed(0)
     settings = validate(ModelConfig, model, "benchmarks.long")
-    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
-    optim = OptimConfig()
-    built = TiledLM(settings).to(mesh.device)
-    engine = build_engine(
-        built, build_adamw(built, optim), mesh, ParallelConfig(),
-        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
-    )  # fmt: skip
+    engine = engine_of(settings, device, bfloat16=device == "cuda")
 
     def train(tokens: int) -> None:
-        window = torch.randint(settings.vocab_size, (1, tokens + 1), device=mesh.device)
+        window = torch.randint(settings.vocab_size, (1, tokens + 1), device=engine.mesh.device)
         batch = MicroBatch(window[:, :-1], window[:, 1:])
-        train_step(engine, [batch], tile(mesh, tokens, tile_tokens), optim.lr)
+        train_step(engine, [batch], tile(engine.mesh, tokens, tile_tokens), OptimConfig().lr)
 
     return train

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import tost_lm.model.tssa as mixer
+from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.training import LOOP, OURS, PLAIN, WITHOUT
 from tost_lm.config import validate
@@ -26,10 +27,6 @@ from tost_lm.ops import causal_tssa
 from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
 from tost_lm.parallel.checksums import Checksums
-from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import build_mesh
-from tost_lm.parallel.world import start_world
-from tost_lm.parallel.zero import build_engine
 from tost_lm.training import hooks, loop
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import GracefulStop
@@ -50,14 +47,8 @@ def steps_in_turns(device: str, model: dict[str, Any], tokens: int, rounds: int)
 
 
 def _our_step(settings: ModelConfig, batch: MicroBatch, device: str) -> Callable[[], object]:
-    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
-    optim = OptimConfig()
-    model = _model(settings, device)
-    engine = build_engine(
-        model, build_adamw(model, optim), mesh, ParallelConfig(),
-        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=device == "cuda",
-    )  # fmt: skip
-    return lambda: train_step(engine, [batch], tile(mesh, batch.tokens.shape[1]), optim.lr)
+    engine = engine_of(settings, device, bfloat16=device == "cuda")
+    return lambda: train_step(engine, [batch], tile(engine.mesh, batch.tokens.shape[1]), OptimConfig().lr)
 
 
 def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[str, Callable[[], object]]:

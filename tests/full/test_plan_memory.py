@@ -47,6 +47,8 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {**LONG, "pattern": "TA", "window": 256, "parallel": {"sequence": 2}, "memory": TILES}),
         (1, {**SLOW, "layers": 2, "vocab_size": 4096, "tokens": 512, "micro_batch": 8}),
         (1, {**SLOW, "layers": 16, "vocab_size": 512, "tokens": 512, "micro_batch": 8}),
+        (1, {**SLOW, "layers": 24, "vocab_size": 512, "tokens": 512, "micro_batch": 24, "memory": BLOCKS}),
+        (1, {**SLOW, "layers": 16, "vocab_size": 512, "tokens": 512, "micro_batch": 8, "memory": MLP_TILES}),
         (2, {**SLOW, "layers": 1, "vocab_size": 200000, "tokens": 16, "micro_batch": 1, "data_ranks": 2}),
         (1, {**SLOW, "layers": 1, "vocab_size": 200000, "tokens": 16, "micro_batch": 1, "parallel": {"zero_stage": 2}}),
     ],

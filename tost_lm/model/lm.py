@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import STATE_OF, Block
+from tost_lm.model.block import STATE_OF, Block, Norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.sequence_shard import SequenceShard
 
 INITIAL_STD = 0.02
@@ -46,7 +47,7 @@ class TostLM(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
         self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm = Norm(config.width, bias=config.bias)
         self.head: Any = TiedHead()
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
         """Maps positions of the call's tokens to those of the residual stream on this rank; set by tensor ranks."""
@@ -96,6 +97,7 @@ class TostLM(nn.Module):
         if state is not None:
             self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
+        x_BTC = x_BTC.to(statistics_dtype(x_BTC))  # see tost_lm.model.block
         position = self.residual_positions(info.position)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(position)

@@ -163,12 +163,15 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token that eager operations outside products and operator read and write.
 
     Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
-    LayerScale 2 and 6, GELU 8 and 12. The loss, in units of V bytes: maximum, difference, exponential, sum and gradient
+    LayerScale 2 and 6, GELU 8 and 12. In bfloat16 the residual stream is float32: conversions 3 and 6, residual sum
+    5 and 6. The loss, in units of V bytes: maximum, difference, exponential, sum and gradient
     in float32 32, conversion to and from bfloat16 12, and the sum of its weight's gradient over tiles of logits 8 (in
     bfloat16 10) per tile and channel.
     """
     e, model = ELEMENT_BYTES[config.train.dtype], config.model
-    forward, backward = (7, 12) if model.layer_scale else (5, 6)
+    forward, backward = (5, 6) if e == 4 else (10, 15)
+    if model.layer_scale:
+        forward, backward = forward + 2, backward + 6
     half = forwards(config) * forward + backward
     mlp_half = mlp_forwards(config) * (forward + 8) + backward + 12
     vocabulary = model.vocab_size / config.parallel.tensor

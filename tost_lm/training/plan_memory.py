@@ -21,9 +21,11 @@ keeps the memory of all three. With several sequence ranks it stores k and v of 
 there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
 statistics 16, and the input of the last norm e·C.
 
-`memory.mlp_tile_tokens`: the MLP branch stores its input, 1 in place of 12. The rest exists for one tile.
+The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
-`memory.activation_checkpointing = "full"`: a block stores its input, 1, and what it received from other ranks. That is
+`memory.mlp_tile_tokens`: the MLP branch stores its input in place of 12. The rest exists for one tile.
+
+`memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is
 2·s in an A layer, the keys and values of all sequence ranks, and 4·t bytes in a T layer. One whole block exists during
 its backward, and the gradients in its MLP take 4 more.
 
@@ -216,7 +218,7 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
     model, parallel = config.model, config.parallel
     C, H, e, ranks = model.width, model.heads, ELEMENT_BYTES[config.train.dtype], parallel.sequence
-    stream, scale = e * C / parallel.tensor, 1 if model.layer_scale else 0
+    stream, residual, scale = e * C / parallel.tensor, 4 * C / parallel.tensor, 1 if model.layer_scale else 0
     if letter == "T":
         if config.run.device == "cpu":
             chunk = min(config.tile_tokens / ranks, max(32, CPU_CHUNK_ELEMENTS // C))
@@ -230,10 +232,11 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         mixer = e * C * attention + 4 * H
         received = 2 * ranks * stream if ranks > 1 else 0.0
     mixer = (3 + scale) * stream + (mixer + 8) / parallel.tensor
-    kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else stream)
+    kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
     if config.memory.activation_checkpointing == "none":
         return BlockBytes(kept, 0.0)
-    return BlockBytes(stream + received, kept - stream)
+    same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
+    return BlockBytes(residual + received, kept - same)
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

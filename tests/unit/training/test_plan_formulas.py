@@ -77,13 +77,13 @@ def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
         "memory.mlp_tile_tokens=256",
         ("memory.activation_checkpointing=full", "memory.mlp_tile_tokens=256"),
     )
-    for words, a_layer in (((blocks,), 2 * 768), ((mlps,), LAYER - mlp + 2 * 768), (both, 2 * 768)):
+    for words, a_layer in (((blocks,), 4 * 768), ((mlps,), LAYER - mlp + 4 * 768), (both, 4 * 768)):
         assert at("at the loss", *words).activations == (12 * a_layer + last_norm) * TOKENS
     begins = "at the start of the blocks' backward"
     kept = at("at the loss", blocks).activations
-    # All of one block, its input but once, and the gradients in its MLP; in portions these are 12 × 256 tokens'.
-    assert at(begins, blocks).activations == kept + (LAYER - 2 * 768 + 4 * 2 * 768) * TOKENS
-    in_portions = (LAYER - mlp + 3 * 2 * 768) * TOKENS + (mlp + 4 * 2 * 768) * 12 * 256
+    # All of one block, and the gradients in its MLP; in tiles these are of 12 × 256 tokens.
+    assert at(begins, blocks).activations == kept + (LAYER + 4 * 2 * 768) * TOKENS
+    in_portions = (LAYER - mlp + 4 * 768 + 3 * 2 * 768) * TOKENS + (mlp + 4 * 2 * 768) * 12 * 256
     assert at(begins, *both).activations == kept + in_portions
 
 
@@ -91,10 +91,10 @@ def test_recomputed_blocks_keep_what_they_received():
     hybrid = ("model.pattern=TA", "model.rope_theta=10000", "parallel.sequence=2")
     apart = at("at the loss", *hybrid, "memory.activation_checkpointing=full").activations
     # Six A layers: keys and values of both ranks.
-    assert apart == (13 * 2 * 768 + 6 * 4 * 2 * 768) * TOKENS / 2
+    assert apart == (12 * 4 * 768 + 2 * 768 + 6 * 4 * 2 * 768) * TOKENS / 2
     tensor = at("at the loss", "parallel.tensor=2", "memory.activation_checkpointing=full").activations
     # The softmax over heads: a float32 number a token of each rank.
-    assert tensor == (13 * 768 + 12 * 8) * TOKENS
+    assert tensor == (12 * 2 * 768 + 768 + 12 * 8) * TOKENS
 
 
 def test_what_lies_on_the_host_does_not_lie_on_the_gpu():

@@ -1,0 +1,105 @@
+"""A training engine of one rank, and real text: what the benchmarks of training steps share."""
+
+import math
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tost_lm.model import ModelConfig
+from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.config import OptimConfig
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.world import start_world
+from tost_lm.parallel.zero import build_engine, own_state
+from tost_lm.training.tiled import TiledLM
+
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+
+
+def engine_of(
+    settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0
+) -> Any:
+    """An engine for `train_step` as pretrain.train builds it; without DeepSpeed, a plain loop with float32 masters."""
+    torch.manual_seed(seed)
+    optim = optim or OptimConfig()
+    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
+    model = TiledLM(settings).to(mesh.device)
+    if not HAS_DEEPSPEED:
+        return PlainEngine(model, optim, mesh, bfloat16)
+    return build_engine(
+        model, build_adamw(model, optim), mesh, ParallelConfig(),
+        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+    )  # fmt: skip
+
+
+class PlainEngine:
+    """What `train_step` calls, without DeepSpeed: AdamW on float32 masters of the weights of one rank."""
+
+    def __init__(self, model: nn.Module, optim: OptimConfig, mesh: Mesh, bfloat16: bool) -> None:
+        self.module, self.mesh, self._grad_clip = model, mesh, optim.grad_clip
+        self.optimizer = build_adamw(model, optim)
+        self._weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._masters = self._weights
+        if bfloat16:
+            self._masters = [nn.Parameter(p.detach().clone()) for p in self._weights]
+            for group in self.optimizer.param_groups:
+                group["params"] = [self._masters[self._index(p)] for p in group["params"]]
+            model.bfloat16()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """Between micro-batches there is nothing to do."""
+
+    def skippable_step(self, is_allowed: Callable[[float], bool]) -> float:
+        """The update, if `is_allowed(gradient norm)`; returns the norm."""
+        if self._masters is not self._weights:
+            for master, weight in zip(self._masters, self._weights, strict=True):
+                master.grad = None if weight.grad is None else weight.grad.float()
+        norm = float(nn.utils.clip_grad_norm_(self._masters, self._grad_clip or math.inf))
+        if math.isfinite(norm) and is_allowed(norm):
+            self.optimizer.step()
+        self.module.zero_grad()
+        if self._masters is not self._weights:
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.data.copy_(master.data)
+        return norm
+
+    def state_tensors(self) -> list[Tensor]:
+        """Masters and moments."""
+        return [
+            *([] if self._masters is self._weights else self._masters),
+            *(x for state in self.optimizer.state.values() for x in state.values() if torch.is_tensor(x) and x.dim()),
+        ]
+
+    def _index(self, parameter: Tensor) -> int:
+        return next(i for i, weight in enumerate(self._weights) if weight is parameter)
+
+
+def state_bytes_of(engine: Any) -> int:
+    """Bytes of weights, masters and moments of this rank."""
+    weights = {id(p): p for p in engine.module.parameters()}
+    others = engine.state_tensors() if isinstance(engine, PlainEngine) else [x for _, x in own_state(engine)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*weights.values(), *others]}
+    return sum(storages.values())
+
+
+def python_sources(tokens: int) -> Tensor:
+    """This many bytes of the standard library's sources as ids, uint8; the same for the same Python."""
+    text = bytearray()
+    for path in sorted(Path(sys.modules["os"].__file__ or "").parent.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= tokens:
+            break
+    return torch.from_numpy(np.frombuffer(bytes(text[:tokens]), dtype=np.uint8).copy())

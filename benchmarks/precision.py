@@ -1,0 +1,140 @@
+"""What bfloat16 costs in accuracy: the error of the last hidden state, and losses beside those of float32.
+
+    python -m benchmarks.precision
+    python -m benchmarks.precision train.steps=2000 shape.width=768 shape.layers=12 shape.heads=12
+
+Hidden state: a new model with weights in bfloat16 beside the same weights in float32, for several initial values of
+LayerScale. The error is a fraction of what the blocks add to the embedding. Losses: training on the sources of Python's
+standard library, byte by byte, with equal initial weights and batches. Refuted if an error is over 2 %, or if the
+difference of the losses at the end is over 1 % of the loss. With the defaults it takes about 15 minutes on 2 CPU cores,
+which multiply bfloat16 matrices slowly. Output: two tables, and all values in benchmarks/results/.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import mean, median, stdev
+from typing import Any
+
+from pydantic import Field, PositiveFloat
+
+from benchmarks import measure
+from tost_lm.config import Section, run_program
+
+DTYPES = ("float32", "bfloat16")
+ERROR_LIMIT, LOSS_LIMIT = 0.02, 0.01
+ROWS = 5
+
+
+class TrainSection(Section):
+    """Training in both data types."""
+
+    steps: int = Field(default=500, gt=0)
+    """Optimizer steps."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps of linear warm-up."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate after the warm-up."""
+    seeds: int = Field(default=3, gt=0)
+    """Runs in each data type, in pairs with equal weights and batches."""
+    seq_len: int = Field(default=256, gt=0)
+    """Tokens of a sequence."""
+    batch: int = Field(default=8, gt=0)
+    """Sequences of a step."""
+
+
+class PrecisionBenchmarkConfig(Section):
+    """Settings of `benchmarks.precision`."""
+
+    shape: measure.ModelShape = measure.ModelShape(layers=4, heads=4, width=64, vocab_size=256)
+    layer_scales: list[PositiveFloat] = Field(default=[1e-5, 1e-4, 1e-3, 1e-2], min_length=1)
+    """Initial values of LayerScale."""
+    train: TrainSection = TrainSection()
+    bench: measure.DeviceConfig = measure.DeviceConfig()
+
+
+def run(config: PrecisionBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
+    call = {"device": device, "limit_s": config.bench.cell_seconds, "model": model_settings(config)}
+    tokens = config.train.seq_len
+    errors = measure.run_cell(
+        "benchmarks.precision_cells:hidden_errors", layer_scales=config.layer_scales, tokens=tokens, **call
+    )
+    print(error_text(errors), flush=True)
+    cells = []
+    for seed in range(config.train.seeds):
+        for dtype in DTYPES:
+            training = {**config.train.model_dump(exclude={"seeds"}), "seed": seed, "dtype": dtype}
+            cell = measure.run_cell("benchmarks.precision_cells:losses", train=training, **call)
+            cells.append({"seed": seed, "dtype": dtype, **cell})
+            print(f"seed {seed}, {dtype}: {cell.get('failed') or cell['losses'][-1]}", flush=True)
+    return [{"work": "hidden state", **errors}, *cells], f"{error_text(errors)}\n\n{loss_text(cells)}"
+
+
+main = measure.benchmark("precision", run)
+
+
+def model_settings(config: PrecisionBenchmarkConfig) -> dict[str, Any]:
+    """A model with learned positions for the sequence."""
+    return {**config.shape.model_dump(), "max_positions": config.train.seq_len}
+
+
+def error_text(errors: Mapping[str, Any]) -> str:
+    """A row for each initial value of LayerScale."""
+    if "failed" in errors:
+        return f"hidden state: {errors['failed']}"
+    rows = [
+        {
+            "LayerScale": f"{row['layer_scale']:g}",
+            "blocks ÷ embedding": f"{row['added']:.3g}",
+            "error of the last hidden state ÷ what the blocks add": f"{row['error']:.2%}",
+        }
+        for row in errors["rows"]
+    ]
+    worst = max(row["error"] for row in errors["rows"])
+    verdict = f"Largest error {worst:.2%}; limit {ERROR_LIMIT:.0%}: {_met(worst <= ERROR_LIMIT)}."
+    return f"{measure.markdown_table(rows)}\n\n{verdict}"
+
+
+def loss_text(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Losses at several steps with the difference of the pairs and its standard error; memory and time."""
+    if failed := [cell for cell in cells if "failed" in cell]:
+        return f"losses: {failed[0]['failed']}"
+    by_dtype = {dtype: [cell for cell in cells if cell["dtype"] == dtype] for dtype in DTYPES}
+    steps = len(cells[0]["losses"])
+    rows = [_loss_row(end, by_dtype) for end in range(steps, 0, -max(1, steps // ROWS))][::-1]
+    wide, narrow = (_means(by_dtype[dtype], steps) for dtype in DTYPES)
+    last = abs(mean(narrow) - mean(wide)) / mean(wide)
+    sizes = [measure.in_units(by_dtype[dtype][0]["state_bytes"]) for dtype in DTYPES]
+    times = [median(second for cell in by_dtype[dtype] for second in cell["seconds"]) for dtype in DTYPES]
+    return (
+        f"{measure.markdown_table(rows)}\n\nNats per byte, means of {len(wide)} pairs over a tenth of the steps; "
+        f"± standard error of the pairs. Difference at the end {last:.2%} of the loss; limit {LOSS_LIMIT:.0%}: "
+        f"{_met(last <= LOSS_LIMIT)}. Weights and optimizer state: {sizes[0]} in float32, {sizes[1]} in bfloat16. "
+        f"Time of a step: {1e3 * times[0]:.3g} and {1e3 * times[1]:.3g} ms."
+    )
+
+
+def _loss_row(end: int, by_dtype: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    wide, narrow = (_means(by_dtype[dtype], end) for dtype in DTYPES)
+    differences = [a - b for a, b in zip(narrow, wide, strict=True)]
+    error = f" ± {stdev(differences) / sqrt(len(differences)):.4f}" if len(differences) > 1 else ""
+    return {
+        "step": f"{end}",
+        "float32": f"{mean(wide):.4f}",
+        "bfloat16": f"{mean(narrow):.4f}",
+        "difference": f"{mean(differences):+.4f}{error}",
+    }
+
+
+def _means(cells: Sequence[Mapping[str, Any]], end: int) -> list[float]:
+    """The mean loss of each run over the steps before `end`, a tenth of all, since a single batch is noisy."""
+    return [mean(cell["losses"][max(0, end - max(1, len(cell["losses"]) // 10)) : end]) for cell in cells]
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+if __name__ == "__main__":
+    run_program(
+        main, name="benchmarks.precision", doc=__doc__ or "", positional="[CONFIG]", config=PrecisionBenchmarkConfig
+    )

@@ -1,0 +1,30 @@
+"""bfloat16 keeps what blocks with a small LayerScale add; the tables say whether the limits are met."""
+
+import pytest
+
+from benchmarks import precision
+from benchmarks.precision_cells import hidden_errors
+from tost_lm.config import load_config
+
+
+@pytest.mark.parametrize("pattern", ["T", "TA"])
+def test_the_last_hidden_state_in_bfloat16_is_that_of_float32(pattern: str):
+    model = {"layers": 6, "heads": 4, "width": 128, "vocab_size": 256, "max_positions": 128, "pattern": pattern}
+    errors = hidden_errors("cpu", model, [1e-5, 1e-4, 1e-3, 1e-2], 128)
+    assert [row["layer_scale"] for row in errors["rows"]] == [1e-5, 1e-4, 1e-3, 1e-2]
+    assert max(row["error"] for row in errors["rows"]) <= precision.ERROR_LIMIT
+
+
+def test_tables_and_limits():
+    settings = ["train.steps=3", "train.seeds=2", "layer_scales=[1e-4]", "train.seq_len=16", "train.batch=1"]
+    settings += ["shape.layers=1", "shape.heads=1", "shape.width=16"]
+    _, text = precision.run(load_config(precision.PrecisionBenchmarkConfig, None, settings), "cpu")
+    assert "limit 2%: met" in text
+    assert "limit 1%: met" in text
+    assert "in bfloat16" in text
+
+    pairs = [
+        {"dtype": dtype, "losses": [loss], "state_bytes": 1, "seconds": [1.0]}
+        for dtype, loss in (("float32", 1.0), ("bfloat16", 1.02))
+    ]
+    assert "limit 1%: not met" in precision.loss_text(pairs)
