@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from tost_lm.parallel.world import start_world
 from tost_lm.parallel.zero import build_engine, own_state
 from tost_lm.training.tiled import TiledLM
 
-HAS_DEEPSPEED = find_spec("deepspeed") is not None
-
 
 def engine_of(
     settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0
@@ -31,12 +28,17 @@ def engine_of(
     optim = optim or OptimConfig()
     mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
     model = TiledLM(settings).to(mesh.device)
-    if not HAS_DEEPSPEED:
+    try:
+        return build_engine(
+            model, build_adamw(model, optim), mesh, ParallelConfig(),
+            micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+        )  # fmt: skip
+    except ImportError:  # DeepSpeed, or one of its dependencies
         return PlainEngine(model, optim, mesh, bfloat16)
-    return build_engine(
-        model, build_adamw(model, optim), mesh, ParallelConfig(),
-        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
-    )  # fmt: skip
+
+
+def uses_deepspeed(engine: Any) -> bool:
+    return not isinstance(engine, PlainEngine)
 
 
 class PlainEngine:
@@ -90,7 +92,7 @@ class PlainEngine:
 def state_bytes_of(engine: Any) -> int:
     """Bytes of weights, masters and moments of this rank."""
     weights = {id(p): p for p in engine.module.parameters()}
-    others = engine.state_tensors() if isinstance(engine, PlainEngine) else [x for _, x in own_state(engine)]
+    others = [x for _, x in own_state(engine)] if uses_deepspeed(engine) else engine.state_tensors()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*weights.values(), *others]}
     return sum(storages.values())
 

@@ -18,7 +18,7 @@ from tost_lm.training.tiled import tile
 
 def one_step(device: str, model: dict[str, Any], tokens: int, tile_tokens: int | None) -> dict[str, Any]:
     """Seconds of the second step, and peak memory of the process until its end."""
-    train = _step_of(device, model, tile_tokens)
+    train = step_of(device, model, tile_tokens)
     train(tokens)
     return {"seconds": call_seconds(lambda: train(tokens), device), "peak_bytes": peak_bytes(device)}
 
@@ -27,7 +27,7 @@ def in_turns(
     device: str, model: dict[str, Any], lengths: list[int], tile_tokens: int, rounds: int
 ) -> dict[str, dict[int, list[float]]]:
     """Seconds of a step, by length."""
-    train = _step_of(device, model, tile_tokens)
+    train = step_of(device, model, tile_tokens)
     seconds: dict[int, list[float]] = {length: [] for length in lengths}
     for length in lengths:
         train(length)
@@ -43,7 +43,7 @@ def _repeat(train: Callable[[int], object], length: int, steps: int) -> None:
         train(length)
 
 
-def _step_of(device: str, model: dict[str, Any], tile_tokens: int | None) -> Callable[[int], object]:
+def step_of(device: str, model: dict[str, Any], tile_tokens: int | None) -> Callable[[int], object]:
     """A function that trains one step on a sequence of this many random tokens."""
     settings = validate(ModelConfig, model, "benchmarks.long")
     engine = engine_of(settings, device, bfloat16=device == "cuda")

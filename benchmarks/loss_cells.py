@@ -16,8 +16,8 @@ WARM_UP_TOKENS = 64
 
 def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, Any]:
     """Memory and time of a single call: {"peak_bytes", "seconds": [one]}."""
-    _prepared(rival, device, WARM_UP_TOKENS, **shape)()
-    call = _prepared(rival, device, tokens, **shape)
+    prepared(rival, device, WARM_UP_TOKENS, **shape)()
+    call = prepared(rival, device, tokens, **shape)
     seconds: list[float] = []
     peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
     return {"peak_bytes": peak, "seconds": seconds}
@@ -27,11 +27,11 @@ def time_in_turns(
     device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
-    calls = {name: _prepared(name, device, tokens, **shape) for name in rivals}
+    calls = {name: prepared(name, device, tokens, **shape) for name in rivals}
     return interleaved_seconds(calls, device, budget_s=budget_s)
 
 
-def _prepared(
+def prepared(
     rival: str, device: str, tokens: int, *, width: int, vocab_size: int, dtype: str, work: str
 ) -> Callable[[], None]:
     """The measured call; its inputs exist before it."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, PositiveInt
@@ -204,6 +205,36 @@ def call_seconds(function: Callable[[], object], device: str) -> float:
     function()
     _synchronize(device)
     return time.perf_counter() - start
+
+
+def median_seconds(
+    function: Callable[[], object],
+    device: str,
+    *,
+    repeats: int = 20,
+    budget_s: float = 2.0,
+    warm_up: bool = True,
+) -> float:
+    """The median of up to `repeats` calls in about `budget_s` seconds, at least one; on a GPU between CUDA events."""
+    if warm_up:
+        function()
+    seconds, began = [_event_seconds(function, device)], time.perf_counter()
+    while len(seconds) < repeats and time.perf_counter() - began + seconds[-1] < budget_s:
+        seconds.append(_event_seconds(function, device))
+    return median(seconds)
+
+
+def _event_seconds(function: Callable[[], object], device: str) -> float:
+    if device != "cuda":
+        return call_seconds(function, device)
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def peak_extra_bytes(function: Callable[[], object], device: str) -> int:

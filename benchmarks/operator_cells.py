@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
-from benchmarks.operator import COMPILED, FORWARD, NAIVE, OURS, SOFTMAX
+from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SOFTMAX
 from tost_lm.ops import TssaState, causal_tssa, naive
 
 WARM_UP_TOKENS = 64
@@ -31,8 +31,8 @@ def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, An
     """Memory and time of a single call: {"peak_bytes", "w_bytes", "seconds": [one]}."""
     warm_up = tokens if rival == COMPILED else min(tokens, WARM_UP_TOKENS)  # compiled for this length before timing
     run = _operator(rival)
-    _prepared(rival, run, device, warm_up, **shape)()
-    call = _prepared(rival, run, device, tokens, **shape)
+    prepared(rival, run=run, device=device, tokens=warm_up, **shape)()
+    call = prepared(rival, run=run, device=device, tokens=tokens, **shape)
     seconds: list[float] = []
     peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
     w_bytes = shape["batch"] * tokens * shape["heads"] * shape["channels"] * getattr(torch, shape["dtype"]).itemsize
@@ -43,13 +43,13 @@ def time_in_turns(
     device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
-    calls = {name: _prepared(name, _operator(name), device, tokens, **shape) for name in rivals}
+    calls = {name: prepared(name, device=device, tokens=tokens, **shape) for name in rivals}
     return interleaved_seconds(calls, device, budget_s=budget_s)
 
 
 def beside_a_busy_process(device: str, tokens: int, **shape: Any) -> dict[str, Any]:
     """Seconds of forward + backward while another process uses one core, and in turns while it is suspended."""
-    call = _prepared(OURS, _operator(OURS), device, tokens, work="", **shape)
+    call = prepared(OURS, device=device, tokens=tokens, work=BOTH, **shape)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
     def with_signal(signum: signal.Signals) -> Callable[[], None]:
@@ -79,19 +79,20 @@ def _operator(rival: str) -> Callable[..., Tensor]:
     return torch.compile(formulas, dynamic=True)
 
 
-def _prepared(
+def prepared(
     rival: str,
-    run: Callable[..., Tensor],
+    *,
     device: str,
     tokens: int,
-    *,
+    run: Callable[..., Tensor] | None = None,
     batch: int,
     heads: int,
     channels: int,
     dtype: str,
     work: str,
 ) -> Callable[[], None]:
-    """The measured call; its inputs exist before it."""
+    """The measured call; its inputs exist before it. `run` is a rival that is compiled already."""
+    run = run or _operator(rival)
     torch.manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
     if rival == SOFTMAX:
@@ -100,6 +101,11 @@ def _prepared(
         # Initial values of temp and bias in a model.
         w = make(batch, tokens, heads, channels)
         inputs = [w, w.new_ones(heads), w.new_zeros(heads, tokens)]
+    return called(run, inputs, work)
+
+
+def called(run: Callable[..., Tensor], inputs: list[Tensor], work: str) -> Callable[[], None]:
+    """A call of `run` on the inputs, of which the first is as large as the output; with gradients or without."""
     if work == FORWARD:
 
         def call() -> None:

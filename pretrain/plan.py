@@ -4,8 +4,9 @@
 
 It takes the arguments of pretrain.train and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
-reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of its published figures. Compare these two
-with the metrics.jsonl (mfu) of a first run.
+reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of its published figures. Where
+`python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
+(mfu) of a first run.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training import plan
-from tost_lm.training.plan_config import PlanConfig
+from tost_lm.training.plan_config import PlanConfig, measurements_file
 from tost_lm.training.plan_memory import peak_moment
 
 Row = tuple[str, str, str]
@@ -81,6 +82,8 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
         "optimizer": f"{in_units(plan.optimizer_bytes(config))} per rank",
         "communication": "collectives, without overlap",
     }
+    if (path := measurements_file(cluster.device)).is_file():
+        yield "constants", "measured", f"on this GPU by benchmarks.gpu, in {path}"
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"

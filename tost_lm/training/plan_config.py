@@ -1,10 +1,14 @@
 """Settings of a resource plan: those of a run, and the cluster."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from tost_lm.config import Section
+from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
@@ -18,6 +22,32 @@ CLUSTERS: dict[Preset, dict[str, Any]] = {
     "h200-sxm": dict(zip(_FIGURES, ("NVIDIA H200", 141, 4800, 450, 400, 2000), strict=True)),
     "b200-sxm": dict(zip(_FIGURES, ("NVIDIA B200", 180, 7700, 900, 400, 2000), strict=True)),
 }
+
+
+def measurements_file(device: str) -> Path:
+    """Where `benchmarks.gpu` stores what it measured on this GPU; in the working folder, as runs/."""
+    return Path("benchmarks/results") / f"gpu_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def _measured(device: str, memory_gb_s: float) -> dict[str, float]:
+    """The settings that `benchmarks.gpu` has measured on this GPU; none where it has not run."""
+    path = measurements_file(device)
+    if not path.is_file():
+        return {}
+    try:
+        cells = {cell["case"]: cell for cell in json.loads(path.read_text())["cells"] if cell["part"] == "device"}
+        found = {
+            "achieved_bandwidth": min(1.0, cells["copy"]["bytes_per_second"] / (memory_gb_s * 1e9)),
+            "launch_us": cells["launch of an operation"]["seconds"] * 1e6,
+        }
+        if fraction := cells["matrix product of an MLP"]["of_peak"]:
+            found["achieved_flops"] = min(1.0, fraction)
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path}: it is no complete result of benchmarks.gpu; measure again with python -m benchmarks.gpu, or "
+            "remove the file"
+        ) from None
+    return found
 
 
 class ClusterConfig(Section):
@@ -48,19 +78,24 @@ class ClusterConfig(Section):
     disk_gb_s: float = Field(default=2.0, gt=0)
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.4, gt=0, le=1)
-    """Assumed fraction of the peak FLOP/s that matrix products reach."""
+    """Fraction of the peak FLOP/s that matrix products reach: measured by `benchmarks.gpu`, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
-    """Assumed fraction of their bandwidth that memory, links and network reach."""
+    """Fraction of their bandwidth that memory, links and network reach: measured (memory only) or assumed."""
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of a collective of any size in µs."""
     launch_us: float = Field(default=6.0, ge=0)
-    """Time in µs in which the host launches one operation; it limits GPUs with small operations."""
+    """Time in µs in which the host launches one operation, measured or assumed; it limits small operations."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
         preset = values.get("preset", "h100-sxm") if isinstance(values, dict) else None
-        return {**CLUSTERS[preset], **values} if isinstance(preset, str) and preset in CLUSTERS else values
+        if not isinstance(preset, str) or preset not in CLUSTERS:
+            return values
+        values = {**CLUSTERS[preset], **values}
+        device, rate = values["device"], values["memory_gb_s"]
+        known = isinstance(device, str) and isinstance(rate, int | float) and rate > 0
+        return {**_measured(device, rate), **values} if known else values
 
     @property
     def ranks(self) -> int:

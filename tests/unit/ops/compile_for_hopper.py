@@ -51,8 +51,8 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership) -> None:
     layout = document_layout((0, 100, 130), phases.chunk_tokens(H, D, cpu), cpu)
     M, K, N = layout.offsets[-1], len(layout.start_K), layout.documents
     w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
-    bias_BHT = torch.zeros(1, H, M) if membership == "energy-share" else None
-    scoring = Scoring(membership, torch.zeros(H), bias_BHT, torch.zeros(N, dtype=torch.int64))
+    bias_BHT = torch.zeros(1, H, M, dtype=dtype) if membership == "energy-share" else None
+    scoring = Scoring(membership, torch.zeros(H, dtype=dtype), bias_BHT, torch.zeros(N, dtype=torch.int64))
     before = sums_KHD, sums_KHD, sums_KH
     phases.energy(w, layout)
     phases.memberships(w, layout, scoring, sums_KHD)

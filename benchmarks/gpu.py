@@ -1,0 +1,125 @@
+"""All GPU measurements in one command, most valuable first, in one process.
+
+    python -m benchmarks.gpu gpu.budget_minutes=8
+    python -m benchmarks.gpu gpu.device=cpu shape.layers=1 shape.width=64 shape.heads=2 'lengths.operator=[1024]'
+
+It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic. DeepSpeed and
+flash-linear-attention are used where they can be imported. Results are written after each measurement, so a run that is
+stopped keeps those it has; measurements for which no time is left are listed. Times are medians between CUDA events.
+Output: one table and all values in benchmarks/results/, from where pretrain.plan takes its constants for this GPU.
+"""
+
+import sys
+from importlib.util import find_spec
+
+NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "pydantic")
+
+
+def exit_if_packages_are_missing() -> None:
+    """Before anything else is imported: name what is missing, and how to bring it to a machine without an index."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        print(
+            f"error: packages are missing: {', '.join(missing)}; where there is an index, run pip download -d wheels "
+            f"{' '.join(missing)}, bring the folder here, and run pip install --no-index --find-links wheels "
+            f"{' '.join(missing)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    exit_if_packages_are_missing()
+
+import time  # noqa: E402
+from collections.abc import Iterator, Mapping, Sequence  # noqa: E402
+from typing import Any, Literal  # noqa: E402
+
+from pydantic import Field, PositiveInt  # noqa: E402
+
+from benchmarks import measure  # noqa: E402
+from tost_lm.config import Section, run_program  # noqa: E402
+from tost_lm.errors import ConfigError  # noqa: E402
+
+
+class GpuSection(Section):
+    """Device and time."""
+
+    budget_minutes: float = Field(default=8.0, gt=0)
+    """No measurement begins after this time [minutes]."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu runs everything on the processor, to try the program with small sizes."""
+
+
+class LengthsSection(Section):
+    """Sizes of the measured calls."""
+
+    operator: list[PositiveInt] = Field(default=[1024, 131072, 1048576], min_length=1)
+    """Tokens of a sequence of the operator and its rivals."""
+    training: list[PositiveInt] = Field(default=[1024, 8192], min_length=1)
+    """Tokens of a sequence of a training step."""
+    tiled: list[PositiveInt] = Field(default=[131072, 1048576], min_length=1)
+    """Tokens of the one sequence of a step tile by tile."""
+    tile_tokens: int = Field(default=16384, gt=0)
+    """Tokens of a tile."""
+    batch_tokens: int = Field(default=12288, gt=0)
+    """Tokens of a call of operator or loss and of a training step, in as many sequences as fit, at least one."""
+    precision_steps: int = Field(default=200, gt=0)
+    """Steps of training in bfloat16 and in float32."""
+    decoded: int = Field(default=64, gt=0)
+    """Decoded tokens."""
+
+
+class GpuBenchmarkConfig(Section):
+    """Settings of `benchmarks.gpu`."""
+
+    gpu: GpuSection = GpuSection()
+    shape: measure.ModelShape = measure.ModelShape()
+    lengths: LengthsSection = LengthsSection()
+
+
+def main(path: Any, config: GpuBenchmarkConfig) -> None:
+    import torch
+
+    from benchmarks.gpu_parts import PARTS
+
+    device = config.gpu.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("gpu.device = cuda: torch finds no CUDA device; set gpu.device=cpu to try the program")
+    began, cells, written = time.monotonic(), list[dict[str, Any]](), None
+    for part, (begin, _) in PARTS.items():
+        for cell in _guarded(begin(config, device), began + 60 * config.gpu.budget_minutes):
+            seconds = time.monotonic() - began
+            cells.append({"part": part, **cell, "at_s": round(seconds, 1)})
+            print(f"{seconds:6.1f} s  " + "  ".join(row(cells[-1]).values()), flush=True)
+            written = measure.store("gpu", device, config, cells, table(cells))
+    print(f"\nwrote {written}")
+
+
+def _guarded(cells: Iterator[Mapping[str, Any]], deadline: float) -> Iterator[Mapping[str, Any]]:
+    """The cells of a part. It ends with a line of its own when time is up, or if a measurement fails."""
+    try:
+        while True:
+            if time.monotonic() > deadline:
+                yield {"failed": "not begun: gpu.budget_minutes is over"}
+                return
+            if (cell := next(cells, None)) is None:
+                return
+            yield cell
+    except Exception as error:  # the measurements after it are still worth having
+        yield {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> str:
+    return measure.markdown_table([row(cell) for cell in cells])
+
+
+def row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """A line of the table."""
+    from benchmarks.gpu_parts import PARTS
+
+    value, beside = (cell["failed"], "") if "failed" in cell else PARTS[cell["part"]][1](cell)
+    return {"part": cell["part"], "case": cell.get("case", ""), "value": value, "beside it": beside}
+
+
+if __name__ == "__main__":
+    run_program(main, name="benchmarks.gpu", doc=__doc__ or "", positional="[CONFIG]", config=GpuBenchmarkConfig)
