@@ -1,4 +1,4 @@
-# Commands of the project. `make demo` and `make test` need Python 3.11 or newer, a compiler and a package index.
+# Commands of the project. `make demo` and `make test` need Python 3.11 or 3.12, a compiler and a package index.
 
 PYTHON ?= python3
 BIN := .venv/bin

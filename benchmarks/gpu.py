@@ -13,15 +13,17 @@ import sys
 from importlib.util import find_spec
 
 NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "pydantic")
+USED = {"deepspeed": "training in a plain loop", "fla": "no gated linear attention", "xdist": "tests one by one"}
 
 
 def exit_if_packages_are_missing() -> None:
     """Before anything else is imported: name what is missing, and how to bring it to a machine without an index."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
+        names, version = " ".join(missing), f"{sys.version_info.major}.{sys.version_info.minor}"
         print(
             f"error: packages are missing: {', '.join(missing)}; where there is an index, run pip download -d wheels "
-            f"{' '.join(missing)}, bring the folder here, and run pip install --no-index --find-links wheels "
-            f"{' '.join(missing)}",
+            f"--only-binary=:all: --python-version {version} {names}, bring the folder here, and run pip install "
+            f"--no-index --find-links wheels {names}",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -85,6 +87,9 @@ def main(path: Any, config: GpuBenchmarkConfig) -> None:
     device = config.gpu.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("gpu.device = cuda: torch finds no CUDA device; set gpu.device=cpu to try the program")
+    for name, without in USED.items():
+        if find_spec(name) is None:
+            print(f"{name} is not installed: {without}")
     began, cells, written = time.monotonic(), list[dict[str, Any]](), None
     for part, (begin, _) in PARTS.items():
         for cell in _guarded(begin(config, device), began + 60 * config.gpu.budget_minutes):

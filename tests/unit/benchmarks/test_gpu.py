@@ -20,7 +20,7 @@ SMALL = [
     "lengths.operator=[64, 512]", "lengths.training=[64]", "lengths.tiled=[512]", "lengths.tile_tokens=128",
     "lengths.batch_tokens=128", "lengths.precision_steps=2", "lengths.decoded=2",
 ]  # fmt: skip
-OTHERS = ("deepspeed", "megatron", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis", "tokenizers")
+OTHERS = ("hjson", "megatron", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis", "tokenizers")
 WITHOUT_OTHERS = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({OTHERS}))
@@ -52,7 +52,8 @@ def test_missing_packages_are_named_with_the_way_to_bring_them():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: packages are missing: torch, triton, numpy, pytest, ")
-    assert "pip download -d wheels torch triton" in line
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"pip download -d wheels --only-binary=:all: --python-version {version} torch triton" in line
 
 
 def test_without_a_gpu_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch):
