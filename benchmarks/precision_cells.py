@@ -62,7 +62,7 @@ def losses(device: str, model: dict[str, Any], train: dict[str, Any]) -> dict[st
 
         def one_step(batch: MicroBatch = batch, step: int = step) -> None:
             outcome = train_step(engine, [batch], tile(engine.mesh, T), learning_rate(step, steps, optim))
-            found["losses"].append(outcome.loss)
+            found["losses"].append(round(outcome.loss, 6))
 
-        found["seconds"].append(call_seconds(one_step, device))
+        found["seconds"].append(round(call_seconds(one_step, device), 6))
     return {**found, "state_bytes": state_bytes_of(engine)}
