@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from training_on_layouts import build_engine, train_steps
 
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.world import COLLECTIVE_GRACE_S
 from tost_lm.testing import run_on_ranks
 
 Curve = list[tuple[float, float]]
@@ -68,3 +71,16 @@ def test_bfloat16_training_stays_near_float32():
     assert not torch.equal(wide, narrow)
     torch.testing.assert_close(narrow[..., 0], wide[..., 0], rtol=0, atol=0.05)
     torch.testing.assert_close(narrow[..., 1], wide[..., 1], rtol=0.05, atol=0)
+
+
+def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:
+    """Seconds after which collectives time out, in all process groups that training uses."""
+    for layout in layouts:
+        build_engine(layout, "adamw")
+    groups = [group for group in distributed_c10d._world.pg_map if group != dist.group.WORLD]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_every_process_group_has_the_timeout_of_the_run():
+    layouts = [ParallelConfig(), ParallelConfig(tensor=2, zero_stage=3), ParallelConfig(sequence=2)]
+    assert run_on_ranks(timeouts_of_groups, 4, layouts) == [{600 + COLLECTIVE_GRACE_S}] * 4

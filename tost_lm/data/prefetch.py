@@ -40,6 +40,8 @@ def prefetched(
         batch_size=None,
         sampler=steps,
         num_workers=workers,
+        # Safe although CUDA and InfiniBand have started: workers read files into host memory, torch refuses CUDA in
+        # them, and start_world makes InfiniBand's memory survive a fork.
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=_exit_with_parent,
         pin_memory=device.type == "cuda",

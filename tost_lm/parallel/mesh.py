@@ -1,6 +1,7 @@
 """The device mesh: tensor, sequence and data axes, from megatron-core's process groups."""
 
 import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.sequence,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=world.timeout / timedelta(minutes=1),  # pyright: ignore[reportArgumentType]
     )
     return Mesh(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),

@@ -33,6 +33,8 @@ class World(NamedTuple):
     rank: int
     size: int
     device: torch.device
+    timeout: timedelta
+    """Of collectives in all process groups."""
 
 
 def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: float = 600.0) -> World:
@@ -48,25 +50,31 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: 
     """
     kind = _device_kind(device)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed needs it without a launcher, too
+    chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    timeout = timedelta(seconds=timeout_seconds + COLLECTIVE_GRACE_S)
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
                 "launch at most one rank per GPU (--nproc-per-node)"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(chosen)
+        # Loader workers are forked later. Without this, a page that InfiniBand writes to may end up in a worker.
+        os.environ.setdefault("RDMAV_FORK_SAFE", "1")
     if not dist.is_initialized():
-        backend = "nccl" if kind == "cuda" else "gloo"
+        store, rank, size = HashStore(), 0, 1
         if "RANK" in os.environ:
-            store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_S)))
-            limit = timedelta(seconds=timeout_seconds + COLLECTIVE_GRACE_S)
-            dist.init_process_group(
-                backend, store=_attempt_store(store, rank, size), rank=rank, world_size=size, timeout=limit
-            )
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    return World(dist.get_rank(), dist.get_world_size(), chosen)
+            launcher, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_S)))
+            store = _attempt_store(launcher, rank, size)
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=chosen if kind == "cuda" else None,
+        )
+    return World(dist.get_rank(), dist.get_world_size(), chosen, timeout)
 
 
 def stop_world() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -242,9 +243,11 @@ def _import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops
+    from deepspeed.utils import groups
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Only inference uses this op, and its compilation takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    groups._WORLD_GROUP = dist.group.WORLD  # DeepSpeed's clone of it would have torch's default timeout
     return deepspeed
