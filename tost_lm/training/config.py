@@ -65,6 +65,8 @@ class TrainConfig(Section):
     """Truncated back-propagation through time, an approximation: states pass through the whole row, and gradients stop at every multiple of this many tokens. Without it gradients are exact."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
+    tf32: bool = False
+    """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None

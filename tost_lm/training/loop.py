@@ -61,6 +61,7 @@ def train(
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
     world = start_world(config.run.device, config.run.timeout_seconds)
+    set_matmul_precision(config.train.tf32, world.device)
     if "G" in config.model.pattern:
         gated_kernels(world.device)  # raises before anything is written
     heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
@@ -71,6 +72,12 @@ def train(
             stop_reason = _train_together(config, corpora, start, graceful_stop, evaluation, world, heartbeat)
             stop_world()
     return stop_reason
+
+
+def set_matmul_precision(tf32: bool, device: torch.device) -> None:
+    """Of float32 matrix products in this process, whatever it was before."""
+    # On a CPU "high" would change results, too, where the CPU has instructions for it.
+    torch.set_float32_matmul_precision("high" if tf32 and device.type == "cuda" else "highest")
 
 
 def _train_together(
