@@ -20,7 +20,7 @@ TIMEOUT_S = 5.0
 def test_a_stopped_rank_is_named_with_its_last_step(
     workplace: Path, times: Times, record_fault: RecordFault, slack_s: float
 ):
-    draws, longest = random.Random(2), 0.0
+    draws, longest, records = random.Random(2), 0.0, 0
     for _ in range(times(5)):
         with launch(workplace, 2, f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000") as running:
             started = max(running.step(), 0)
@@ -35,6 +35,8 @@ def test_a_stopped_rank_is_named_with_its_last_step(
             last = running.step(hung)
             name = rf"rank {hung} \({os.uname().nodename}, pid {running.pids[hung]}\) was lost: it does not answer"
             assert re.match(rf"{name}; its last step was {last} \(\w+, \d+ s ago\)", line), line
+            records += (running.run_folder / f"flight_recorder/rank_{1 - hung}").exists()
+    assert records  # a dump may take 1 s, which a slow machine may exceed once
     limit = f"limit {TIMEOUT_S:.0f} s + 2 s"
     record_fault("hang (SIGSTOP)", times(5), f"named with its last step, after at most {longest:.1f} s ({limit})")
 

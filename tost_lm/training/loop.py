@@ -18,6 +18,7 @@ from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.watchdog.flight_recorder import enable_flight_recorder
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
@@ -60,6 +61,7 @@ def train(
     Raises:
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
+    enable_flight_recorder(config.run_folder / "flight_recorder")
     world = start_world(config.run.device, config.run.timeout_seconds)
     set_matmul_precision(config.train.tf32, world.device)
     if "G" in config.model.pattern:
@@ -205,6 +207,8 @@ def _open_folder(
     require_same_checkpoints(config, start)
     rename_old_run(config, start)
     write_run_folder(config, world.size, world.device.type)
+    if world.device.type == "cuda":
+        (config.run_folder / "flight_recorder").mkdir(exist_ok=True)  # NCCL writes there and does not create it
     heartbeat.remove_ranks_from(world.size)
     metrics = Metrics(config, progress if progress.step else None, world.size, world.device)
     metrics.log(_opening_line(config, world, start, tiling))

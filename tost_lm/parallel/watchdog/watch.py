@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tost_lm.config.program import EXIT_STOPPED
 from tost_lm.errors import TostError
+from tost_lm.parallel.watchdog.flight_recorder import dump_flight_record
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.poll import RankPoll
 from tost_lm.parallel.watchdog.store import RESPONSE_S, StoreTimeoutError
@@ -44,7 +45,8 @@ def watch_ranks(
     """Run the watchdog around all collective work, in the main thread of each rank.
 
     An error of this rank is reported to the others and raised unchanged. A rank that hangs in a collective, as with
-    NCCL after a peer died, prints the line and exits with 2 about 10 s after the other ranks.
+    NCCL after a peer died, prints the line and exits with 2 about 10 s after the other ranks. Every rank that ends
+    because of others dumps its flight record, if `enable_flight_recorder` was called.
 
     Args:
         heartbeat: of this rank's main thread; the line then has the last step of lost ranks.
@@ -141,6 +143,7 @@ class _Watchdog:
         self.cause = cause
         self._stop()
         assert self.error
+        dump_flight_record()
         return self.error
 
     def close(self) -> None:
@@ -167,6 +170,7 @@ class _Watchdog:
         if not self.main_ended.wait(HUNG_EXIT_S if self.hung else EXIT_S):
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
+            dump_flight_record()
             os._exit(2)
 
     def _poll_ranks(self) -> LostRankError:
