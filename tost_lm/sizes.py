@@ -14,3 +14,11 @@ TRITON_CHUNK_TOKENS = 32
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments."""
+
+BUCKET_ELEMENTS = 40_000_000
+"""Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
+
+
+def bucket_elements(parameters: float, largest: float) -> int:
+    """DeepSpeed's reduce_bucket_size for a rank with so many parameters, of which the largest tensor fits."""
+    return int(min(parameters, max(BUCKET_ELEMENTS, largest)))

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from training_on_layouts import build_engine, train_steps
+from training_on_layouts import build_engine, build_model, train_steps
 
+from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
@@ -71,6 +72,30 @@ def test_bfloat16_training_stays_near_float32():
     assert not torch.equal(wide, narrow)
     torch.testing.assert_close(narrow[..., 0], wide[..., 0], rtol=0, atol=0.05)
     torch.testing.assert_close(narrow[..., 1], wide[..., 1], rtol=0.05, atol=0)
+
+
+def curves_in_buckets(layouts: list[ParallelConfig], bfloat16: bool) -> list[tuple[Curve, Curve, int]]:
+    """Trained with one bucket and with buckets of the largest parameter, and how many of these there are at least."""
+    found = []
+    for layout in layouts:
+        curves = []
+        for sizes.BUCKET_ELEMENTS in (10**9, 1):
+            engine = build_engine(layout, "adamw", bfloat16=bfloat16)
+            curves.append(train_steps(engine, "adamw", range(4)))
+        buckets = sum(p.numel() for p in build_model().parameters()) // engine.zero_reduce_bucket_size()
+        assert engine.zero_overlap_comm()
+        found.append((curves[0], curves[1], buckets))
+    return found
+
+
+@pytest.mark.parametrize(("stages", "bfloat16"), [((1, 2, 3), False), ((2, 3), True)])
+def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bfloat16: bool):
+    """Gradients of two ranks, whose sum has no order, are then reduced during the last backward."""
+    layouts = [ParallelConfig(zero_stage=stage) for stage in stages]  # pyright: ignore[reportArgumentType]
+    for outcomes in run_on_ranks(curves_in_buckets, 2, layouts, bfloat16):
+        for whole, in_buckets, buckets in outcomes:
+            assert buckets > 2
+            assert in_buckets == whole
 
 
 def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.tensor_slice import slice_of
+from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]
 
@@ -39,12 +40,18 @@ def build_engine(
     """
     deepspeed = _import_deepspeed(mesh.device.type)
     stage = parallel.partitioning_stage(mesh.replicas.size, bfloat16=bfloat16)
+    sizes = [parameter.numel() for parameter in model.parameters()]
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         # DeepSpeed's default is 1.0, not off. Stage 0 computes no norm without clipping.
         "gradient_clipping": grad_clip or (math.inf if stage == 0 else 0.0),
-        "zero_optimization": {"stage": stage, **_offload(parallel)},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket_elements(sum(sizes), max(sizes)),
+            "overlap_comm": True,  # with the backward; stage 1 in bfloat16 cannot, and ignores it
+            **_offload(parallel),
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": True},

@@ -17,12 +17,12 @@ from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
-    BUCKET,
     ELEMENT_BYTES,
     largest_tile,
     micro_batch_tokens,
     parameters_per_rank,
     peak_moment,
+    reduced_at_once,
     stage_of,
     tokens_in_memory,
     weights_and_optimizer,
@@ -196,7 +196,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
     """DeepSpeed's collectives over data × sequence ranks. Stage 2 reduces gradients after every micro-batch."""
     n, e, tensor = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
     stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
-    buckets = math.ceil(n / BUCKET)
+    buckets = math.ceil(n / reduced_at_once(config, stage))
     if stage < 3:
         times = micro_batches if stage == 2 else 1
         yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * n, replicas, tensor)

@@ -38,8 +38,9 @@ bfloat16. The tile also takes e·C per token. The forward computes the gradient 
 bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's input and its gradient take 2·e·C per token for
 any t. The weight's gradient exists until the embedding's gradient is added to it.
 
-**Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills a bucket of 5·10⁸ gradients and sends
-a copy of it. A GPU allocates the whole bucket; a CPU only has the memory that is written.
+**Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
+or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
+up to 5·10⁸ gradients after it. A GPU allocates whole buckets; a CPU only has the memory that is written.
 
 Not planned: the device context, libraries and NCCL (`cluster.reserved_gb`), fragmentation by the allocator, and the
 host copy of an asynchronous checkpoint.
@@ -50,10 +51,10 @@ from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import layers_by_letter, parameters
-from tost_lm.sizes import CPU_CHUNK_ELEMENTS, LOGITS_BYTES, TRITON_CHUNK_TOKENS
+from tost_lm.sizes import CPU_CHUNK_ELEMENTS, LOGITS_BYTES, TRITON_CHUNK_TOKENS, bucket_elements
 from tost_lm.training.config import PretrainConfig
 
-BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
+REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
 GATHERED = 1_000_000_000  # elements: its stage3_max_live_parameters
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -172,6 +173,20 @@ def stage_of(config: PretrainConfig, ranks: int) -> int:
     return config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
 
 
+def reduced_at_once(config: PretrainConfig, stage: int) -> float:
+    """Gradients that are reduced at once, at most."""
+    n, model = parameters_per_rank(config), config.model
+    if reduces_at_end(config, stage):
+        return min(n, REDUCED_AT_END)
+    tables = parameters(model).positions, model.vocab_size * model.width / config.parallel.tensor
+    return bucket_elements(n, max(tables))
+
+
+def reduces_at_end(config: PretrainConfig, stage: int) -> bool:
+    """Whether DeepSpeed reduces gradients after the last backward, not during it."""
+    return stage == 0 or (stage == 1 and config.train.dtype == "bfloat16")
+
+
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
     """Bytes of weights and optimizer state of a rank, on the device or offloaded."""
     n, stage, e = parameters_per_rank(config), stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
@@ -258,21 +273,26 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
     tensor, stage = parallel.tensor, stage_of(config, ranks)
     partition, one_replica, on_cpu = n * tensor / ranks, ranks == tensor, config.run.device == "cpu"
     accumulates = config.accumulation(ranks) > 1
-    filled = min(n, BUCKET)
-    bucket = (e if stage == 2 else 4) * (filled if on_cpu else BUCKET)
-    empty_bucket = 0.0 if on_cpu else bucket  # a CPU allocates it when it is written
+    filled = reduced_at_once(config, stage)
+    # Stages 1 and 2 fill one bucket while the other is reduced. A CPU has only the memory that is written.
+    two_buckets = min(n, 2 * filled) if on_cpu else 2 * filled
+    bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
+    empty_bucket = 0.0 if on_cpu else bucket
     tied = e * config.model.vocab_size * config.model.width / tensor  # the gradients of head and embedding
 
     if stage == 0:
         summed = 4 * n if accumulates else 0.0
         steps = [(summed, 0), (summed, 0), (4 * n, tied), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
+    elif stage == 1 and e == 2:
+        steps = [
+            (4 * n, 0), (4 * n, 0), (4 * n, tied), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
+        ]  # fmt: skip
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
-        # In float32 the partition's gradients are flattened into a copy; in bfloat16 the bucket is still allocated.
-        at_update = 4 * partition if e == 4 else (0 if one_replica else bucket)
         steps = [
             (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, tied + empty_bucket),
-            (4 * partition, bucket + 4 * filled), (4 * partition, at_update),
+            # At the update, a copy of the partition's gradients.
+            (4 * partition, bucket + 4 * filled), (4 * partition, 4 * partition),
         ]  # fmt: skip
     elif stage == 2:
         summed = 4 * partition if accumulates else 0.0

@@ -53,6 +53,21 @@ def test_memory_of_bfloat16_by_stage():
     assert by_stage[1].activations == (12 * LAYER + 2 * 768) * TOKENS
 
 
+def test_buffers_of_gradients_by_stage_and_dtype():
+    """Two buckets of 40 million gradients at stages 1 and 2, one at stage 3; none for bfloat16 at stage 1."""
+    buckets = {
+        (dtype, stage): at(
+            "at the start of the blocks' backward", f"parallel.zero_stage={stage}", f"train.dtype={dtype}"
+        ).buffers
+        for dtype in ("bfloat16", "float32")
+        for stage in (1, 2, 3)
+    }
+    assert list(buckets.values()) == [0, 2 * 2 * 40e6, 4 * 40e6, 2 * 4 * 40e6, 2 * 4 * 40e6, 4 * 40e6]
+    largest = 50304 * 1280
+    large = moments(planned(LARGE, "parallel.zero_stage=3"), 8)
+    assert {moment.buffers for moment in large[:1]} == {4 * largest}
+
+
 def test_ranks_that_share_the_model_or_the_tokens_hold_less():
     whole, tokens, heads = (
         at("at the loss", words) for words in ("run.name=x", "parallel.sequence=2", "parallel.tensor=2")
@@ -158,8 +173,8 @@ def test_time_follows_from_the_figures_of_the_cluster():
     ("overrides", "remedy"),
     [
         (["train.micro_batch_size=60"], "train.micro_batch_size=30"),
-        (["cluster.memory_gb=14"], "train.micro_batch_size=1"),
-        (["cluster.memory_gb=9.5"], "parallel.tensor=2 parallel.zero_stage=2"),
+        (["cluster.memory_gb=14"], "train.micro_batch_size=2"),
+        (["cluster.memory_gb=8.5"], "train.micro_batch_size=1 parallel.sequence=2 parallel.zero_stage=2"),
     ],
 )
 def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], remedy: str):
