@@ -27,6 +27,8 @@ PROGRAMS = [
     "tost_lm.generate",
     "benchmarks.data",
     "benchmarks.evaluation",
+    "benchmarks.gpu",
+    "benchmarks.precision",
     "benchmarks.generation",
     "benchmarks.long",
     "benchmarks.loss",
