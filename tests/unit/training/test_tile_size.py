@@ -75,12 +75,12 @@ def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
 
 def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     words = ["memory={}", "train.seq_len=4194304", "train.global_batch_size=8", "validation.sequences=8"]
-    a_quarter = [*words, "train.seq_len=1048576"]
-    problem = plan.memory_problem(load_config(PlanConfig, RECIPE, a_quarter))
+    an_eighth = [*words, "train.seq_len=524288"]
+    problem = plan.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
     assert problem is not None
     assert "set memory.activation_checkpointing=full (" in problem
     assert (
-        plan.memory_problem(load_config(PlanConfig, RECIPE, [*a_quarter, "memory.activation_checkpointing=full"]))
+        plan.memory_problem(load_config(PlanConfig, RECIPE, [*an_eighth, "memory.activation_checkpointing=full"]))
         is None
     )
     config = load_config(PlanConfig, RECIPE, words)
