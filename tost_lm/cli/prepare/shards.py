@@ -13,7 +13,7 @@ folder with an unsupported ending are counted and left out.
 import time
 from pathlib import Path
 
-from data_prep.progress import Progress
+from tost_lm.cli.prepare.progress import Progress
 from tost_lm.config import run_program
 from tost_lm.data.build import BuildProgress, build_shards, building_folder, identity, recover_folder
 from tost_lm.data.config import DataPrepConfig

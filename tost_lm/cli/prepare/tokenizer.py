@@ -10,7 +10,7 @@ Writes the model to tokenizer.path, and a record of its settings and corpus to t
 import time
 from pathlib import Path
 
-from data_prep.progress import Progress
+from tost_lm.cli.prepare.progress import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files

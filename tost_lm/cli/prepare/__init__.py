@@ -1,0 +1,1 @@
+"""The commands of `tost prepare`: a corpus becomes a tokenizer and token shards."""
