@@ -8,14 +8,14 @@ BIN := .venv/bin
 # The full pipeline, from plain text to a trained and evaluated model, on two CPU ranks. Each step reuses valid results of
 # an earlier run. Training stops half-way and resumes from its checkpoint.
 demo: env
-	$(BIN)/python -m data_prep.train_tokenizer configs/data/embedded.toml
-	$(BIN)/python -m data_prep.build_shards configs/data/embedded.toml
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml run.stop_at_step=80
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
-	$(BIN)/python -m eval.zero_shot runs/demo
-	$(BIN)/python -m eval.retrieval runs/demo
-	$(BIN)/python -m tost_lm.generate runs/demo sample.temperature=0.8
-	$(BIN)/python -m eval.report runs/demo
+	$(BIN)/tost prepare tokenizer configs/data/embedded.toml
+	$(BIN)/tost prepare shards configs/data/embedded.toml
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml run.stop_at_step=80
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml
+	$(BIN)/tost eval zero-shot runs/demo
+	$(BIN)/tost eval retrieval runs/demo
+	$(BIN)/tost generate runs/demo sample.temperature=0.8
+	$(BIN)/tost report runs/demo
 
 clean-demo:
 	rm -rf data/embedded runs/demo

@@ -1,1 +1,1 @@
-"""Programs that turn a corpus into a tokenizer and token shards."""
+"""Launchers for a checkout: `python -m data_prep.build_shards` runs `tost prepare shards`, and so on."""

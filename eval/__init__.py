@@ -1,1 +1,1 @@
-"""Programs that evaluate a trained model with `tost_lm.evaluation`."""
+"""Launchers for a checkout: `python -m eval.zero_shot` runs `tost eval zero-shot`, and so on."""

@@ -1,1 +1,1 @@
-"""Programs that train. Run from a checkout; they import `tost_lm` and nothing imports them."""
+"""Launchers for a checkout: `python -m pretrain.train` runs `tost train`, and so on."""

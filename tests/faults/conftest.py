@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from launches import train
 
-from data_prep import build_shards, train_tokenizer
+from tost_lm.cli.prepare.shards import main as build_shards
+from tost_lm.cli.prepare.tokenizer import main as train_tokenizer
 from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 
@@ -58,8 +59,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config = validate(DataPrepConfig, tree, "test")
     with contextlib.redirect_stdout(io.StringIO()):
-        train_tokenizer.main(None, config)
-        build_shards.main(None, config)
+        train_tokenizer(None, config)
+        build_shards(None, config)
     return folder / "shards"
 
 

@@ -1,4 +1,4 @@
-"""pretrain.train on ranks forked from a server with all imports done, so that many faults can be injected quickly.
+"""`tost train` on ranks forked from a server with all imports done, so that many faults can be injected quickly.
 
 A rank runs as under torchrun, without the launcher and its TCP store.
 """
@@ -21,7 +21,7 @@ import psutil
 from tost_lm.testing.ranks import PRELOADED
 
 HANG_S = 240.0
-PRELOADED.extend(["launches", "pretrain.train", "tost_lm.training.loop", "tost_lm.data.mixture"])
+PRELOADED.extend(["launches", "tost_lm.cli.train", "tost_lm.training.loop", "tost_lm.data.mixture"])
 
 
 class Launch:
@@ -90,7 +90,7 @@ def launch(
     memory_bytes: int = 0,
     inject: Callable[[int], None] = no_fault,
 ) -> Iterator[Launch]:
-    """`pretrain.train run.toml WORDS` in `folder`.
+    """`tost train run.toml WORDS` in `folder`.
 
     Args:
         memory_bytes: limit of what a rank adds to its address space; 0: no limit.
@@ -144,8 +144,8 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from pretrain.train import main
-    from tost_lm.config import load_config, run_program
+    from tost_lm.cli.train import run
+    from tost_lm.config import load_config
     from tost_lm.training.config import PretrainConfig
 
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def _rank_main(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     try:
-        run_program(main, name="pretrain.train", doc="", positional="CONFIG", config=PretrainConfig, arguments=words)
+        run(words)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Memory of eval.analyze with sequences of 16,384 and 131,072 tokens: it processes tiles, not whole sequences."""
+"""Memory of `tost eval analyze` with 16,384 and 131,072 tokens a sequence: it processes tiles, not whole sequences."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_memory_grows_by_less_than_one_activation_per_position(pytestconfig: pyt
         config = validate(ModelConfig, {**SHAPE, "vocab_size": tokenizer.vocab_size, "max_positions": tokens}, "test")
         write_checkpoint(tmp_path / str(tokens), config, TostLM(config).state_dict(), tokenizer)
         settings = [f"heldout.shards={tmp_path / 'shards'}", "memberships.sequences=2"]
-        peaks[tokens] = peak_mb("-m", "eval.analyze", tmp_path / str(tokens), *settings)
+        peaks[tokens] = peak_mb("-m", "tost_lm.cli.eval.analyze", tmp_path / str(tokens), *settings)
         assert (tmp_path / str(tokens) / "eval/ablations@2/results.json").is_file()
     print(peaks)
     # One activation of the model's width takes 768 bytes per position, one of its MLP 3,072.

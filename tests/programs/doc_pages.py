@@ -1,11 +1,11 @@
 """The code blocks of the README and of docs/: found, and run as a reader would run them or only checked.
 
-They run in a folder that looks like a checkout. Its `python` and `torchrun` pass programs to the fork server, so that
-a command needs no new interpreter. A comment before a block, which no reader sees, may give words to append to the
-commands of the block to make it quick, or mark it as one that takes minutes:
+They run in a folder that looks like a checkout. Its `tost`, `python` and `torchrun` pass programs to the fork server,
+so that a command needs no new interpreter. A comment before a block, which no reader sees, may give words to append to
+the commands of the block to make it quick, or mark it as one that takes minutes:
 
     <!-- tested with: train.steps=4 -->
-    <!-- tested with: pretrain.train: train.steps=4 eval.retrieval: retrieval.samples=1 -->
+    <!-- tested with: tost_lm.cli.train: train.steps=4 tost_lm.cli.eval.retrieval: retrieval.samples=1 -->
     <!-- tested in full with: train.steps=4 -->
 """
 
@@ -33,6 +33,7 @@ from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from tost_lm.cli.main import ALL, module_of
 from tost_lm.config import Section, read_toml, validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.evaluation.recall_config import RecallConfig
@@ -169,34 +170,42 @@ def with_words(script: str, words: tuple[str, ...]) -> str:
         else:
             appended.append((program, word))
     lines = [
-        f"{command} {shlex.join(word for program, word in appended if program is None or program in its_words)}"
+        f"{command} {shlex.join(word for program, word in appended if program in (None, program_of(its_words)[0]))}"
         for command, its_words in commands(script)
     ]
     return "\n".join(lines) if words else script
+
+
+def program_of(words: list[str]) -> tuple[str, list[str]]:
+    """The module that a command runs, and its arguments; empty if there is none."""
+    for index, word in enumerate(words):
+        rest = words[index + 1 :]
+        if word in ("-m", "--module"):
+            return rest[0], rest[1:]
+        if re.match(r"configs/cluster/(launch\.sh|train\.sbatch)$", word):
+            assert (CHECKOUT / word).exists()
+            return "tost_lm.cli.train", rest
+        if word == "tost":
+            length = next((count for count in (1, 2) if " ".join(rest[:count]) in ALL), 0)
+            listing = not rest or rest[0].startswith("-") or rest in (["prepare"], ["eval"])
+            assert length or listing, f"no such command: {shlex.join(words)}"
+            return (module_of(" ".join(rest[:length])), rest[length:]) if length else ("", [])
+    return "", []
 
 
 def check_command(words: list[str]) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE), f"no target: {words[1]}"
         return
-    launchers = [
-        index for index, word in enumerate(words) if re.match(r"configs/cluster/(launch\.sh|train\.sbatch)$", word)
-    ]
-    modules = [index for index, word in enumerate(words) if word in ("-m", "--module")]
-    if modules:
-        program, rest = words[modules[0] + 1], words[modules[0] + 2 :]
-        if program == "PROGRAM":
-            return
-    elif launchers:
-        assert (CHECKOUT / words[launchers[0]]).exists()
-        program, rest = "pretrain.train", words[launchers[0] + 1 :]
-    else:
+    program, rest = program_of(words)
+    if program in ("", "PROGRAM"):
         return
     assert importlib.util.find_spec(program), f"no such program: {program}"
     if program.split(".")[0] not in ("tost_lm", "data_prep", "pretrain", "eval", "benchmarks"):
         return
-    if not rest or program == "tost_lm.lm_eval" or re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest)):
-        return  # a program with other options, or a command with placeholders
+    placeholders = re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest))
+    if not rest or placeholders or program == "tost_lm.cli.lm_eval":
+        return  # a command with placeholders, or a program with other options
     code, _, errors = Forked(program, *rest, "--dry-run", cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"
 
@@ -249,7 +258,7 @@ class Checkout:
         self._session: Any = None
         binaries = folder / ".venv/bin"
         binaries.mkdir(parents=True, exist_ok=True)
-        for name in ("python", "torchrun"):
+        for name in ("tost", "python", "torchrun"):
             (binaries / name).write_text(SHIM.format(python=sys.executable))
             (binaries / name).chmod(0o755)
         with suppress(FileExistsError):
@@ -272,7 +281,7 @@ class Checkout:
             "model.max_positions=1024", "model.layers=1", "train.steps=1", "train.global_batch_size=1",
             "train.micro_batch_size=1", "train.seq_len=64", "validation.sequences=1",
         ]  # fmt: skip
-        code, _, errors = Forked("pretrain.train", *words, cwd=self.folder).finish()
+        code, _, errors = Forked("tost_lm.cli.train", *words, cwd=self.folder).finish()
         assert code == 0, errors
         (self.folder / "runs/long").symlink_to("base")
 
@@ -307,7 +316,7 @@ class Checkout:
         assert problem is None, problem
 
     def _serve(self) -> None:
-        """Run the programs that the folder's python and torchrun request."""
+        """Run the programs that the folder's tost, python and torchrun request."""
         while True:
             with self._listener.accept() as client:
                 request = client.recv()
@@ -323,7 +332,9 @@ def run_request(name: str, words: list[str], cwd: str, environment: dict[str, st
     while name == "torchrun" and words and (words[0] == "--standalone" or words[0] == "--nproc-per-node"):
         ranks = ranks if words[0] == "--standalone" else int(words[1])
         words = words[1 if words[0] == "--standalone" else 2 :]
-    if words[:1] == ["-m"]:
+    if name == "tost":
+        program = "tost_lm.cli.main"
+    elif words[:1] == ["-m"]:
         program, *words = words[1:]
     elif name == "torchrun" and words and words[0].endswith(".py"):
         program = "doc_session"

@@ -63,7 +63,7 @@ def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run
         ("eval.zero_shot", ["gpt2"], "gpt2: a Hugging Face model has no shards; choose other "),
         ("eval.zero_shot", ["hub:nobody/nothing", "heldout.shards=out/shards"], "nothing: cannot be downloaded ("),
         ("eval.verify", ["gpt2"], "gpt2: 8,"),
-        ("eval.compare", ["out"], "out: no results on test sets; run python -m eval.zero_shot out"),
+        ("eval.compare", ["out"], "out: no results on test sets; run tost eval zero-shot out"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(folder: Path, program: str, words: list[str], problem: str):

@@ -1,4 +1,4 @@
-"""eval.positions as a user runs it: one process, copies of the model, a parallel layout, and mistakes."""
+"""`tost eval positions` as a user runs it: one process, copies of the model, a parallel layout, and mistakes."""
 
 import json
 from pathlib import Path

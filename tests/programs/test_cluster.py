@@ -55,7 +55,7 @@ def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "out").symlink_to(prepared / "out")
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
     master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
-    program = ["--no_local_rank", "--module", "pretrain.train", str(prepared / "run.toml")]
+    program = ["--no_local_rank", "--module", "tost_lm.cli.train", str(prepared / "run.toml")]
     launched = subprocess.run(
         ["deepspeed", *nodes, *master, *program], cwd=folder, env=ACTIVATED, capture_output=True, text=True
     )
@@ -95,7 +95,7 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
     while "step 3/" not in (workplace / "output").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     processes = psutil.Process(launched.pid).children(recursive=True)
-    assert sum("pretrain.train" in process.cmdline() for process in processes if process.is_running()) >= 2
+    assert sum("tost_lm.cli.train" in process.cmdline() for process in processes if process.is_running()) >= 2
     launched.terminate()
     assert launched.wait(timeout=60) == 75, (workplace / "output").read_text()
     assert not psutil.wait_procs(processes, timeout=10)[1]

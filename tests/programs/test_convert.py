@@ -1,4 +1,4 @@
-"""tost_lm.convert as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
+"""`tost convert` as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tost_lm.model.checkpoint import StoredTensors, write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 from tost_lm.training.progress import Progress
 
-PROGRAM = "tost_lm.convert"
+PROGRAM = "tost_lm.cli.convert"
 FILES = CHECKOUT / "../shared/data/gpt2_bpe"
 needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are missing")
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
@@ -72,7 +72,7 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
     assert read.startswith("ckpt.pt: 2 layers of TSSA, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
     assert f"; {model.parameter_count():,} parameters without positions after 600,000 iterations; with the opt" in read
-    assert written == "written to models/tost: python -m tost_lm.generate models/tost"
+    assert written == "written to models/tost: tost generate models/tost"
     assert torch.equal(logits(tost_lm.load(tmp_path / "models/tost")), logits(model))
     assert tost_lm.load_tokenizer(tmp_path / "models/tost").encode("Hello world") == [15496, 995]
     progress = Progress.read(tmp_path / "models/tost")
@@ -82,7 +82,7 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     for name, weight in weights.items():
         assert torch.equal(moments[f"exp_avg/{name}"], weight + 1)
         assert torch.equal(moments[f"exp_avg_sq/{name}"], weight + 2)
-    run("tost_lm.generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
+    run("tost_lm.cli.generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
 
     before = snapshot(tmp_path / "models")
     assert refusal(PROGRAM, *words, cwd=tmp_path) == "models/tost: exists already; give another convert.folder"
@@ -174,12 +174,12 @@ def test_a_character_level_run_keeps_its_characters(tmp_path: Path):
     tokenizer = tost_lm.load_tokenizer(tmp_path / "new")
     assert tokenizer.encode("bad\n") == [4, 3, 6, 0]
     assert tokenizer.decode([4, 3, 6, 0]) == "bad\n"
-    output = run("tost_lm.generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
+    output = run("tost_lm.cli.generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
     text = output.partition("\nstate after the prompt of 4 tokens")[0]
     assert text.startswith("bad")
     assert len(text) == 33
     assert set(text) <= set(characters)
-    error = refusal("tost_lm.generate", "new", "bäd", cwd=tmp_path)
+    error = refusal("tost_lm.cli.generate", "new", "bäd", cwd=tmp_path)
     assert error == "character outside the model's vocabulary: 'ä'; remove it from the text"
 
 
@@ -225,7 +225,7 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
         assert refusal(PROGRAM, *words, cwd=tmp_path).startswith(problem)
     with pytest.raises(CheckpointError, match=r"hostile\.pt: refused"):
         tost_lm.load(tmp_path / "hostile.pt")
-    with pytest.raises(DataError, match=r"small\.pt: no tokenizer; make a model folder with python -m"):
+    with pytest.raises(DataError, match=r"small\.pt: no tokenizer; make a model folder with tost convert"):
         tost_lm.load_tokenizer(tmp_path / "small.pt")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         tost_lm.load_tokenizer(tmp_path / "nowhere")
@@ -244,7 +244,7 @@ def test_dry_run_and_help_need_no_torch(tmp_path: Path):
         "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
     )
     for words, printed in (
-        (["--help"], f"usage: python -m {PROGRAM} "),
+        (["--help"], "usage: tost convert SOURCE "),
         (["a.pt", "convert.folder=x", "--dry-run"], 'to = "'),
     ):
         done = subprocess.run(

@@ -30,7 +30,7 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     out = tmp_path / "out"
     model, shards = out / "tokenizer.model", out / "shards"
 
-    assert "python -m data_prep.train_tokenizer" in refusal("data_prep.build_shards", config, cwd=tmp_path)
+    assert "tost prepare tokenizer" in refusal("data_prep.build_shards", config, cwd=tmp_path)
     output = run("data_prep.train_tokenizer", config, cwd=tmp_path)
     assert f"training {model}: it does not exist yet" in output
     assert "400 pieces" in output

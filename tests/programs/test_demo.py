@@ -43,6 +43,7 @@ def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
 @pytest.mark.usefixtures("demo")
 def test_a_rank_needs_less_than_4_gb(tmp_path: Path):
     (tmp_path / "data").symlink_to(CHECKOUT / "data")
-    train = [sys.executable, "-m", "pretrain.train", str(CHECKOUT / "configs/pretrain/demo.toml"), "run.stop_at_step=3"]
+    settings = [str(CHECKOUT / "configs/pretrain/demo.toml"), "run.stop_at_step=3"]
+    train = [sys.executable, "-m", "tost_lm.cli.train", *settings]
     subprocess.run(train, cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9

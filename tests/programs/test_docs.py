@@ -52,7 +52,7 @@ def test_programs_and_settings_of_a_block_that_cannot_run_here_exist(block: Bloc
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_and_settings_of_commands_in_the_text_exist(page: str):
     for code in dict.fromkeys(inline_code(page)):
-        if code.startswith(("python -m ", "torchrun ")):
+        if code.startswith(("python -m ", "torchrun ", "tost ")):
             check_command(shlex.split(code))
 
 

@@ -22,7 +22,7 @@ EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_
 PROGRAMS = {
     "eval.zero_shot": (),
     "eval.retrieval": ("retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
-    "tost_lm.generate": ("sample.tokens=20", "sample.prompt=some words"),
+    "tost_lm.cli.generate": ("sample.tokens=20", "sample.prompt=some words"),
     "eval.report": (),
 }
 
@@ -69,7 +69,7 @@ def test_results_add_up_and_files_exist(evaluated: Path):
 
 def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
-    for program in ("eval.zero_shot", "tost_lm.generate"):
+    for program in ("eval.zero_shot", "tost_lm.cli.generate"):
         script = (
             f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
             f"sys.argv = ['program', 'runs/tiny', *{PROGRAMS[program]!r}]\n"
@@ -181,7 +181,7 @@ def test_two_ranks_score_a_text_in_one_stream(copy: Path):
 def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
     (copy / "prompt.txt").write_text("some words")  # what it was generated from before
     before = results(copy / "runs/tiny", SAMPLE)
-    output = run("tost_lm.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
+    output = run("tost_lm.cli.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
     sample = results(copy / "runs/tiny", SAMPLE)
     assert (sample["prompt"], sample["text"]) == (before["prompt"], before["text"])
     assert (copy / "runs/tiny" / SAMPLE / "text.txt").read_text() == sample["text"]
@@ -194,20 +194,20 @@ def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
     whole = results(copy / "runs/tiny", SAMPLE)["text"]
     [stop, *_] = re.findall("[ -~]{2}", whole[2:])
     words = ("runs/tiny", "some words", "sample.tokens=20")
-    run("tost_lm.generate", *words, f"sample.stop={json.dumps(['never', stop])}", cwd=copy)
+    run("tost_lm.cli.generate", *words, f"sample.stop={json.dumps(['never', stop])}", cwd=copy)
     stopped = results(copy / "runs/tiny", SAMPLE)
     assert stopped["prompt"] == "some words"
     assert stopped["text"] == whole[: whole.index(stop)]
     assert 0 < stopped["tokens"] < 20
     for seed, of in ((1, "sample.top_k=1"), (2, "sample.top_p=1e-9")):
-        run("tost_lm.generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
+        run("tost_lm.cli.generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
         assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
     run("eval.report", "runs/tiny", cwd=copy)
     assert "Continuation (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
 
 
 def test_the_parallel_layout_must_fit_the_ranks(evaluated: Path):
-    assert refusal("tost_lm.generate", "runs/tiny", cwd=evaluated, WORLD_SIZE="4") == (
+    assert refusal("tost_lm.cli.generate", "runs/tiny", cwd=evaluated, WORLD_SIZE="4") == (
         "parallel.tensor 1 × parallel.sequence 1 = 1 does not fit the 4 ranks of this launch; set them so that their "
         "product is 4, or start without a launcher"
     )
@@ -247,7 +247,7 @@ def test_two_seeds_are_compared(copy: Path):
 def test_a_damaged_checkpoint_is_reported_and_skipped(copy: Path):
     (damaged,) = (copy / "runs/tiny/checkpoints/step_00000012").glob("model-*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    output = run("tost_lm.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
+    output = run("tost_lm.cli.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
     assert f"step_00000012/{damaged.name}: damaged" in output
     assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
 
@@ -337,12 +337,16 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         ),
         ("eval.retrieval", ["runs/tiny", "retrieval.haystack=nowhere"], "retrieval.haystack nowhere: no such file"),
         ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
-        ("tost_lm.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
-        ("tost_lm.generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
-        ("tost_lm.generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
-        ("tost_lm.generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
-        ("tost_lm.generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
-        ("tost_lm.generate", ["runs/tiny", "a", 'sample.stop=[""]'], "sample.stop: string should have at least 1 char"),
+        ("tost_lm.cli.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
+        ("tost_lm.cli.generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
+        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
+        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
+        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
+        (
+            "tost_lm.cli.generate",
+            ["runs/tiny", "a", 'sample.stop=[""]'],
+            "sample.stop: string should have at least 1 char",
+        ),
         (
             "eval.zero_shot",
             ["runs/tiny", 'zero_shot.protocols=["wikitext2@lm-eval"]', "sets.wikitext2=out/shards/manifest.json"],

@@ -1,4 +1,4 @@
-"""Test sets during training: results equal those of eval.zero_shot, weights those of a run without them; mistakes."""
+"""Test sets during training: the results of `tost eval zero-shot`, the weights of a run without them, and mistakes."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def rows(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
 
 
 def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
-    """The results of eval.zero_shot for the last checkpoint."""
+    """The results of `tost eval zero-shot` for the last checkpoint."""
     run(
         "eval.zero_shot", f"runs/{name}", f"zero_shot.protocols={json.dumps(PROTOCOLS)}",
         "sets.wikitext2=wiki.test.raw", "sets.lambada_openai=lambada.jsonl", cwd=workplace,
@@ -41,7 +41,7 @@ def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, A
 
 
 def assert_as_afterwards(workplace: Path, name: str = "tiny") -> None:
-    """The rows of the last step have the totals of eval.zero_shot."""
+    """The rows of the last step have the totals of `tost eval zero-shot`."""
     last = rows(workplace, name)[-len(PROTOCOLS) :]
     for row, results in zip(last, measured_afterwards(workplace, name), strict=True):
         names = {"step": 8, **{key: results[key] for key in ("protocol", "headline")}}
@@ -102,7 +102,7 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
     ("override", "problem"),
     [
         ('evaluation.protocols=["wikitext"]', "evaluation.protocols: 'wikitext' is not a protocol; choose from"),
-        ('evaluation.protocols=["heldout@bpb"]', "heldout@bpb is measured only by eval.zero_shot"),
+        ('evaluation.protocols=["heldout@bpb"]', "heldout@bpb is measured only by tost eval zero-shot"),
         ('evaluation.protocols=["lambada_openai@tost"]', "lambada_openai@tost generates text, which training does not"),
         (
             "evaluation.protocols=[]",

@@ -1,4 +1,4 @@
-"""pretrain.extend as a user runs it, and a second phase of training with its result."""
+"""`tost extend` as a user runs it, and a second phase of training with its result."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""tost_lm.generate as a user runs it: empty prompts, prompts that look like settings, and errors."""
+"""`tost generate` as a user runs it: empty prompts, prompts that look like settings, and errors."""
 
 import shlex
 from pathlib import Path
@@ -16,7 +16,7 @@ from tost_lm.evaluation.generation import generate_text
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 
-PROGRAM = "tost_lm.generate"
+PROGRAM = "tost_lm.cli.generate"
 
 
 @pytest.fixture

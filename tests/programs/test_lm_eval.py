@@ -18,7 +18,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 
-PROGRAM, QUICK = "tost_lm.lm_eval", "few_tasks"
+PROGRAM, QUICK = "tost_lm.cli.lm_eval", "few_tasks"
 LAMBADA = "lambada_openai@lm-eval"
 TASK = """
 task: {name}
@@ -111,7 +111,7 @@ def test_help_works_and_a_missing_harness_is_named(tmp_path: Path):
         f"runpy.run_module({PROGRAM!r}, run_name='__main__')\n"
     )
     for words, code, printed in (
-        (["--help"], 0, "python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained="),
+        (["--help"], 0, "tost lm-eval run --model tost_lm --model_args pretrained="),
         (["ls", "tasks"], 2, "error: lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'\n"),
     ):
         command = [sys.executable, "-c", script, *words]

@@ -1,4 +1,4 @@
-"""pretrain.preflight as a user runs it: its output for equal nodes, and its errors for a node that differs."""
+"""`tost preflight` as a user runs it: its output for equal nodes, and its errors for a node that differs."""
 
 import shutil
 import socket

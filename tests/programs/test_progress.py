@@ -10,7 +10,7 @@ from forked import CHECKOUT, ENVIRONMENT
 
 SCRIPT = """
 import time
-from data_prep import progress
+from tost_lm.cli.prepare import progress
 progress.LINE_SECONDS = 0.2
 with progress.Progress("tokenizing", "B") as bar:
     for done in range(2_000_000, 8_000_001, 1_000_000):

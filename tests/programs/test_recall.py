@@ -1,4 +1,4 @@
-"""eval.recall as a user runs it: a table, an interruption that keeps the results so far, and a mistake."""
+"""`tost eval recall` as a user runs it: a table, an interruption that keeps the results so far, and a mistake."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""pretrain.train tile by tile, as a user runs it: the same run as in whole rows, and what it is not."""
+"""`tost train` tile by tile, as a user runs it: the same run as in whole rows, and what it is not."""
 
 import json
 from pathlib import Path

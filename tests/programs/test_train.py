@@ -1,4 +1,4 @@
-"""pretrain.train as a user runs it: stop and resume, Ctrl-C, a second launch, damaged checkpoints, and mistakes."""
+"""`tost train` as a user runs it: stop and resume, Ctrl-C, a second launch, damaged checkpoints, and mistakes."""
 
 import json
 import shutil

@@ -59,6 +59,11 @@ for name in sys.argv[1:]:
         missing[name] = error.name.split(".")[0]
 print(json.dumps(missing))
 """
+TOST = """
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="tost")
+command.load()()
+"""
 SCORE = """
 import sys
 import numpy, torch, tost_lm
@@ -174,7 +179,7 @@ def write_model(folder: Path) -> None:
 
 def check_generation(python: Path, folder: Path) -> None:
     """The printed text equals the stored one, and no commit is recorded."""
-    printed = start(python, "-m", "tost_lm.generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
+    printed = start(python, "-c", TOST, "generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
     results = json.loads((folder / "eval/sample/results.json").read_text())
     assert printed.startswith(f"The lines{results['text']}\nstate after the prompt of ")
     assert 0 < results["tokens"] <= 20
@@ -195,6 +200,7 @@ def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
     assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
     assert {name for name in files if not name.startswith(about)} == built.sources
     assert all(files[name] == (CHECKOUT / name).read_bytes() for name in built.sources)
+    assert {"tost_lm/cli/main.py", "tost_lm/cli/train.py"} <= files.keys()
     assert files[f"{about}licenses/LICENSE"] == (CHECKOUT / "LICENSE").read_bytes()
 
 
@@ -249,8 +255,8 @@ def test_the_wheel_loads_scores_and_generates_without_the_checkout(python: Path,
     assert all(map(torch.equal, ours, theirs))
 
     check_generation(python, folder)
-    printed = start(python, "-m", "tost_lm.convert", "--help", cwd=tmp_path)
-    assert "usage: python -m tost_lm.convert SOURCE" in printed
+    printed = start(python, "-c", TOST, "convert", "--help", cwd=tmp_path)
+    assert "usage: tost convert SOURCE" in printed
     assert (
         "  convert.folder  (Path, required)\n      New folder for the result" in printed
     )  # from the docstring in the sources
@@ -272,8 +278,12 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
         "the report needs a package: markdown_it; run pip install 'tost-lm[report]'",
     ]
     programs = {
-        ("tost_lm.lm_eval", "ls", "tasks"): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
-        ("tost_lm.generate", folder, "parallel.tensor=2"): (
+        (
+            "tost_lm.cli.lm_eval",
+            "ls",
+            "tasks",
+        ): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
+        ("tost_lm.cli.generate", folder, "parallel.tensor=2"): (
             "evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'"
         ),
     }

@@ -1,4 +1,4 @@
-"""Results of each analysis as plain data: `eval.analyze` writes them and `eval.report` shows them."""
+"""Results of each analysis as plain data: `tost eval analyze` writes them and `tost report` shows them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

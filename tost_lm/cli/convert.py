@@ -1,8 +1,8 @@
 """Convert models of the released code and GPT-2 to model folders, and models back to checkpoints of the released code.
 
-    python -m tost_lm.convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
-    python -m tost_lm.convert gpt2 convert.folder=models/gpt2
-    python -m tost_lm.convert runs/base convert.folder=models/theirs convert.to=authors
+    tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
+    tost convert gpt2 convert.folder=models/gpt2
+    tost convert runs/base convert.folder=models/theirs convert.to=authors
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
 Face library with GPT-2. The result is a model folder, which every program reads. It also has the optimizer's moments
@@ -10,11 +10,13 @@ and the number of updates of a ckpt.pt. Logits stay the same up to rounding. A c
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
-sample.py imports another model file and cannot sample from any ToST checkpoint: use tost_lm.generate.
+sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import read_toml, run_program, validate
 from tost_lm.errors import CheckpointError, ConfigError
@@ -75,7 +77,7 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     return [
         f"{source}: {config.layers} layers of {kind}, width {config.width}, {config.heads} heads, vocabulary "
         f"{config.vocab_size:,}, {config.max_positions:,} positions; {count:,} parameters without positions{trained}",
-        f"written to {conversion.folder}: python -m tost_lm.generate {conversion.folder}",
+        f"written to {conversion.folder}: tost generate {conversion.folder}",
     ]
 
 
@@ -99,5 +101,11 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
     ]
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="tost_lm.convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig)
+    run()

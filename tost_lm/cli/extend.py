@@ -1,8 +1,8 @@
 """Context extension: write a trained model with more positions, for a second phase of training.
 
-    python -m pretrain.extend runs/short extend.max_positions=8192 extend.positions=keep extend.denom_bias=keep \\
+    tost extend runs/short extend.max_positions=8192 extend.positions=keep extend.denom_bias=keep \\
       extend.folder=models/long
-    torchrun --standalone --nproc-per-node 8 -m pretrain.train X.toml train.initial_weights=models/long \\
+    torchrun --standalone --nproc-per-node 8 -m tost_lm.cli.train X.toml train.initial_weights=models/long \\
       model.max_positions=8192 train.seq_len=8192
 
 Input: a run folder (its newest valid checkpoint), a step folder or an export. Output: a model folder, and a report of
@@ -10,7 +10,9 @@ the changes to the learned tables of positions. extend.positions and extend.deno
 such a table. This program does not train.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.model.extension_config import ExtendConfig
@@ -26,5 +28,9 @@ def main(path: Path, config: ExtendConfig) -> None:
         print(line)
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(main, name="tost extend", doc=__doc__ or "", positional="RUN", config=ExtendConfig, arguments=arguments)
+
+
 if __name__ == "__main__":
-    run_program(main, name="pretrain.extend", doc=__doc__ or "", positional="RUN", config=ExtendConfig)
+    run()

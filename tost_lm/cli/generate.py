@@ -1,9 +1,9 @@
 """Generate text from a trained model, token by token from its state.
 
-    python -m tost_lm.generate runs/demo "def main(" sample.tokens=64 'sample.stop=["\\n\\n"]'
-    python -m tost_lm.generate runs/demo "def main(" sample.temperature=0.8 sample.top_k=50 sample.top_p=0.95
-    python -m tost_lm.generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.generate runs/demo parallel.tensor=2 parallel.sequence=2
+    tost generate runs/demo "def main(" sample.tokens=64 'sample.stop=["\\n\\n"]'
+    tost generate runs/demo "def main(" sample.temperature=0.8 sample.top_k=50 sample.top_p=0.95
+    tost generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.generate runs/demo parallel.tensor=2 parallel.sequence=2
 
 Give a prompt that looks like a setting, x=1, as sample.prompt='"x=1"'. The prompt follows an end-of-text token, as
 documents do in training, and may be empty. Prints the prompt (the end of a long one) and streams the generated text.
@@ -13,7 +13,9 @@ of the state to results.json. Memory does not grow with the text, except for sof
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import GenerateConfig
@@ -77,12 +79,17 @@ def main(path: Path, config: GenerateConfig) -> None:
     subject.write_results(SAMPLE, identity, started, results)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
     run_program(
         main,
-        name="tost_lm.generate",
+        name="tost generate",
         doc=__doc__ or "",
         positional="RUN",
         config=GenerateConfig,
         prompt="sample.prompt",
+        arguments=arguments,
     )
+
+
+if __name__ == "__main__":
+    run()

@@ -1,9 +1,10 @@
 """Run lm-evaluation-harness on a checkpoint, as its model `tost_lm`. All arguments are the harness's.
 
-    python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/demo --tasks lambada_openai wikitext
-    python -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base --tasks arc_easy \\
+    tost lm-eval run --model tost_lm --model_args pretrained=runs/demo --tasks lambada_openai wikitext
+    tost lm-eval run --model tost_lm --model_args pretrained=runs/base --tasks arc_easy \\
       --batch_size auto --output_path out
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.lm_eval run --model tost_lm --model_args pretrained=runs/base …
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.lm_eval run --model tost_lm \\
+      --model_args pretrained=runs/base …
 
 pretrained is a run folder, a step folder or an export. --batch_size counts texts of model.max_positions tokens that are
 read at once (auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. Under a launcher each rank has a copy of
@@ -12,7 +13,9 @@ the model and scores a subset of the requests. `run --help` lists the harness's 
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import NoReturn
 
 from tost_lm.config import Section, run_program
 from tost_lm.errors import ConfigError
@@ -37,6 +40,11 @@ def main(path: None, config: Section) -> None:
         cli_evaluate()
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    if arguments is not None:
+        sys.argv[1:] = arguments  # the harness reads them there
+    run_program(main, name="tost lm-eval", doc=__doc__ or "", positional="[ARGUMENT…]", config=Section, arguments=[])
+
+
 if __name__ == "__main__":
-    # The harness reads all arguments.
-    run_program(main, name="tost_lm.lm_eval", doc=__doc__ or "", positional="[CONFIG]", config=Section, arguments=[])
+    run()

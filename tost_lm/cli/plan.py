@@ -1,16 +1,17 @@
 """Plan the resources of a run before a GPU is rented: memory, traffic, time and disk space.
 
-    python -m pretrain.plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
+    tost plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
 
-It takes the arguments of pretrain.train and the cluster in cluster.…, prints a table and writes nothing. If the run
+It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
 reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of its published figures. Where
 `python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
 (mfu) of a first run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
@@ -136,5 +137,9 @@ def _count(number: float, what: str, plural: str = "s") -> str:
     return f"{number:,.0f} {what}{plural if number != 1 else ''}"
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(main, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=arguments)
+
+
 if __name__ == "__main__":
-    run_program(main, name="pretrain.plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig)
+    run()

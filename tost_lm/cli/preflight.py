@@ -1,15 +1,17 @@
 """Check all nodes before a long run: differences between them, missing files and disk space, slow links.
 
-    torchrun --standalone --nproc-per-node 2 -m pretrain.preflight configs/pretrain/demo.toml
+    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.preflight configs/pretrain/demo.toml
 
-It takes the arguments of pretrain.train, equal on every node. It compares versions, settings and shards, checks disk
+It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
 space and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node, then `ok`
 or a line for each problem. It takes seconds and leaves no files.
 """
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
@@ -49,5 +51,11 @@ def checkpoint_bytes(config: PretrainConfig) -> int:
     return (config.checkpoint.keep_latest_k + 1) * parameters * CHECKPOINT_BYTES_PER_PARAMETER - existing
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost preflight", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="pretrain.preflight", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
+    run()

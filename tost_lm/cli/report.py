@@ -1,18 +1,20 @@
 """Report of a run, or comparison of several runs.
 
-    python -m eval.report runs/demo
+    tost report runs/demo
 
 Writes report.html (one self-contained page) and report.md with training, validation and all evaluation results. Each
 figure is in eval/report/ as PNG, PDF and CSV, some also as a LaTeX table; report.wandb=true logs them to wandb. For an
 evaluation without results, the report has the command that runs it. A model folder works like a run folder.
 
-    python -m eval.report runs/small-seed0 runs/small-seed1 runs/large
+    tost report runs/small-seed0 runs/small-seed1 runs/large
 
 Compares several runs. Runs that differ only in the seed form a group, shown as mean ± standard error. The report is
 written to report.folder.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
@@ -31,5 +33,11 @@ def main(paths: list[Path], config: ReportConfig) -> None:
     print(f"wrote {written}")
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost report", doc=__doc__ or "", positional="RUN…", config=ReportConfig, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="eval.report", doc=__doc__ or "", positional="RUN…", config=ReportConfig)
+    run()

@@ -1,7 +1,7 @@
 """Pre-train a language model.
 
-    torchrun --standalone --nproc-per-node 2 -m pretrain.train configs/pretrain/demo.toml
-    python -m pretrain.train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
+    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml
+    tost train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
 
 Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
 evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE is set) and checkpoints/. A run with a
@@ -10,9 +10,10 @@ graceful stop: all ranks save a checkpoint after the current micro-batch and exi
 """
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
@@ -75,5 +76,11 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation |
     )
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost train", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="pretrain.train", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
+    run()

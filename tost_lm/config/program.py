@@ -1,4 +1,4 @@
-"""The command line of all programs: python -m FOLDER.PROGRAM CONFIG|RUN [section.key=value …] [--help] [--dry-run]."""
+"""The command line of all programs: tost COMMAND CONFIG|RUN [section.key=value …] [--help] [--dry-run]."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def run_program(
     *,
     name: str,
     doc: str,
-    positional: Literal["CONFIG", "[CONFIG]", "RUN", "RUN…", "FOLDER", "SOURCE"],
+    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "FOLDER", "SOURCE"],
     config: type[AnySection],
     prompt: str | None = None,
     arguments: Sequence[str] | None = None,
@@ -36,14 +36,17 @@ def run_program(
     """Read the command line, build the configuration, call `main(path, config)` and exit.
 
     Args:
+        name: the command, `tost train`, or the module of a program that is no command.
         positional: the positional argument: a TOML file with the settings (`[CONFIG]`: optional, else `path` is None),
             or a checkpoint (run folder, step folder or export), folder or file; with `RUN…`, `path` is a list.
+            `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
 
     `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
     problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    command = name if name.startswith("tost ") else f"python -m {name}"
     if "torch" not in sys.modules:
         # OpenMP threads that wait busily slow down every operation when another process uses the cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -52,9 +55,9 @@ def run_program(
             stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8
     try:
         if "--help" in words or "-h" in words:
-            print(help_text(name, doc, f"{positional} [PROMPT]" if prompt else positional, config))
+            print(help_text(command, doc, f"{positional} [PROMPT]" if prompt else positional, config))
             sys.exit(0)
-        path, overrides, dry_run = _parse(name, positional, prompt, words, list(config.model_fields))
+        path, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
         settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in positional else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
@@ -76,15 +79,15 @@ def run_program(
     sys.exit(0)
 
 
-def help_text(name: str, doc: str, positional: str, config: type[Section]) -> str:
+def help_text(command: str, doc: str, positional: str, config: type[Section]) -> str:
     """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
-    lines = [doc.strip(), "", f"usage: python -m {name} {positional} [section.key=value …] [--help] [--dry-run]", ""]
+    lines = [doc.strip(), "", f"usage: {command} {positional} [section.key=value …] [--help] [--dry-run]", ""]
     lines += _setting_lines(config, "")
     return "\n".join(lines)
 
 
 def _parse(
-    name: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
+    command: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
 ) -> tuple[Path | list[Path] | None, list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
@@ -92,9 +95,9 @@ def _parse(
         raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
     rest = [word for word in words if word not in flags]
     if not rest or "=" in rest[0]:
-        if positional == "[CONFIG]":
+        if positional.startswith("["):
             return None, rest, bool(flags)
-        raise ConfigError(f"{positional} is missing; write python -m {name} {positional} before any section.key=value")
+        raise ConfigError(f"{positional} is missing; write {command} {positional} before any section.key=value")
     if positional == "RUN…":
         paths = list(takewhile(lambda word: "=" not in word, rest))
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)

@@ -1,4 +1,4 @@
-"""Settings of corpora, tokenizers and shards. All programs of `data_prep/` read the same file."""
+"""Settings of corpora, tokenizers and shards. All commands of `tost prepare` read the same file."""
 
 from pathlib import Path
 from typing import Literal
@@ -103,7 +103,7 @@ class ShardsConfig(Section):
 
 
 class DataPrepConfig(Section):
-    """Settings of the data_prep programs, as in the files of `configs/data/`."""
+    """Settings of `tost prepare`, as in the files of `configs/data/`."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
@@ -111,7 +111,7 @@ class DataPrepConfig(Section):
 
 
 class InspectConfig(Section):
-    """What data_prep.inspect_shards prints."""
+    """What `tost prepare inspect` prints."""
 
     split: Literal["train", "valid", "test"] = "train"
     """The split to show."""
@@ -126,6 +126,6 @@ class InspectConfig(Section):
 
 
 class InspectShardsConfig(Section):
-    """Settings of data_prep.inspect_shards."""
+    """Settings of `tost prepare inspect`."""
 
     inspect: InspectConfig = Field(default_factory=InspectConfig)

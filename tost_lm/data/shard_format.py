@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 BAD_ROWS = "bad_rows.jsonl"
 SPLITS = ("train", "valid", "test")
 HASH_BLOCK_BYTES = 1 << 24
-AGAIN = "rebuild the shards with python -m data_prep.build_shards"
+AGAIN = "rebuild the shards with tost prepare shards"
 
 # Magic, version 1, NumPy type code, number of sequences, entries of the document index (documents + 1).
 INDEX_HEADER = struct.Struct("<9sQBQQ")
@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError:
-        raise DataError(f"{folder}: not a shard folder; build one with python -m data_prep.build_shards") from None
+        raise DataError(f"{folder}: not a shard folder; build one with tost prepare shards") from None
     try:
         tree = json.loads(data)
         tree.pop("xxh3")

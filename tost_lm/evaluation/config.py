@@ -13,7 +13,7 @@ NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
-    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, eval.zero_shot, eval.retrieval and eval.positions use several copies of the model; other programs reject them."""
+    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval and positions of `tost eval` use several copies of the model; other programs reject them."""
 
     tensor: int = Field(default=1, gt=0)
     """Ranks that divide the heads, the MLP and the vocabulary."""
@@ -36,7 +36,7 @@ class TextFileConfig(Section):
 
 
 class ScoreTextConfig(Section):
-    """Settings of `eval.text`."""
+    """Settings of `tost eval text`."""
 
     text: TextFileConfig
     parallel: RanksConfig = Field(default_factory=RanksConfig)
@@ -84,7 +84,7 @@ class SampleConfig(Section):
 
 
 class GenerateConfig(Section):
-    """Settings of `tost_lm.generate`."""
+    """Settings of `tost generate`."""
 
     sample: SampleConfig = Field(default_factory=SampleConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
@@ -109,7 +109,7 @@ class MembershipsConfig(Section):
 
 
 class AnalyzeConfig(Section):
-    """Settings of `eval.analyze`."""
+    """Settings of `tost eval analyze`."""
 
     heldout: TextConfig = Field(default_factory=TextConfig)
     memberships: MembershipsConfig = Field(default_factory=MembershipsConfig)
@@ -130,6 +130,6 @@ class PagesConfig(Section):
 
 
 class ReportConfig(Section):
-    """Settings of `eval.report`."""
+    """Settings of `tost report`."""
 
     report: PagesConfig = Field(default_factory=PagesConfig)

@@ -1,4 +1,4 @@
-"""Evaluation on test sets during training, with the code of `eval.zero_shot`."""
+"""Evaluation on test sets during training, with the code of `tost eval zero-shot`."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -47,14 +47,14 @@ class ProtocolsInTraining:
         given = validate(DataSetsConfig, {name: str(path) for name, path in sets.items()}, "evaluation.sets")
         if HELDOUT in names:
             raise ConfigError(
-                f"evaluation.protocols: {HELDOUT} is measured only by eval.zero_shot; set validation.every, "
+                f"evaluation.protocols: {HELDOUT} is measured only by tost eval zero-shot; set validation.every, "
                 "which measures the loss on held-out documents"
             )
         protocols = [find_protocol(name, "evaluation.protocols") for name in dict.fromkeys(names)]
         if generating := [protocol.name for protocol in protocols if protocol.new_tokens]:
             raise ConfigError(
                 f"evaluation.protocols: {generating[0]} generates text, which training does not; remove it, and "
-                "measure checkpoints with eval.zero_shot"
+                "measure checkpoints with tost eval zero-shot"
             )
         files = [find_set_file(protocol.data_set, given, "evaluation.sets") for protocol in protocols]
         examples = [each.examples(file.path, tokenizer, window) for each, file in zip(protocols, files, strict=True)]

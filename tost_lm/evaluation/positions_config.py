@@ -1,4 +1,4 @@
-"""Settings of `eval.positions`."""
+"""Settings of `tost eval positions`."""
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ class SequencesConfig(Section):
 
 
 class PositionsConfig(Section):
-    """Settings of `eval.positions`."""
+    """Settings of `tost eval positions`."""
 
     positions: SequencesConfig = Field(default_factory=SequencesConfig)
     heldout: TextConfig = Field(default_factory=TextConfig)

@@ -1,4 +1,4 @@
-"""Settings of `eval.recall`."""
+"""Settings of `tost eval recall`."""
 
 from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
@@ -65,7 +65,7 @@ class RecallModelsConfig(Section):
 
 
 class RecallConfig(Section):
-    """Settings of `eval.recall`."""
+    """Settings of `tost eval recall`."""
 
     model: ModelConfig
     mqar: MqarConfig = Field(default_factory=MqarConfig)

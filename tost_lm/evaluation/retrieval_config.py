@@ -1,4 +1,4 @@
-"""Settings of `eval.retrieval`."""
+"""Settings of `tost eval retrieval`."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class NeedleConfig(Section):
 
 
 class RetrievalConfig(Section):
-    """Settings of `eval.retrieval`."""
+    """Settings of `tost eval retrieval`."""
 
     retrieval: RetrievalTasksConfig = Field(default_factory=RetrievalTasksConfig)
     needle: NeedleConfig = Field(default_factory=NeedleConfig)

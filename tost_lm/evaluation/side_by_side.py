@@ -24,17 +24,17 @@ def side_by_side(homes: Sequence[Path]) -> str:
 
 
 def read_results(home: Path) -> dict[str, dict[str, Any]]:
-    """The results of `eval.zero_shot` on test sets, by protocol. Raises ConfigError when there are none."""
+    """The results of `tost eval zero-shot` on test sets, by protocol. Raises ConfigError when there are none."""
     found = {}
     for path in sorted(home.glob("eval/*@*/results.json")):
         try:
             results = json.loads(path.read_bytes())
         except ValueError:
-            raise ConfigError(f"{path}: damaged; delete it and run eval.zero_shot again") from None
+            raise ConfigError(f"{path}: damaged; delete it and run tost eval zero-shot again") from None
         if isinstance(results, dict) and "by_token" in results:
             found[path.parent.name] = results
     if not found:
-        raise ConfigError(f"{home}: no results on test sets; run python -m eval.zero_shot {home}")
+        raise ConfigError(f"{home}: no results on test sets; run tost eval zero-shot {home}")
     return found
 
 

@@ -88,7 +88,7 @@ def score_text(
     if limit is not None and (length := sum(map(len, encode_blocks(tokenizer, text.blocks())))) > limit:
         raise ConfigError(
             f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = {limit:,}); "
-            "shorten the text, or extend the model with pretrain.extend"
+            "shorten the text, or extend the model with tost extend"
         )
     stream = TokenStream(model, ids_of(tokenizer, text.blocks()))
     nats, tokens = 0.0, 0

@@ -1,4 +1,4 @@
-"""Settings of `eval.zero_shot`."""
+"""Settings of `tost eval zero-shot`."""
 
 from pathlib import Path
 
@@ -54,14 +54,14 @@ class DataSetsConfig(Section):
 
 
 class VerifyConfig(Section):
-    """Settings of `eval.verify`."""
+    """Settings of `tost eval verify`."""
 
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
 class ZeroShotConfig(Section):
-    """Settings of `eval.zero_shot`."""
+    """Settings of `tost eval zero-shot`."""
 
     zero_shot: ProtocolsConfig = Field(default_factory=ProtocolsConfig)
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)

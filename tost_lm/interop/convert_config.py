@@ -1,4 +1,4 @@
-"""Settings of `tost_lm.convert`."""
+"""Settings of `tost convert`."""
 
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,6 @@ class ConversionConfig(Section):
 
 
 class ConvertConfig(Section):
-    """Settings of `tost_lm.convert`."""
+    """Settings of `tost convert`."""
 
     convert: ConversionConfig = Field(default_factory=dict, validate_default=True)

@@ -49,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer = read_gpt2_tokenizer(source) if source.is_dir() else None
     if tokenizer is None:
         raise DataError(
-            f"{source}: no tokenizer; make a model folder with python -m tost_lm.convert {source} "
+            f"{source}: no tokenizer; make a model folder with tost convert {source} "
             "convert.folder=FOLDER convert.tokenizer=FOLDER"
         )
     return tokenizer

@@ -24,6 +24,6 @@ class ExtensionConfig(Section):
 
 
 class ExtendConfig(Section):
-    """The settings of `pretrain.extend`."""
+    """The settings of `tost extend`."""
 
     extend: ExtensionConfig = Field(default_factory=dict, validate_default=True)

@@ -144,7 +144,7 @@ class TostLM(nn.Module):
         if limit is not None and tokens > limit:
             raise ConfigError(
                 f"{tokens} tokens are more than the model's positions (model.max_positions = {limit}); shorten the "
-                "text, or extend the model with pretrain.extend"
+                "text, or extend the model with tost extend"
             )
 
 

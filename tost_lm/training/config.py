@@ -18,7 +18,7 @@ class TrainingDataConfig(Section):
     """The training data, one shard folder or a mixture, and how samples are made of it."""
 
     folder: Path | None = None
-    """A shard folder written by data_prep.build_shards; it contains the tokenizer."""
+    """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
     mixture: dict[str, float] | None = None
     """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
@@ -121,16 +121,16 @@ class ValidationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on test sets during training, by the code of eval.zero_shot; nothing here changes the result of training."""
+    """Evaluation on test sets during training, by the code of `tost eval zero-shot`; nothing here changes the result of training."""
 
     every: int | None = Field(default=None, gt=0)
     """Steps between evaluations; another follows the last step. Without it there are none."""
     protocols: list[str] = Field(default_factory=list)
-    """Names of protocols of eval.zero_shot."""
+    """Names of protocols of `tost eval zero-shot`."""
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It affects memory and time only."""
     sets: dict[str, Path] = Field(default_factory=dict)
-    """The file of each test set, as in `sets` of eval.zero_shot: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
+    """The file of each test set, as in `sets` of `tost eval zero-shot`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
@@ -177,7 +177,7 @@ class RunConfig(Section):
 
 
 class PretrainConfig(Section):
-    """Settings of `pretrain.train`, from a file of `configs/pretrain/`."""
+    """Settings of `tost train`, from a file of `configs/pretrain/`."""
 
     model: ModelConfig
     data: TrainingDataConfig

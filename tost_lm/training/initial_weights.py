@@ -43,7 +43,7 @@ def find_initial_weights(
     if changed := differences(theirs, ours):
         raise ConfigError(
             f"train.initial_weights {folder}: its model differs from [model]; set [model] to the same values "
-            "(python -m pretrain.extend extends the context)\n" + "\n".join(f"model.{line}" for line in changed)
+            "(tost extend extends the context)\n" + "\n".join(f"model.{line}" for line in changed)
         )
     if sha256_file(find_tokenizer(folder)) != corpora.tokenizer().sha256:
         raise DataError(

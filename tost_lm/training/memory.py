@@ -43,5 +43,5 @@ def _needs(config: PretrainConfig) -> str:
         )
     return (
         f"weights and optimizer take {model:,.2f} GB, and the activations of {rows} × {tokens} tokens {kept:,.2f} GB; "
-        f"{fix} (parallel.sequence, parallel.tensor, parallel.zero_stage); python -m pretrain.plan shows all memory"
+        f"{fix} (parallel.sequence, parallel.tensor, parallel.zero_stage); tost plan shows all memory"
     )

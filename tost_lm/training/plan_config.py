@@ -103,7 +103,7 @@ class ClusterConfig(Section):
 
 
 class PlanConfig(PretrainConfig):
-    """Settings of `pretrain.plan`: those of `pretrain.train`, and the cluster."""
+    """Settings of `tost plan`: those of `tost train`, and the cluster."""
 
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
 

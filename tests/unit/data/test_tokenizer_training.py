@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data_prep import train_tokenizer
+from tost_lm.cli.prepare import tokenizer as train_tokenizer
 from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.split import Splitter

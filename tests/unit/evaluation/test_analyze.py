@@ -1,4 +1,4 @@
-"""eval.analyze: output, results, report sections, rejected models."""
+"""`tost eval analyze`: output, results, report sections, rejected models."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.analyze import main
+from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
@@ -198,7 +198,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
     write_report(export)
     report = (export / "report.md").read_text()
     assert report.startswith("# Model export\n")
-    assert f"`python -m eval.zero_shot {export} heldout.shards=FOLDER`" in report
+    assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
     assert "## Coding rates (coding\\_rate@2)" in report
     assert (export / "eval/report/influence.pdf").read_bytes().startswith(b"%PDF")
     main(run_folder, settings())

@@ -1,4 +1,4 @@
-"""The text that eval.analyze reads: where it stands, its documents, and what its words tell by themselves."""
+"""The text that `tost eval analyze` reads: where it stands, its documents, and what its words tell by themselves."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""eval.positions: the loss by position equals that of whole sequences, and the trained length is marked."""
+"""`tost eval positions`: the loss by position equals that of whole sequences, and the trained length is marked."""
 
 import json
 from itertools import pairwise
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.positions import main
+from tost_lm.cli.eval.positions import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
@@ -129,7 +129,7 @@ def test_ends_of_buckets():
 
 def test_the_report_marks_positions_beyond_the_trained_length(run_folder: Path, make_model, tokenizer):
     page = Page("", figures="f")
-    assert "`python -m eval.positions " in length_extrapolation(RunRecord.read(run_folder), page)
+    assert "`tost eval positions " in length_extrapolation(RunRecord.read(run_folder), page)
     add_unlimited(run_folder, make_model, tokenizer)
     main(run_folder, settings())
     section = length_extrapolation(RunRecord.read(run_folder), page)

@@ -230,7 +230,7 @@ def test_tasks_name_their_checkpoints(run_folder):
     text = " ".join(text_of(run_folder).text.split())
     assert "niah_single_1@own-words: Checkpoint step_00000100" in text
     assert "vt@own-words: Checkpoint step_00000050" in text
-    assert f"python -m eval.retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
+    assert f"tost eval retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
 
 
 def test_a_short_run_is_called_a_smoke_run(run_folder):
@@ -247,9 +247,9 @@ def test_a_short_run_is_called_a_smoke_run(run_folder):
 def test_missing_results_name_their_command(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     page = text_of(run_folder)
-    for program in ("eval.zero_shot", "eval.retrieval", "tost_lm.generate"):
-        assert f"python -m {program} {run_folder}" in page.text
-    assert "python -m pretrain.train" in page.text
+    for command in ("eval zero-shot", "eval retrieval", "generate"):
+        assert f"tost {command} {run_folder}" in page.text
+    assert "tost train configs/pretrain/NAME.toml" in page.text
     assert "img" not in [tag for tag, _ in page.tags]
 
 
@@ -258,7 +258,7 @@ def test_commands_for_a_mixture_ask_for_the_text(run_folder):
     named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
     assert named
     config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
-    assert f"python -m eval.zero_shot {run_folder} heldout.shards=FOLDER" in text_of(run_folder).text
+    assert f"tost eval zero-shot {run_folder} heldout.shards=FOLDER" in text_of(run_folder).text
 
 
 def test_results_of_another_checkpoint_are_marked(evaluated):
@@ -388,7 +388,7 @@ def test_each_test_set_has_a_row(run_folder):
 def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, positions="none", denom_bias="none")
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    assert f"python -m eval.text {run_folder} text.file=PATH" in text_of(run_folder).text
+    assert f"tost eval text {run_folder} text.file=PATH" in text_of(run_folder).text
 
 
 def test_a_long_generated_text_is_shortened(evaluated):

@@ -114,7 +114,7 @@ def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: P
 
 def test_a_folder_without_results_is_rejected(tmp_path: Path):
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=r"no results on test sets; run python -m eval\.zero_shot"):
+    with pytest.raises(ConfigError, match=r"no results on test sets; run tost eval zero-shot"):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])

@@ -239,7 +239,7 @@ def test_several_ranks_refuse_a_device_and_a_cache(make_export, monkeypatch):
 
 
 def native(folder: Path, protocol_name: str, path: Path, tokenizer: Tokenizer) -> dict:
-    """Totals of `eval.zero_shot`."""
+    """Totals of `tost eval zero-shot`."""
     protocol, model = find_protocol(protocol_name), tost_lm.load(folder)
     examples = protocol.examples(path, tokenizer, WINDOW)
     rows = [protocol.row(one, Likelihoods(*score_requests(model, one.requests))) for one in examples]

@@ -1,6 +1,6 @@
 """Analysis of the TSSA layers of a trained model: memberships, coding rates, subspaces, influence, ablations.
 
-    python -m eval.analyze runs/demo
+    tost eval analyze runs/demo
 
 Memberships Π: concentration by position; variance explained by position, word, word class and document; typical words
 of each head; change after more context. Layers: the coding rate R_c of the tokens and its variational form R_var,
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
@@ -188,5 +188,11 @@ def _join(values: Sequence[float | None], form: str = ".3f") -> str:
     return " ".join("–" if value is None else f"{value:{form}}" for value in values)
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost eval analyze", doc=__doc__ or "", positional="RUN", config=AnalyzeConfig, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="eval.analyze", doc=__doc__ or "", positional="RUN", config=AnalyzeConfig)
+    run()

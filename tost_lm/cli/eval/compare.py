@@ -1,13 +1,15 @@
 """Zero-shot results of several models in one table with published results, and which of them are comparable.
 
-    python -m eval.compare runs/base runs/gpt2 > compared.md
+    tost eval compare runs/base runs/gpt2 > compared.md
 
-Prints Markdown: a table for each protocol that eval.zero_shot has measured for any of the folders (a run, an export, a
-Hugging Face model's folder, or runs/NAME of a model from the hub). Two results are comparable if they have the same
-test file and window length and, for metrics per token, the same tokenization.
+Prints Markdown: a table for each protocol that `tost eval zero-shot` has measured for any of the folders (a run, an
+export, a Hugging Face model's folder, or runs/NAME of a model from the hub). Two results are comparable if they have
+the same test file and window length and, for metrics per token, the same tokenization.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import Section, run_program
 
@@ -22,5 +24,11 @@ def main(paths: list[Path], config: NoSettings) -> None:
     print(side_by_side(paths))
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main, name="tost eval compare", doc=__doc__ or "", positional="RUN…", config=NoSettings, arguments=arguments
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="eval.compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
+    run()

@@ -1,8 +1,8 @@
 """Loss by position, far beyond the length that a model was trained for (protocol positions).
 
-    python -m eval.positions runs/demo
-    python -m eval.positions runs/long positions.times=64 positions.sequences=4 heldout.shards=data/books/shards
-    torchrun --standalone --nproc-per-node 4 -m eval.positions runs/long parallel.sequence=2
+    tost eval positions runs/demo
+    tost eval positions runs/long positions.times=64 positions.sequences=4 heldout.shards=data/books/shards
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.positions runs/long parallel.sequence=2
 
 The held-out documents are concatenated, each with its end of text, and cut into sequences of positions.times ×
 model.max_positions tokens. Each sequence is read as one stream: a token is predicted from all tokens before it, and
@@ -14,7 +14,7 @@ the sequences, and whether the model was trained on these positions.
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.positions_config import POSITIONS, PositionsConfig
@@ -71,5 +71,16 @@ def print_table(rows: Sequence[dict[str, Any]], trained: int) -> None:
             print(f"{'':->15}  trained length")
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval positions",
+        doc=__doc__ or "",
+        positional="RUN",
+        config=PositionsConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.positions", doc=__doc__ or "", positional="RUN", config=PositionsConfig)
+    run()

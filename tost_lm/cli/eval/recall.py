@@ -1,14 +1,16 @@
 """Multi-query associative recall (protocol mqar@zoology): trains and tests small models of several patterns.
 
-    python -m eval.recall configs/eval/mqar.toml
-    python -m eval.recall configs/eval/mqar.toml 'recall.patterns=["T"]' model.membership=energy-mean
+    tost eval recall configs/eval/mqar.toml
+    tost eval recall configs/eval/mqar.toml 'recall.patterns=["T"]' model.membership=energy-mean
 
 Prints a table of accuracy at held-out queries by pattern, and the accuracy of guessing. The result of each model is
 written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained
 again.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.recall_config import RecallConfig
@@ -22,5 +24,16 @@ def main(path: Path, config: RecallConfig) -> None:
     print(f"\n{recall_table(config, results)}")
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval recall",
+        doc=__doc__ or "",
+        positional="CONFIG",
+        config=RecallConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.recall", doc=__doc__ or "", positional="CONFIG", config=RecallConfig)
+    run()

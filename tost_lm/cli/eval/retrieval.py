@@ -1,9 +1,9 @@
 """Retrieval from long texts by length, with controls whose text lacks the answer.
 
-    python -m eval.retrieval runs/demo
-    python -m eval.retrieval runs/long 'retrieval.tasks=["niah_single_1@own-words", "vt@own-words"]' \\
+    tost eval retrieval runs/demo
+    tost eval retrieval runs/long 'retrieval.tasks=["niah_single_1@own-words", "vt@own-words"]' \\
       'retrieval.lengths=[1024, 4096, 16384]' retrieval.samples=100
-    torchrun --standalone --nproc-per-node 4 -m eval.retrieval runs/demo parallel.tensor=2
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.retrieval runs/demo parallel.tensor=2
 
     needle@words                  one secret word: a grid of length by depth
     niah_single_1@own-words       one key with a number of seven digits, in repeated sentences
@@ -23,7 +23,9 @@ tensor × sequence ranks, the copies of the model share the cells.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.retrieval_config import RetrievalConfig
@@ -71,5 +73,16 @@ def main(path: Path, config: RetrievalConfig) -> None:
                 print(f"  {describe(cell)}")
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval retrieval",
+        doc=__doc__ or "",
+        positional="RUN",
+        config=RetrievalConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.retrieval", doc=__doc__ or "", positional="RUN", config=RetrievalConfig)
+    run()

@@ -1,7 +1,7 @@
 """Score of a checkpoint on any text file, read as one stream in constant memory (protocol text@bpb).
 
-    python -m eval.text runs/long text.file=book.txt
-    torchrun --standalone --nproc-per-node 2 -m eval.text runs/long text.file=book.txt parallel.sequence=2
+    tost eval text runs/long text.file=book.txt
+    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.eval.text runs/long text.file=book.txt parallel.sequence=2
 
 Each token is predicted from all tokens before it in the file. A model with learned positions reads no more tokens than
 it has positions. Writes eval/text@bpb/results.json: nats per token, perplexity, bits per byte, and the size of the
@@ -9,7 +9,9 @@ state.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import ScoreTextConfig
@@ -47,5 +49,16 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     subject.write_results(TEXT, identity, started, results)
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval text",
+        doc=__doc__ or "",
+        positional="RUN",
+        config=ScoreTextConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.text", doc=__doc__ or "", positional="RUN", config=ScoreTextConfig)
+    run()

@@ -1,14 +1,16 @@
 """Checks the scorer: GPT-2 124M must reproduce its known metrics on WikiText-2 and LAMBADA.
 
-    python -m eval.verify hub:openai-community/gpt2
-    python -m eval.verify models/gpt2 sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
+    tost eval verify hub:openai-community/gpt2
+    tost eval verify models/gpt2 sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
 
-Measures four protocols as eval.zero_shot does, and prints each metric with its known value. The exit code is 2 if one
-differs by more than 0.2 %.
+Measures four protocols as `tost eval zero-shot` does, and prints each metric with its known value. The exit code is 2
+if one differs by more than 0.2 %.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
@@ -51,5 +53,16 @@ def main(path: Path, config: VerifyConfig) -> None:
         raise TostError("\n".join(off))
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval verify",
+        doc=__doc__ or "",
+        positional="RUN",
+        config=VerifyConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.verify", doc=__doc__ or "", positional="RUN", config=VerifyConfig)
+    run()

@@ -1,9 +1,10 @@
 """Zero-shot scores of a checkpoint on test sets, and on held-out text with byte n-gram baselines (heldout@bpb).
 
-    python -m eval.zero_shot runs/demo
-    python -m eval.zero_shot runs/base 'zero_shot.protocols=["wikitext2@hf-stride1024", "lambada_openai@lm-eval"]' \\
+    tost eval zero-shot runs/demo
+    tost eval zero-shot runs/base 'zero_shot.protocols=["wikitext2@hf-stride1024", "lambada_openai@lm-eval"]' \\
       sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
-    torchrun --standalone --nproc-per-node 4 -m eval.zero_shot runs/demo parallel.tensor=2 parallel.sequence=2
+    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.zero_shot runs/demo \\
+      parallel.tensor=2 parallel.sequence=2
 
     wikitext2@hf-strideN, wikitext103@hf-strideN   perplexity per token of all rows, windows N tokens apart
     wikitext2@lm-eval, wikitext103@lm-eval         perplexity per word of each page, detokenized
@@ -21,11 +22,11 @@ another format is rejected; the results record whether a file is the published o
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.stop import terminable
@@ -118,5 +119,16 @@ def score_heldout(
     return finish
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        terminable(main),
+        name="tost eval zero-shot",
+        doc=__doc__ or "",
+        positional="RUN",
+        config=ZeroShotConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(terminable(main), name="eval.zero_shot", doc=__doc__ or "", positional="RUN", config=ZeroShotConfig)
+    run()

@@ -1,13 +1,15 @@
 """Inspect a shard folder: verify every hash, then print sizes, lengths, frequent tokens and documents as text.
 
-    python -m data_prep.inspect_shards data/embedded/shards inspect.split=valid inspect.documents=2
+    tost prepare inspect data/embedded/shards inspect.split=valid inspect.documents=2
 
 Exits with 2 and names the damaged file. Writes nothing.
 """
 
 import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.data.config import InspectConfig, InspectShardsConfig
@@ -76,7 +78,16 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
         print(printable(text[: config.characters], keep="\n\t") + more)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
     run_program(
-        main, name="data_prep.inspect_shards", doc=__doc__ or "", positional="FOLDER", config=InspectShardsConfig
+        main,
+        name="tost prepare inspect",
+        doc=__doc__ or "",
+        positional="FOLDER",
+        config=InspectShardsConfig,
+        arguments=arguments,
     )
+
+
+if __name__ == "__main__":
+    run()

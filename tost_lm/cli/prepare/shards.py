@@ -1,17 +1,19 @@
 """Tokenize a corpus into shards on all cores. Run a stopped command again to resume.
 
-    python -m data_prep.build_shards configs/data/embedded.toml
-    python -m data_prep.build_shards corpus.source='books/*.jsonl.gz' shards.folder=data/books/shards \\
+    tost prepare shards configs/data/embedded.toml
+    tost prepare shards corpus.source='books/*.jsonl.gz' shards.folder=data/books/shards \\
         tokenizer.kind=gpt2 tokenizer.path=gpt2_bpe
 
 Writes Megatron's .bin and .idx files, the tokenizer and manifest.json to shards.folder. Existing shards of the same
 corpus, settings and tokenizer are verified and reused. Train a SentencePiece tokenizer first, with
-data_prep.train_tokenizer. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. Files of a source
+`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. Files of a source
 folder with an unsupported ending are counted and left out.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.cli.prepare.progress import Progress
 from tost_lm.config import run_program
@@ -93,5 +95,16 @@ def rebuild_reason(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
     return None
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main,
+        name="tost prepare shards",
+        doc=__doc__ or "",
+        positional="[CONFIG]",
+        config=DataPrepConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="data_prep.build_shards", doc=__doc__ or "", positional="[CONFIG]", config=DataPrepConfig)
+    run()

@@ -1,14 +1,16 @@
 """Train a lossless SentencePiece tokenizer on the training documents of a corpus, or reuse an existing one.
 
-    python -m data_prep.train_tokenizer configs/data/embedded.toml
-    python -m data_prep.train_tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192 \\
+    tost prepare tokenizer configs/data/embedded.toml
+    tost prepare tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192 \\
         tokenizer.user_symbols='["<|fim|>"]'
 
 Writes the model to tokenizer.path, and a record of its settings and corpus to tokenizer.path with .json.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tost_lm.cli.prepare.progress import Progress
 from tost_lm.config import run_program
@@ -27,7 +29,7 @@ CHECKED_BYTES = 8_000_000  # takes a few seconds
 def main(_: Path | None, config: DataPrepConfig) -> None:
     """Train the tokenizer, check that it is lossless, write it."""
     if config.tokenizer.kind == "gpt2":
-        print("tokenizer.kind gpt2: nothing to train; run python -m data_prep.build_shards")
+        print("tokenizer.kind gpt2: nothing to train; run tost prepare shards")
         return
     path, vocab_size = model_path(config), config.tokenizer.vocab_size
     if vocab_size is None:
@@ -77,5 +79,16 @@ def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> flo
     return checked / tokens
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_program(
+        main,
+        name="tost prepare tokenizer",
+        doc=__doc__ or "",
+        positional="[CONFIG]",
+        config=DataPrepConfig,
+        arguments=arguments,
+    )
+
+
 if __name__ == "__main__":
-    run_program(main, name="data_prep.train_tokenizer", doc=__doc__ or "", positional="[CONFIG]", config=DataPrepConfig)
+    run()

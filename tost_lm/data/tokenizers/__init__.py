@@ -40,8 +40,7 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
         return read_tokenizer(path)
     if reason := retrain_reason(config, fingerprint(config.corpus)):
         raise DataError(
-            f"tokenizer.path {path}: {reason}; train the tokenizer with python -m data_prep.train_tokenizer and the "
-            "same settings"
+            f"tokenizer.path {path}: {reason}; train the tokenizer with tost prepare tokenizer and the same settings"
         )
     return read_tokenizer(path)
 
@@ -57,7 +56,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         return kind(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path}: no such tokenizer; train it with python -m data_prep.train_tokenizer") from None
+        raise DataError(f"{path}: no such tokenizer; train it with tost prepare tokenizer") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except DataError as error:

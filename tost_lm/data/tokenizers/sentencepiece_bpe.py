@@ -23,7 +23,7 @@ TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 SHORT_TEXTS = re.compile(r".{500,}?[^ ](?= )|.+", re.DOTALL)
 TEXTS_AT_ONCE = 256  # bounds memory: SentencePiece returns Python lists, 50 bytes an id
 PROBE = " a  b\t\n\0\ufb01é漢😀" + SPACE_MARK + " "
-TRAIN = "train one with python -m data_prep.train_tokenizer"
+TRAIN = "train one with tost prepare tokenizer"
 PIECE_BEYOND_WORD = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
 
 

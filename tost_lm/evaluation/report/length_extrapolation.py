@@ -18,13 +18,13 @@ def length_extrapolation(run: EvaluatedModel, page: Page) -> str:
     """Loss by position up to a multiple of the trained length."""
     results = run.results(POSITIONS)
     if results is None:
-        return f"## Length extrapolation\n\n{missing_line('eval.positions', run.arguments)}"
+        return f"## Length extrapolation\n\n{missing_line('tost eval positions', run.arguments)}"
     rows, trained, sequences = results["by_position"], results["trained_tokens"], results["sequences"]
     limit = results["position_limit"]
     errors = ["–" if row["standard_error"] is None else f"{row['standard_error']:.4f}" for row in rows]
     return "\n\n".join([
         f"## Length extrapolation ({escape(POSITIONS)})",
-        checkpoint_line(run, results, f"eval.positions {run.arguments}"),
+        checkpoint_line(run, results, f"tost eval positions {run.arguments}"),
         page.add_figure("length_extrapolation", extrapolation_chart(rows, trained), "Loss by position"),
         table(
             ("positions up to", "nats per token", "standard error", "trained length"),

@@ -18,7 +18,7 @@ def heldout(run: EvaluatedModel) -> str:
     """Held-out scores of the model and of the n-gram baselines."""
     results = run.results(HELDOUT)
     if results is None:
-        return f"## Held-out text\n\n{missing_line('eval.zero_shot', run.arguments)}"
+        return f"## Held-out text\n\n{missing_line('tost eval zero-shot', run.arguments)}"
     model, baselines = results["model"], results["baselines"]
     own = f"{model['bits_per_byte']:.4f} ± {model['bits_per_byte_standard_error']:.4f}"
     rows = [("trained model", f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", own, "")]
@@ -27,7 +27,7 @@ def heldout(run: EvaluatedModel) -> str:
         rows.append((row["name"], "–", "–", f"{row['bits_per_byte']:.4f}", lower))
     return "\n\n".join([
         f"## Held-out text ({escape(HELDOUT)})",
-        checkpoint_line(run, results, f"eval.zero_shot {run.arguments}"),
+        checkpoint_line(run, results, f"tost eval zero-shot {run.arguments}"),
         table(("model", "nats per token", "perplexity per token", "bits per byte", "difference"), rows),
         _compare_with_baselines(baselines, model["documents"]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
@@ -62,12 +62,12 @@ def text(run: EvaluatedModel) -> str:
     if results is None:
         # Most text files are longer than a model's learned positions.
         limited = read_model_config(run.subject.checkpoint).position_limit
-        return "" if limited else f"## Text file\n\n{missing_line('eval.text', f'{run.folder} text.file=PATH')}"
+        return "" if limited else f"## Text file\n\n{missing_line('tost eval text', f'{run.folder} text.file=PATH')}"
     model, path = results["model"], results["identity"]["settings"]["text"]["file"]
     scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
     return "\n\n".join([
         f"## Text file ({escape(TEXT)})",
-        checkpoint_line(run, results, f"eval.text {run.folder} text.file={path}"),
+        checkpoint_line(run, results, f"tost eval text {run.folder} text.file={path}"),
         table(("text", "nats per token", "perplexity per token", "bits per byte"), [(path, *scores)]),
         f"{model['tokens']:,} tokens, {model['bytes']:,} bytes. Each token is predicted from all earlier ones; "
         f"end-of-text tokens do not count. Size of the final state: {results['state_bytes']:,} bytes; "
@@ -79,14 +79,14 @@ def sample(run: EvaluatedModel) -> str:
     """Generated text."""
     results = run.results(SAMPLE)
     if results is None:
-        return f"## Generated text\n\n{missing_line('tost_lm.generate', run.folder)}"
+        return f"## Generated text\n\n{missing_line('tost generate', run.folder)}"
     settings = results["identity"]["settings"]["sample"]
     how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
     how += f", top_k {settings['top_k']}" if settings.get("top_k") else ""
     how += f", top_p {settings['top_p']:g}" if settings.get("top_p", 1) < 1 else ""
     paragraphs = [
         "## Generated text",
-        checkpoint_line(run, results, f"tost_lm.generate {run.folder}"),
+        checkpoint_line(run, results, f"tost generate {run.folder}"),
         f"End of the prompt {escape(file)}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"Continuation ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
@@ -99,9 +99,9 @@ def sample(run: EvaluatedModel) -> str:
     return "\n\n".join(paragraphs)
 
 
-def missing_line(program: str, argument: Any) -> str:
+def missing_line(command: str, argument: Any) -> str:
     """The command for an evaluation without results."""
-    return f"No results yet. Run `python -m {program} {argument}`."
+    return f"No results yet. Run `{command} {argument}`."
 
 
 def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int) -> str:
@@ -131,5 +131,5 @@ def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) 
     identity = results["identity"]
     line = f"Checkpoint `{identity['checkpoint']}`, evaluated in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
-        line += f" **This is not the newest checkpoint.** To evaluate that, run `python -m {command}`."
+        line += f" **This is not the newest checkpoint.** To evaluate that, run `{command}`."
     return line

@@ -31,7 +31,7 @@ class EvaluatedModel:
         return f"{self.folder} heldout.shards=FOLDER"
 
     def named_protocols(self) -> dict[str, dict[str, Any]]:
-        """Results of `eval.zero_shot` on test sets by protocol."""
+        """Results of `tost eval zero-shot` on test sets by protocol."""
         names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
         found = {name: self.results(name) or {} for name in names}
         return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}

@@ -20,7 +20,7 @@ def needle(run: EvaluatedModel, page: Page) -> str:
     results = run.results(NEEDLE)
     if results is None:
         others = any(run.results(name) for name in OWN_WORDS)
-        return "" if others else f"## Needle in a haystack\n\n{missing_line('eval.retrieval', run.arguments)}"
+        return "" if others else f"## Needle in a haystack\n\n{missing_line('tost eval retrieval', run.arguments)}"
     cells = results["cells"]
     examples = sum(cell["samples"] for cell in cells)
     keys = ("choice_accuracy", "exact_accuracy")
@@ -30,7 +30,7 @@ def needle(run: EvaluatedModel, page: Page) -> str:
     ]
     paragraphs = [
         f"## Needle in a haystack ({escape(NEEDLE)})",
-        checkpoint_line(run, results, f"eval.retrieval {run.arguments}"),
+        checkpoint_line(run, results, f"tost eval retrieval {run.arguments}"),
         page.add_figure("needle", needle_chart(cells), "Accuracy by needle depth and length, with control"),
         table(("mean over all cells", "choice accuracy", "exact accuracy"), rows),
         "Choice accuracy: the right word is the most likely of ten. Exact accuracy: each of its tokens is the most "
@@ -107,7 +107,7 @@ def _of_checkpoints(run: EvaluatedModel, found: Mapping[str, dict[str, Any]]) ->
     for own in names.values():
         seconds = sum(found[name]["seconds"] for name in own)
         tasks = ", ".join(f'"{name}"' for name in own)
-        command = f"eval.retrieval {run.arguments} 'retrieval.tasks=[{tasks}]'"
+        command = f"tost eval retrieval {run.arguments} 'retrieval.tasks=[{tasks}]'"
         line = checkpoint_line(run, found[own[0]] | {"seconds": seconds}, command)
         lines.append(f"{escape(', '.join(own))}: {line}" if len(names) > 1 else line)
     return lines

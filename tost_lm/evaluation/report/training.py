@@ -26,7 +26,7 @@ RATES = {
 def losses(run: RunRecord, page: Page) -> str:
     """Loss curves."""
     if not run.metrics:
-        return f"## Loss\n\n{missing_line('pretrain.train', 'configs/pretrain/NAME.toml')}"
+        return f"## Loss\n\n{missing_line('tost train', 'configs/pretrain/NAME.toml')}"
     picture = page.add_figure("loss", loss_chart(run.metrics, run.validation), "Training and validation loss by step")
     last = run.metrics[-1]
     paragraphs = ["## Loss", picture, f"Last training loss: {_nats(last['loss'])} at step {last['step']:,}."]

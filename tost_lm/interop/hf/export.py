@@ -16,7 +16,7 @@ def export(path: str | Path, folder: str | Path) -> None:
     """Write the model of a run folder, a step folder or an export, with its tokenizer.
 
     `AutoModelForCausalLM`, `AutoTokenizer` and every program of this package read the folder. The exported tokenizer
-    starts every text with the end-of-text token, as `tost_lm.generate` does.
+    starts every text with the end-of-text token, as `tost generate` does.
 
     Raises:
         CheckpointError, DataError: the checkpoint or its tokenizer cannot be read, or `folder` exists or cannot be

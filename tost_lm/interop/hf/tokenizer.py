@@ -22,7 +22,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
 
     Returns:
         None for a tokenizer without an equivalent: character-level, or a SentencePiece model that is not BPE with byte
-        pieces or that puts a space before a text. `data_prep.train_tokenizer` makes none of these.
+        pieces or that puts a space before a text. `tost prepare tokenizer` makes none of these.
     """
     if isinstance(tokenizer, Gpt2Tokenizer):
         pipeline, eot = _gpt2(tokenizer), GPT2_EOT

@@ -1,1 +1,1 @@
-"""Report sections about the results of `eval.analyze`."""
+"""Report sections about the results of `tost eval analyze`."""

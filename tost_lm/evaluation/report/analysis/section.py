@@ -1,4 +1,4 @@
-"""Common form of the report sections about `eval.analyze`."""
+"""Common form of the report sections about `tost eval analyze`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +20,7 @@ def analysis_section(title: str, protocol: str) -> Callable[[Paragraphs], Callab
         def section(run: EvaluatedModel, page: Page) -> str:
             if (results := run.results(protocol)) is None:
                 return ""
-            checkpoint = checkpoint_line(run, results, f"eval.analyze {run.arguments}")
+            checkpoint = checkpoint_line(run, results, f"tost eval analyze {run.arguments}")
             return "\n\n".join([f"## {title} ({escape(protocol)})", checkpoint, *paragraphs(results, page)])
 
         return section

@@ -1,0 +1,6 @@
+"""Runs `tost prepare tokenizer`."""
+
+from tost_lm.cli.prepare.tokenizer import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,84 @@
+"""The command `tost`: runs the module of a command, which is imported only then."""
+
+import ast
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from tost_lm.version import VERSION
+
+COMMANDS = {
+    "Data preparation": ["prepare tokenizer", "prepare shards", "prepare inspect"],
+    "Training": ["plan", "preflight", "train", "extend"],
+    "Evaluation": [
+        "eval zero-shot",
+        "eval retrieval",
+        "eval positions",
+        "eval text",
+        "eval recall",
+        "eval analyze",
+        "eval compare",
+        "eval verify",
+        "report",
+    ],
+    "Generation and other formats": ["generate", "convert", "lm-eval"],
+}
+ALL = [command for commands in COMMANDS.values() for command in commands]
+HELP = ("--help", "-h")
+
+
+def main() -> None:
+    """Run the command that the command line names, or list the commands."""
+    words = sys.argv[1:]
+    if not words or words[0] in HELP:
+        print("usage: tost COMMAND …; tost COMMAND --help lists its settings")
+        for title, commands in COMMANDS.items():
+            print(f"\n{title}\n{listing(commands)}")
+        sys.exit(0)
+    if words[0] == "--version":
+        print(f"tost {VERSION}")
+        sys.exit(0)
+    group = [command for command in ALL if command.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in HELP):
+        print(listing(group))
+        sys.exit(0)
+    length = 2 if group else 1
+    command = " ".join(words[:length])
+    if command not in ALL:
+        refuse(command)
+    import_module(module_of(command)).run(words[length:])
+
+
+def module_of(command: str) -> str:
+    return "tost_lm.cli." + command.replace(" ", ".").replace("-", "_")
+
+
+def listing(commands: list[str]) -> str:
+    """A line with name and purpose for each of the commands."""
+    width = max(map(len, ALL))
+    return "\n".join(f"  tost {command:<{width}}  {purpose(source_of(command))}" for command in commands)
+
+
+def source_of(command: str) -> Path:
+    return Path(__file__).parents[2] / (module_of(command).replace(".", "/") + ".py")
+
+
+def purpose(source: Path) -> str:
+    """The first paragraph of a module's docstring, without an import."""
+    docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return docstring.split("\n\n")[0].replace("\n", " ")
+
+
+def refuse(command: str) -> NoReturn:
+    from tost_lm.config.program import EXIT_BAD_INPUT
+
+    near = get_close_matches(command, [*ALL, "prepare", "eval"], n=1)
+    hint = f" (did you mean tost {near[0]}?)" if near else ""
+    print(f"error: unknown command: tost {command}{hint}; run tost --help", file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()
