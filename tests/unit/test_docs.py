@@ -58,6 +58,12 @@ def test_retired_names_are_no_settings():
     assert set(settings).isdisjoint(RETIRED)
 
 
+def test_the_package_and_the_recipes_name_commands_as_today():
+    files = [CHECKOUT / "Makefile", *(CHECKOUT / "tost_lm").rglob("*.py"), *(CHECKOUT / "configs").rglob("*.*")]
+    modules = r"(?<![\w./])(pretrain|data_prep)\.[a-z]|-m eval\.|(?<![\w.])tost_lm\.(generate|convert|lm_eval)\b"
+    assert [str(path) for path in files if path.is_file() and re.search(modules, path.read_text())] == []
+
+
 def script(name: str) -> Any:
     """A script of docs/, imported."""
     spec = importlib.util.spec_from_file_location(name, CHECKOUT / f"docs/{name}.py")
