@@ -23,7 +23,7 @@ from tost_lm.training.tiled import TiledLM
 def engine_of(
     settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0
 ) -> Any:
-    """An engine for `train_step` as pretrain.train builds it; without DeepSpeed, a plain loop with float32 masters."""
+    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters."""
     torch.manual_seed(seed)
     optim = optim or OptimConfig()
     mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())

@@ -6,7 +6,7 @@
 It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic. DeepSpeed and
 flash-linear-attention are used where they can be imported. Results are written after each measurement, so a run that is
 stopped keeps those it has; measurements for which no time is left are listed. Times are medians between CUDA events.
-Output: one table and all values in benchmarks/results/, from where pretrain.plan takes its constants for this GPU.
+Output: one table and all values in benchmarks/results/, from where `tost plan` takes its constants for this GPU.
 """
 
 import sys

@@ -159,7 +159,7 @@ def describe_loss(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def training(config: "GpuBenchmarkConfig", device: str) -> Cells:
-    """A step of pretrain.train, and its kernels."""
+    """A step of `tost train`, and its kernels."""
     for tokens in config.lengths.training:
         settings, rows = _model(config, max_positions=tokens), max(1, config.lengths.batch_tokens // tokens)
         engine = engine_of(settings, device, bfloat16=device == "cuda")

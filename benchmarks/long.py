@@ -4,7 +4,7 @@
     python -m benchmarks.long shape.layers=12 shape.heads=12 shape.width=768 shape.vocab_size=50304 \
       bench.tile_tokens=32768 "bench.lengths=[131072, 1048576, 4194304]"
 
-A step is forward, backward, clipping and AdamW through DeepSpeed's ZeRO stage 1, as in pretrain.train. Memory is the
+A step is forward, backward, clipping and AdamW through DeepSpeed's ZeRO stage 1, as in `tost train`. Memory is the
 peak of a process: on a GPU what torch allocated, on a CPU resident memory with libraries. On a CPU, freed memory of a
 megabyte and more is returned at once (MALLOC_MMAP_THRESHOLD_), so that the peak does not include what glibc keeps.
 Times are measured in one process in which the lengths take turns, with equal numbers of tokens per turn. With the

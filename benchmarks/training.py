@@ -4,9 +4,9 @@
     python -m benchmarks.training large.layers=2 large.width=256 large.heads=4 bench.rounds=3
 
 Steps: forward, backward, clipping and AdamW of one sequence. Four kinds take turns: ours (DeepSpeed on one rank, as in
-pretrain.train); a plain loop around the same model, which shows what DeepSpeed costs; a plain loop with the published
+`tost train`); a plain loop around the same model, which shows what DeepSpeed costs; a plain loop with the published
 formulas under autograd; and the plain loop without any operator, which bounds the possible speed-up. Engine: a run of
-pretrain.train on one rank with everything on (log, heartbeat, checksums, spike guard, async saves): the time beside the
+`tost train` on one rank with everything on (log, heartbeat, checksums, spike guard, async saves): the time beside the
 steps, and how long a save stops training. With the defaults it takes about half an hour on 2 CPU cores. Output: two
 tables, and all values in benchmarks/results/.
 """
@@ -104,7 +104,7 @@ def step_row(cell: Mapping[str, Any]) -> dict[str, str]:
 
 
 def engine_text(engine: Mapping[str, Any]) -> str:
-    """The time that a run of pretrain.train spends beside its steps."""
+    """The time that a run of `tost train` spends beside its steps."""
     if "failed" in engine:
         return f"failed: {engine['failed']}"
     step = median(engine["step_seconds"])

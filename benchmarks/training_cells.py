@@ -174,6 +174,6 @@ def _make_shards(folder: Path) -> None:
     settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
     settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_fraction=0.05"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
+    for program in ("tost_lm.cli.prepare.tokenizer", "tost_lm.cli.prepare.shards"):
         command = [sys.executable, "-m", program, *settings]
         subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)

@@ -158,7 +158,8 @@ def _rank_main(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     try:
-        run(words)
+        sys.argv[1:] = words
+        run()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -14,7 +14,6 @@ sample.py imports another model file and cannot sample from any ToST checkpoint:
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -101,10 +100,8 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
     ]
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the changes to the learned tables of positions. extend.positions and extend.deno
 such a table. This program does not train.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,8 +27,8 @@ def main(path: Path, config: ExtendConfig) -> None:
         print(line)
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(main, name="tost extend", doc=__doc__ or "", positional="RUN", config=ExtendConfig, arguments=arguments)
+def run() -> NoReturn:
+    run_program(main, name="tost extend", doc=__doc__ or "", positional="RUN", config=ExtendConfig)
 
 
 if __name__ == "__main__":

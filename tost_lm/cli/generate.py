@@ -13,7 +13,6 @@ of the state to results.json. Memory does not grow with the text, except for sof
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,7 +78,7 @@ def main(path: Path, config: GenerateConfig) -> None:
     subject.write_results(SAMPLE, identity, started, results)
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         main,
         name="tost generate",
@@ -87,7 +86,6 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         positional="RUN",
         config=GenerateConfig,
         prompt="sample.prompt",
-        arguments=arguments,
     )
 
 

@@ -13,7 +13,6 @@ the model and scores a subset of the requests. `run --help` lists the harness's 
 
 import os
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -40,9 +39,7 @@ def main(path: None, config: Section) -> None:
         cli_evaluate()
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    if arguments is not None:
-        sys.argv[1:] = arguments  # the harness reads them there
+def run() -> NoReturn:
     run_program(main, name="tost lm-eval", doc=__doc__ or "", positional="[ARGUMENT…]", config=Section, arguments=[])
 
 

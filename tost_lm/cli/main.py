@@ -48,7 +48,8 @@ def main() -> None:
     command = " ".join(words[:length])
     if command not in ALL:
         refuse(command)
-    import_module(module_of(command)).run(words[length:])
+    sys.argv[1:] = words[length:]
+    import_module(module_of(command)).run()
 
 
 def module_of(command: str) -> str:

@@ -9,7 +9,7 @@ reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of i
 (mfu) of a first run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -137,8 +137,8 @@ def _count(number: float, what: str, plural: str = "s") -> str:
     return f"{number:,.0f} {what}{plural if number != 1 else ''}"
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(main, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=arguments)
+def run() -> NoReturn:
+    run_program(main, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig)
 
 
 if __name__ == "__main__":

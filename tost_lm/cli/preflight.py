@@ -8,7 +8,6 @@ or a line for each problem. It takes seconds and leaves no files.
 """
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -51,10 +50,8 @@ def checkpoint_bytes(config: PretrainConfig) -> int:
     return (config.checkpoint.keep_latest_k + 1) * parameters * CHECKPOINT_BYTES_PER_PARAMETER - existing
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost preflight", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost preflight", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Compares several runs. Runs that differ only in the seed form a group, shown as 
 written to report.folder.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,10 +32,8 @@ def main(paths: list[Path], config: ReportConfig) -> None:
     print(f"wrote {written}")
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost report", doc=__doc__ or "", positional="RUN…", config=ReportConfig, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost report", doc=__doc__ or "", positional="RUN…", config=ReportConfig)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ graceful stop: all ranks save a checkpoint after the current micro-batch and exi
 """
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -76,10 +75,8 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation |
     )
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost train", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost train", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
 
 
 if __name__ == "__main__":

@@ -188,10 +188,8 @@ def _join(values: Sequence[float | None], form: str = ".3f") -> str:
     return " ".join("–" if value is None else f"{value:{form}}" for value in values)
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost eval analyze", doc=__doc__ or "", positional="RUN", config=AnalyzeConfig, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost eval analyze", doc=__doc__ or "", positional="RUN", config=AnalyzeConfig)
 
 
 if __name__ == "__main__":

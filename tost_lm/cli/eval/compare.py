@@ -7,7 +7,6 @@ export, a Hugging Face model's folder, or runs/NAME of a model from the hub). Tw
 the same test file and window length and, for metrics per token, the same tokenization.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,10 +23,8 @@ def main(paths: list[Path], config: NoSettings) -> None:
     print(side_by_side(paths))
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    run_program(
-        main, name="tost eval compare", doc=__doc__ or "", positional="RUN…", config=NoSettings, arguments=arguments
-    )
+def run() -> NoReturn:
+    run_program(main, name="tost eval compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
 
 
 if __name__ == "__main__":

@@ -71,14 +71,13 @@ def print_table(rows: Sequence[dict[str, Any]], trained: int) -> None:
             print(f"{'':->15}  trained length")
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval positions",
         doc=__doc__ or "",
         positional="RUN",
         config=PositionsConfig,
-        arguments=arguments,
     )
 
 

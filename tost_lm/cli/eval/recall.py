@@ -8,7 +8,6 @@ written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a 
 again.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,14 +23,13 @@ def main(path: Path, config: RecallConfig) -> None:
     print(f"\n{recall_table(config, results)}")
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval recall",
         doc=__doc__ or "",
         positional="CONFIG",
         config=RecallConfig,
-        arguments=arguments,
     )
 
 

@@ -23,7 +23,6 @@ tensor × sequence ranks, the copies of the model share the cells.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,14 +72,13 @@ def main(path: Path, config: RetrievalConfig) -> None:
                 print(f"  {describe(cell)}")
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval retrieval",
         doc=__doc__ or "",
         positional="RUN",
         config=RetrievalConfig,
-        arguments=arguments,
     )
 
 

@@ -9,7 +9,6 @@ state.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,14 +48,13 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     subject.write_results(TEXT, identity, started, results)
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval text",
         doc=__doc__ or "",
         positional="RUN",
         config=ScoreTextConfig,
-        arguments=arguments,
     )
 
 

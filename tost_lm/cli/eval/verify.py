@@ -7,7 +7,6 @@ Measures four protocols as `tost eval zero-shot` does, and prints each metric wi
 if one differs by more than 0.2 %.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -53,14 +52,13 @@ def main(path: Path, config: VerifyConfig) -> None:
         raise TostError("\n".join(off))
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval verify",
         doc=__doc__ or "",
         positional="RUN",
         config=VerifyConfig,
-        arguments=arguments,
     )
 
 

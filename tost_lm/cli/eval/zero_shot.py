@@ -22,7 +22,7 @@ another format is rejected; the results record whether a file is the published o
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -119,14 +119,13 @@ def score_heldout(
     return finish
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         terminable(main),
         name="tost eval zero-shot",
         doc=__doc__ or "",
         positional="RUN",
         config=ZeroShotConfig,
-        arguments=arguments,
     )
 
 

@@ -6,7 +6,6 @@ Exits with 2 and names the damaged file. Writes nothing.
 """
 
 import time
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -78,14 +77,13 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
         print(printable(text[: config.characters], keep="\n\t") + more)
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         main,
         name="tost prepare inspect",
         doc=__doc__ or "",
         positional="FOLDER",
         config=InspectShardsConfig,
-        arguments=arguments,
     )
 
 

@@ -11,7 +11,6 @@ folder with an unsupported ending are counted and left out.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -95,14 +94,13 @@ def rebuild_reason(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         main,
         name="tost prepare shards",
         doc=__doc__ or "",
         positional="[CONFIG]",
         config=DataPrepConfig,
-        arguments=arguments,
     )
 
 

@@ -8,7 +8,6 @@ Writes the model to tokenizer.path, and a record of its settings and corpus to t
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,14 +78,13 @@ def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> flo
     return checked / tokens
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
+def run() -> NoReturn:
     run_program(
         main,
         name="tost prepare tokenizer",
         doc=__doc__ or "",
         positional="[CONFIG]",
         config=DataPrepConfig,
-        arguments=arguments,
     )
 
 
