@@ -34,7 +34,13 @@ from tost_lm.training.memory import explain_out_of_memory
 from tost_lm.training.metrics import Metrics, NullMetrics
 from tost_lm.training.profiling import Profiler
 from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import StartPoint, rename_old_run, require_same_checkpoints, write_run_folder
+from tost_lm.training.run_folder import (
+    FLIGHT_RECORDER,
+    StartPoint,
+    rename_old_run,
+    require_same_checkpoints,
+    write_run_folder,
+)
 from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import train_step
 from tost_lm.training.tile_size import tiling_of, with_tile_size
@@ -61,7 +67,7 @@ def train(
     Raises:
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
-    enable_flight_recorder(config.run_folder / "flight_recorder")
+    enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
     world = start_world(config.run.device, config.run.timeout_seconds)
     set_matmul_precision(config.train.tf32, world.device)
     if "G" in config.model.pattern:
@@ -208,7 +214,7 @@ def _open_folder(
     rename_old_run(config, start)
     write_run_folder(config, world.size, world.device.type)
     if world.device.type == "cuda":
-        (config.run_folder / "flight_recorder").mkdir(exist_ok=True)  # NCCL writes there and does not create it
+        (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     heartbeat.remove_ranks_from(world.size)
     metrics = Metrics(config, progress if progress.step else None, world.size, world.device)
     metrics.log(_opening_line(config, world, start, tiling))

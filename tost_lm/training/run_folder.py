@@ -20,6 +20,7 @@ from tost_lm.training.progress import Progress
 from tost_lm.training.redaction import redact_command
 from tost_lm.version import VERSION, git_commit
 
+FLIGHT_RECORDER = "flight_recorder"
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 
 
@@ -41,6 +42,11 @@ class StartPoint(NamedTuple):
         return self.resume_from or (self.initial_weights and self.initial_weights.folder)
 
 
+def _of_an_ended_first_launch(path: Path) -> bool:
+    """Whether a launch that ended before it wrote its settings may have left this."""
+    return path.name.startswith(".") or path.name == FLIGHT_RECORDER
+
+
 def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[str], None] = print) -> StartPoint:
     """Determine what a launch on shards of this fingerprint starts from; nothing is changed.
 
@@ -51,8 +57,7 @@ def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[s
     """
     folder = config.run_folder
     if not (folder / "config.toml").exists():
-        # Hidden files are left by an interrupted first launch.
-        if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
+        if folder.exists() and not (folder.is_dir() and all(map(_of_an_ended_first_launch, folder.iterdir()))):
             raise ConfigError(f"{folder}: exists and is not a run folder (no config.toml); choose another run.name")
         return StartPoint(None)
     checkpoints = tuple(step_folders(folder))

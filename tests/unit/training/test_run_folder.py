@@ -13,6 +13,7 @@ from tost_lm.model.checkpoint import step_folder, write_checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import (
+    FLIGHT_RECORDER,
     StartPoint,
     drop_rows_after,
     find_start_point,
@@ -69,6 +70,16 @@ def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
     run.rename("runs/s")
     assert find_start_point(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
+
+
+def test_a_first_launch_that_ended_early_may_leave_a_lock_and_flight_records():
+    (Path("runs/early") / FLIGHT_RECORDER).mkdir(parents=True)
+    Path("runs/early/.lock").touch()
+    early = config(run={"name": "early"})
+    assert find_start_point(early, "abc") == StartPoint(None)
+    Path("runs/early/thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        find_start_point(early, "abc")
 
 
 def test_the_work_may_be_shared_out_in_another_way(run: Path):
