@@ -204,7 +204,7 @@ def precision(config: "GpuBenchmarkConfig", device: str) -> Cells:
     train = {"steps": steps, "warmup_steps": min(20, steps // 2), "lr": 1e-3, "seq_len": 256, "batch": 8, "seed": 0}
     for dtype in ("float32", "bfloat16"):
         found = precision_cells.losses(device, small, {**train, "dtype": dtype})
-        last = mean(found["losses"][-max(1, steps // 10) :])
+        last = mean(found["losses"][-max(1, len(found["losses"]) // 10) :])
         yield {"case": f"loss after {steps} steps, {dtype}", "loss": last, **found}
 
 

@@ -66,7 +66,10 @@ def run(config: PrecisionBenchmarkConfig, device: str) -> tuple[list[dict[str, A
             cell = measure.run_cell("benchmarks.precision_cells:losses", train=training, **call)
             cells.append({"seed": seed, "dtype": dtype, **cell})
             print(f"seed {seed}, {dtype}: {cell.get('failed') or cell['losses'][-1]}", flush=True)
-    return [{"work": "hidden state", **errors}, *cells], f"{error_text(errors)}\n\n{loss_text(cells)}"
+    return [
+        {"work": "hidden state", **errors},
+        *cells,
+    ], f"{error_text(errors)}\n\n{loss_text(cells, config.train.steps)}"
 
 
 main = measure.benchmark("precision", run)
@@ -94,17 +97,18 @@ def error_text(errors: Mapping[str, Any]) -> str:
     return f"{measure.markdown_table(rows)}\n\n{verdict}"
 
 
-def loss_text(cells: Sequence[Mapping[str, Any]]) -> str:
+def loss_text(cells: Sequence[Mapping[str, Any]], steps: int) -> str:
     """Losses at several steps with the difference of the pairs and its standard error; memory and time."""
     if failed := [cell for cell in cells if "failed" in cell]:
         return f"losses: {failed[0]['failed']}"
     by_dtype = {dtype: [cell for cell in cells if cell["dtype"] == dtype] for dtype in DTYPES}
-    steps = len(cells[0]["losses"])
-    rows = [_loss_row(end, by_dtype) for end in range(steps, 0, -max(1, steps // ROWS))][::-1]
-    wide, narrow = (_means(by_dtype[dtype], steps) for dtype in DTYPES)
+    blocks = len(cells[0]["losses"])
+    ends = range(blocks, 0, -max(1, blocks // ROWS))
+    rows = [_loss_row(end, steps * end // blocks, by_dtype) for end in reversed(ends)]
+    wide, narrow = (_means(by_dtype[dtype], blocks) for dtype in DTYPES)
     last = abs(mean(narrow) - mean(wide)) / mean(wide)
     sizes = [measure.in_units(by_dtype[dtype][0]["state_bytes"]) for dtype in DTYPES]
-    times = [median(second for cell in by_dtype[dtype] for second in cell["seconds"]) for dtype in DTYPES]
+    times = [median(cell["seconds"] for cell in by_dtype[dtype]) for dtype in DTYPES]
     return (
         f"{measure.markdown_table(rows)}\n\nNats per byte, means of {len(wide)} pairs over a tenth of the steps; "
         f"± standard error of the pairs. Difference at the end {last:.2%} of the loss; limit {LOSS_LIMIT:.0%}: "
@@ -113,12 +117,12 @@ def loss_text(cells: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _loss_row(end: int, by_dtype: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+def _loss_row(end: int, step: int, by_dtype: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     wide, narrow = (_means(by_dtype[dtype], end) for dtype in DTYPES)
     differences = [a - b for a, b in zip(narrow, wide, strict=True)]
     error = f" ± {stdev(differences) / sqrt(len(differences)):.4f}" if len(differences) > 1 else ""
     return {
-        "step": f"{end}",
+        "step": f"{step}",
         "float32": f"{mean(wide):.4f}",
         "bfloat16": f"{mean(narrow):.4f}",
         "difference": f"{mean(differences):+.4f}{error}",
@@ -126,7 +130,7 @@ def _loss_row(end: int, by_dtype: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 
 
 def _means(cells: Sequence[Mapping[str, Any]], end: int) -> list[float]:
-    """The mean loss of each run over the steps before `end`, a tenth of all, since a single batch is noisy."""
+    """The mean loss of each run over the tenth of its blocks before `end`, since a single batch is noisy."""
     return [mean(cell["losses"][max(0, end - max(1, len(cell["losses"]) // 10)) : end]) for cell in cells]
 
 

@@ -1,5 +1,6 @@
 """Cells of `benchmarks.precision`."""
 
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 
 CORPUS_BYTES = 4_000_000
+BLOCKS = 50
 
 
 def hidden_errors(device: str, model: dict[str, Any], layer_scales: list[float], tokens: int) -> dict[str, Any]:
@@ -48,13 +50,15 @@ def _first_and_last(lm: TostLM, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def losses(device: str, model: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
-    """Loss of each step, its seconds, and bytes of weights and optimizer state."""
+    """Mean losses of BLOCKS equal parts of the training, the median seconds of a step, and bytes of weights and
+    optimizer state."""
     settings = validate(ModelConfig, model, "benchmarks.precision")
     steps, T = train["steps"], train["seq_len"]
     optim = OptimConfig(lr=train["lr"], min_lr=train["lr"] / 10, warmup_steps=train["warmup_steps"])
     engine = engine_of(settings, device, bfloat16=train["dtype"] == "bfloat16", optim=optim, seed=train["seed"])
     corpus, generator = python_sources(CORPUS_BYTES), torch.Generator().manual_seed(train["seed"])
-    found: dict[str, Any] = {"losses": [], "seconds": []}
+    each: list[float] = []
+    seconds: list[float] = []
     for step in range(steps):
         starts = torch.randint(len(corpus) - T, (train["batch"],), generator=generator)
         windows = torch.stack([corpus[start : start + T + 1] for start in starts]).long().to(device)
@@ -62,7 +66,9 @@ def losses(device: str, model: dict[str, Any], train: dict[str, Any]) -> dict[st
 
         def one_step(batch: MicroBatch = batch, step: int = step) -> None:
             outcome = train_step(engine, [batch], tile(engine.mesh, T), learning_rate(step, steps, optim))
-            found["losses"].append(round(outcome.loss, 6))
+            each.append(outcome.loss)
 
-        found["seconds"].append(round(call_seconds(one_step, device), 6))
-    return {**found, "state_bytes": state_bytes_of(engine)}
+        seconds.append(call_seconds(one_step, device))
+    width = max(1, steps // BLOCKS)
+    means = [mean(each[start : start + width]) for start in range(0, steps - width + 1, width)]
+    return {"losses": means, "seconds": median(seconds), "state_bytes": state_bytes_of(engine)}

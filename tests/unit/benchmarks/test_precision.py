@@ -24,7 +24,7 @@ def test_tables_and_limits():
     assert "in bfloat16" in text
 
     pairs = [
-        {"dtype": dtype, "losses": [loss], "state_bytes": 1, "seconds": [1.0]}
+        {"dtype": dtype, "losses": [loss], "state_bytes": 1, "seconds": 1.0}
         for dtype, loss in (("float32", 1.0), ("bfloat16", 1.02))
     ]
-    assert "limit 1%: not met" in precision.loss_text(pairs)
+    assert "limit 1%: not met" in precision.loss_text(pairs, 1)
