@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tost_lm.config import validate
+from tost_lm.config.recipes import RECIPES, recipes
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
@@ -128,12 +129,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in names:  # a copy, because builds write beside the sources
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CHECKOUT / name, folder / "tree" / name)
+    (folder / "tree/tost_lm/recipes").symlink_to("../configs")
     sdist = build("build_sdist", folder / "tree", folder / "sdist")
     wheel = build("build_wheel", folder / "tree", folder / "wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     sources = {name for name in names if name.startswith("tost_lm/")}
+    sources |= {f"tost_lm/recipes/{file.relative_to(RECIPES)}" for file in recipes().values()}
     return Built(sources, wheel, sdist, build("build_wheel", unpacked, folder / "wheel_of_sdist"))
 
 
@@ -200,7 +203,7 @@ def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
     assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
     assert {name for name in files if not name.startswith(about)} == built.sources
     assert all(files[name] == (CHECKOUT / name).read_bytes() for name in built.sources)
-    assert {"tost_lm/cli/main.py", "tost_lm/cli/train.py"} <= files.keys()
+    assert {"tost_lm/cli/main.py", "tost_lm/cli/train.py", "tost_lm/recipes/pretrain/demo.toml"} <= files.keys()
     assert files[f"{about}licenses/LICENSE"] == (CHECKOUT / "LICENSE").read_bytes()
 
 

@@ -11,7 +11,7 @@ from tost_lm.version import VERSION
 
 COMMANDS = {
     "Data preparation": ["prepare tokenizer", "prepare shards", "prepare inspect"],
-    "Training": ["plan", "preflight", "train", "extend"],
+    "Training": ["recipes", "plan", "preflight", "train", "extend"],
     "Evaluation": [
         "eval zero-shot",
         "eval retrieval",

@@ -1,7 +1,6 @@
 """The command line of all programs: tost COMMAND CONFIG|RUN [section.key=value …] [--help] [--dry-run]."""
 
 import io
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from tost_lm.config.section import AnySection, Section, load_config, to_toml
+from tost_lm.config.recipes import find_recipe
+from tost_lm.config.section import AnySection, Section, load_config, to_toml, toml_value
 from tost_lm.errors import ConfigError, TostError
 
 EXIT_BAD_INPUT = 2
@@ -37,8 +37,9 @@ def run_program(
 
     Args:
         name: the command, `tost train`, or the module of a program that is no command.
-        positional: the positional argument: a TOML file with the settings (`[CONFIG]`: optional, else `path` is None),
-            or a checkpoint (run folder, step folder or export), folder or file; with `RUN…`, `path` is a list.
+        positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
+            optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
+            `RUN…`, `path` is a list.
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
 
@@ -58,6 +59,8 @@ def run_program(
             print(help_text(command, doc, f"{positional} [PROMPT]" if prompt else positional, config))
             sys.exit(0)
         path, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
+        if isinstance(path, Path) and "CONFIG" in positional:
+            path = find_recipe(path)
         settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in positional else None, overrides)
         if dry_run:
             print(to_toml(settings), end="")
@@ -103,19 +106,15 @@ def _parse(
         return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
     looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
     if prompt and looks_like_setting and looks_like_setting[1] not in sections:
-        as_prompt = shlex.quote(f"{prompt}={_toml_string(rest[1])}")
+        as_prompt = shlex.quote(f"{prompt}={toml_value(rest[1])}")
         raise ConfigError(
             f"{looks_like_setting[1]}: unknown key (known: {', '.join(sections)}); as a prompt, write it as {as_prompt}"
         )
     if prompt and len(rest) > 1 and not looks_like_setting:
         if any(word.startswith(f"{prompt}=") for word in rest[2:]):
             raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
-        rest[1] = f"{prompt}={_toml_string(rest[1])}"
+        rest[1] = f"{prompt}={toml_value(rest[1])}"
     return Path(rest[0]), rest[1:], bool(flags)
-
-
-def _toml_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _exit_with_lines(error: TostError) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tost_lm.config.recipes import recipes
 from tost_lm.errors import ConfigError
 
 
@@ -54,11 +55,11 @@ def to_toml(config: Section) -> str:
         if name:
             lines += ["", f"[{name}]"]
         for key, value in table.items():
-            key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+            key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
             if isinstance(value, dict):
                 tables.append((f"{name}.{key}" if name else key, value))
             elif value is not None:
-                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+                lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines).strip() + "\n"
 
 
@@ -66,7 +67,8 @@ def differences(old: Section, new: Section) -> list[str]:
     """One line `path: old → new` for each setting that differs between two configurations of one class."""
     old_values, new_values = (dict(leaves(tree.model_dump(mode="json"))) for tree in (old, new))
     pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
-    return [f"{path}: {_toml_value(a)} → {_toml_value(b)}" for path, (a, b) in pairs.items() if a != b]
+    in_words = lambda value: "not set" if value is None else toml_value(value)
+    return [f"{path}: {in_words(a)} → {in_words(b)}" for path, (a, b) in pairs.items() if a != b]
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,8 +80,9 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _toml_value(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+def toml_value(value: Any) -> str:
+    """A string, number, boolean or list in TOML, which is JSON but for one control character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -87,8 +90,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+        files = {p.name: p for p in path.parent.glob("*.toml")} | {name: Path(name) for name in recipes()}
+        near = difflib.get_close_matches(path.name, files, n=1)
+        hint = f" (did you mean {files[near[0]]}?)" if near else "; tost recipes lists those by name"
         raise ConfigError(f"{path}: no such configuration file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name a TOML file") from None

@@ -90,6 +90,8 @@ def test_broken_toml_names_the_file(tmp_path: Path):
 def test_resolved_settings_read_back_as_the_same_tree(tmp_path: Path):
     config = load_config(Root, write(tmp_path, "[inner]\nsize = 3\nwords = ['a\"\\\\ é', '\U0001f600']\n"))
     assert load_config(Root, write(tmp_path, to_toml(config))) == config
+    control = Root(inner=Inner(size=1, words=["\x00\t\x7f"]))
+    assert load_config(Root, write(tmp_path, to_toml(control))) == control
 
 
 def test_a_table_of_any_keys_is_read_back_and_compared(tmp_path: Path):

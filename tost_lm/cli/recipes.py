@@ -1,0 +1,59 @@
+"""List the recipes and cluster scripts that are installed with the package, or copy one into the current folder.
+
+    tost recipes
+    tost recipes copy owt_tost_base
+
+`tost train demo` takes a recipe by its name. Copy a recipe to change more of it than a few settings.
+"""
+
+import shutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from tost_lm.config import Section, run_program
+from tost_lm.config.recipes import recipes
+from tost_lm.errors import ConfigError
+
+
+def main(path: None, config: Section) -> None:
+    words, known = sys.argv[1:], recipes()
+    if words in (["--help"], ["-h"]):
+        print(__doc__)
+    elif not words:
+        width = max(map(len, known))
+        print("\n".join(f"{name:<{width}}  {first_comment(file)}" for name, file in known.items()))
+    elif words[0] == "copy" and len(words) == 2:
+        copy(words[1], known)
+    else:
+        raise ConfigError(f"not a command: tost recipes {' '.join(words)}; write tost recipes [copy NAME]")
+
+
+def copy(name: str, known: dict[str, Path]) -> None:
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"no such recipe: {name}{hint}; tost recipes lists them")
+    target = Path(known[name].name)
+    if target.exists():
+        raise ConfigError(f"{target}: exists here; move it away first")
+    shutil.copyfile(known[name], target)
+    if target.read_bytes().startswith(b"#!"):
+        target.chmod(0o755)  # a wheel may not keep the mode
+    print(target)
+
+
+def first_comment(file: Path) -> str:
+    """The first sentence of the file's comment."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if not line.startswith("#!")]
+    return " ".join(comments[: comments.index("")] if "" in comments else comments).split(". ")[0].rstrip(".")
+
+
+def run() -> NoReturn:
+    run_program(main, name="tost recipes", doc=__doc__ or "", positional="[ARGUMENT…]", config=Section, arguments=[])
+
+
+if __name__ == "__main__":
+    run()
