@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-full gpu check env clean-demo
+.PHONY: demo test test-full release-check gpu check env clean-demo
 
 # The full pipeline, from plain text to a trained and evaluated model, on two CPU ranks. Each step reuses valid results of
 # an earlier run. Training stops half-way and resumes from its checkpoint.
@@ -33,6 +33,10 @@ test: env
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
 test-full: test
 	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/programs/test_lost_rank.py tests/unit/data/test_shards.py
+
+# Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
+release-check: env
+	$(BIN)/python -m pytest -v --full tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
 
 # On a machine with a CUDA device, within eight minutes. It needs no index and no environment: python3 -m benchmarks.gpu
 # names the packages that are missing.

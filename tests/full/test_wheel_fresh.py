@@ -1,4 +1,4 @@
-"""A wheel that is installed, with what it asks for, into a new environment: it loads, scores and generates there."""
+"""A wheel that is installed, with what it asks for, into a new environment, and used there outside a checkout."""
 
 import shutil
 import subprocess
@@ -15,8 +15,8 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_close
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tost_lm")
 
 
-@pytest.mark.timeout(1800)
-def test_a_fresh_environment_loads_scores_and_generates(pytestconfig: pytest.Config, tmp_path: Path):
+@pytest.mark.timeout(3600)
+def test_a_fresh_environment_runs_everything(pytestconfig: pytest.Config, tmp_path: Path):
     if not pytestconfig.getoption("--full"):
         pytest.skip("it installs torch: pytest --full")
     start(sys.executable, "-m", "venv", "fresh", cwd=tmp_path)
@@ -44,4 +44,24 @@ def test_a_fresh_environment_loads_scores_and_generates(pytestconfig: pytest.Con
     for ours, theirs in zip(*(torch.load(tmp_path / name) for name in ("fresh.pt", "checkout.pt")), strict=True):
         assert_close(ours, theirs, FLOAT32_REORDERED)  # torch may be another build
     check_generation(python, tmp_path / "export")
-    shutil.rmtree(tmp_path / "fresh")  # a gigabyte, which pytest would keep
+
+    start(python, *pip, "install", *constraints, f"{wheel}[train,report]", cwd=tmp_path, limit_s=1500)
+    run_the_demo(tmp_path / "fresh/bin", tmp_path)
+    shutil.rmtree(tmp_path / "fresh")  # gigabytes, which pytest would keep
+
+
+def run_the_demo(commands: Path, cwd: Path) -> None:
+    """The commands of `make demo` on a small text, with recipes by name."""
+    (cwd / "texts").mkdir()
+    (cwd / "texts/lines.txt").write_text("".join(f"The lines of page {page} are short.\n\n" for page in range(4000)))
+    corpus = ["embedded", "corpus.source=texts", "tokenizer.vocab_size=300"]
+    tost = commands / "tost"
+    start(tost, "prepare", "tokenizer", *corpus, cwd=cwd)
+    start(tost, "prepare", "shards", *corpus, cwd=cwd)
+    small = ["model.vocab_size=300", "train.steps=2", "validation.sequences=2", "model.layers=1", "model.width=32"]
+    ranks = ["--standalone", "--nproc-per-node", "2", "-m", "tost_lm.cli.train", "demo"]
+    start(commands / "torchrun", *ranks, *small, "model.heads=2", cwd=cwd, OMP_NUM_THREADS="1")
+    start(tost, "eval", "zero-shot", "runs/demo", cwd=cwd)
+    assert start(tost, "generate", "runs/demo", "The lines", "sample.tokens=4", cwd=cwd).startswith("The lines")
+    start(tost, "report", "runs/demo", cwd=cwd)
+    assert (cwd / "runs/demo/report.html").is_file()
