@@ -1,6 +1,8 @@
 """A training engine of one rank, and real text: what the benchmarks of training steps share."""
 
+import importlib
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from tost_lm.model import ModelConfig
 from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
 from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.parallel.zero import build_engine, own_state
 from tost_lm.training.tiled import TiledLM
@@ -26,15 +28,19 @@ def engine_of(
     """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters."""
     torch.manual_seed(seed)
     optim = optim or OptimConfig()
-    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
-    model = TiledLM(settings).to(mesh.device)
+    with torch.device(device):
+        model = TiledLM(settings)
     try:
-        return build_engine(
-            model, build_adamw(model, optim), mesh, ParallelConfig(),
-            micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
-        )  # fmt: skip
+        os.environ.setdefault("DS_ACCELERATOR", device)
+        importlib.import_module("deepspeed")
     except ImportError:  # DeepSpeed, or one of its dependencies
-        return PlainEngine(model, optim, mesh, bfloat16)
+        alone = Axis(0, 1, None)  # needs no process group
+        return PlainEngine(model, optim, Mesh(alone, alone, alone, alone, torch.device(device)), bfloat16)
+    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
+    return build_engine(
+        model, build_adamw(model, optim), mesh, ParallelConfig(),
+        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+    )  # fmt: skip
 
 
 def uses_deepspeed(engine: Any) -> bool:
@@ -74,8 +80,8 @@ class PlainEngine:
             self.optimizer.step()
         self.module.zero_grad()
         if self._masters is not self._weights:
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                weight.data.copy_(master.data)
+            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+            copy([p.data for p in self._weights], [p.data for p in self._masters])
         return norm
 
     def state_tensors(self) -> list[Tensor]:

@@ -9,10 +9,16 @@ stopped keeps those it has; measurements for which no time is left are listed. T
 Output: one table and all values in benchmarks/results/, from where `tost plan` takes its constants for this GPU.
 """
 
+import json
 import sys
 from importlib.util import find_spec
 
 NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "pydantic")
+NEEDED += ("pydantic_core", "annotated_types", "typing_inspection")  # of pydantic
+PARTS = (
+    "device", "operator", "operator tests", "loss", "training step", "bfloat16 against float32", "tile by tile",
+    "decoding",
+)  # fmt: skip
 USED = {"deepspeed": "training in a plain loop", "fla": "no gated linear attention", "xdist": "tests one by one"}
 
 
@@ -33,6 +39,7 @@ if __name__ == "__main__":
     exit_if_packages_are_missing()
 
 import time  # noqa: E402
+import traceback  # noqa: E402
 from collections.abc import Iterator, Mapping, Sequence  # noqa: E402
 from typing import Any, Literal  # noqa: E402
 
@@ -40,7 +47,7 @@ from pydantic import Field, PositiveInt  # noqa: E402
 
 from benchmarks import measure  # noqa: E402
 from tost_lm.config import Section, run_program  # noqa: E402
-from tost_lm.errors import ConfigError  # noqa: E402
+from tost_lm.errors import ConfigError, TostError  # noqa: E402
 
 
 class GpuSection(Section):
@@ -50,6 +57,8 @@ class GpuSection(Section):
     """No measurement begins after this time [minutes]."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu runs everything on the processor, to try the program with small sizes."""
+    parts: list[Literal[PARTS]] = Field(default=list(PARTS), min_length=1)  # pyright: ignore[reportInvalidTypeForm]
+    """Parts to measure; earlier results of the others are kept. Use it after an error that made the device unusable."""
 
 
 class LengthsSection(Section):
@@ -82,7 +91,7 @@ class GpuBenchmarkConfig(Section):
 def main(path: Any, config: GpuBenchmarkConfig) -> None:
     import torch
 
-    from benchmarks.gpu_parts import PARTS
+    from benchmarks.gpu_parts import DESCRIBED, context_is_lost, free_memory
 
     device = config.gpu.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -90,14 +99,30 @@ def main(path: Any, config: GpuBenchmarkConfig) -> None:
     for name, without in USED.items():
         if find_spec(name) is None:
             print(f"{name} is not installed: {without}")
-    began, cells, written = time.monotonic(), list[dict[str, Any]](), None
-    for part, (begin, _) in PARTS.items():
-        for cell in _guarded(begin(config, device), began + 60 * config.gpu.budget_minutes):
+    began, cells = time.monotonic(), cells_of_other_parts(config)
+    deadline = began + 60 * config.gpu.budget_minutes
+    parts = [part for part in PARTS if part in config.gpu.parts]
+    for part in parts:
+        begin, _ = DESCRIBED[part]
+        for cell in _guarded(begin(config, device, deadline), deadline):
             seconds = time.monotonic() - began
             cells.append({"part": part, **cell, "at_s": round(seconds, 1)})
             print(f"{seconds:6.1f} s  " + "  ".join(row(cells[-1]).values()), flush=True)
-            written = measure.store("gpu", device, config, cells, table(cells))
-    print(f"\nwrote {written}")
+            measure.store("gpu", device, config, cells, table(cells))
+        if context_is_lost(device):
+            rest = json.dumps(parts[parts.index(part) + 1 :])
+            raise TostError(
+                f"the error in {part!r} made the device unusable; measure the others with gpu.parts='{rest}'"
+            )
+        free_memory(device)
+    print(f"\nwrote {measure.results_file('gpu', device)}")
+
+
+def cells_of_other_parts(config: GpuBenchmarkConfig) -> list[dict[str, Any]]:
+    """What earlier runs on this machine measured of the parts that this run leaves out."""
+    path = measure.results_file("gpu", config.gpu.device).with_suffix(".json")
+    cells = json.loads(path.read_text())["cells"] if path.is_file() else []
+    return [cell for cell in cells if cell["part"] not in config.gpu.parts]
 
 
 def _guarded(cells: Iterator[Mapping[str, Any]], deadline: float) -> Iterator[Mapping[str, Any]]:
@@ -111,7 +136,8 @@ def _guarded(cells: Iterator[Mapping[str, Any]], deadline: float) -> Iterator[Ma
                 return
             yield cell
     except Exception as error:  # the measurements after it are still worth having
-        yield {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        first_line = (str(error).splitlines() or [""])[0]
+        yield {"failed": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()[-8000:]}
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -120,9 +146,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def row(cell: Mapping[str, Any]) -> dict[str, str]:
     """A line of the table."""
-    from benchmarks.gpu_parts import PARTS
+    from benchmarks.gpu_parts import DESCRIBED
 
-    value, beside = (cell["failed"], "") if "failed" in cell else PARTS[cell["part"]][1](cell)
+    value, beside = (cell["failed"], "") if "failed" in cell else DESCRIBED[cell["part"]][1](cell)
     return {"part": cell["part"], "case": cell.get("case", ""), "value": value, "beside it": beside}
 
 

@@ -8,13 +8,17 @@ import gc
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import long_cells, loss_cells, model_cells, operator_cells, precision_cells
 from benchmarks.engine import engine_of, uses_deepspeed
@@ -37,12 +41,13 @@ Cells = Iterator[dict[str, Any]]
 LAYER_SCALES = [1e-5, 1e-4, 1e-3, 1e-2]
 LAUNCHES = 2000
 SLOW_S = 20
+SLOW_CALL_S = 2
 TEST_SECONDS = 240
 TOP_KERNELS = 8
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
-def device_rates(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def device_rates(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """Bandwidth of a copy, rates of matrix products, and the time in which the host launches an operation."""
     yield {"case": "copy", **operator_cells.copy_bandwidth(device)}
     dtype, width = getattr(torch, DTYPES[device]), config.shape.width
@@ -65,8 +70,8 @@ def describe_rate(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['flops_per_second'] / 1e12:.4g} TFLOP/s", _percent_of_peak(cell["of_peak"])
 
 
-def operator(config: "GpuBenchmarkConfig", device: str) -> Cells:
-    """The operator at each length, then its rivals; a rival that is too slow is not tried at a longer length."""
+def operator(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+    """The operator at each length, then its rivals. Calls with little data run in the GPU's L2 cache."""
     copied = operator_cells.copy_bandwidth(device)["bytes_per_second"]
     rivals: dict[str, Callable[..., Callable[[], None]]] = {
         OURS: operator_cells.prepared,
@@ -74,29 +79,37 @@ def operator(config: "GpuBenchmarkConfig", device: str) -> Cells:
         **_linear_attention(device),
     }
     for rival, prepare in rivals.items():
-        row_seconds = {FORWARD: 0.0, BOTH: 0.0}  # at the shortest length, of rivals in quadratic time
+        before: dict[str, tuple[int, float]] = {}  # tokens and seconds of a sequence at the previous length
         for tokens in sorted(config.lengths.operator):
             rows = max(1, config.lengths.batch_tokens // tokens)
             shape = {"batch": rows, "heads": config.shape.heads, "channels": config.shape.width // config.shape.heads}
             for work in (FORWARD, BOTH):
                 case = f"{rival}, {rows} × {tokens:,} tokens, {work}"
-                if row_seconds[work] * (tokens / min(config.lengths.operator)) ** 2 > SLOW_S:
+                shorter, took = before.get(work, (tokens, 0.0))
+                if rival == SOFTMAX and took * (tokens / shorter) ** 2 > SLOW_S:
                     yield {"case": case, "failed": f"not tried: would take over {SLOW_S} s"}
                     continue
                 call = prepare(rival, device=device, tokens=tokens, dtype=DTYPES[device], work=work, **shape)
-                seconds = median_seconds(call, device)
-                if rival == SOFTMAX:
-                    row_seconds[work] = row_seconds[work] or seconds / rows
+                with _flash_attention(device):
+                    seconds, peak = measured(call, device)
+                    kernels = kernels_of(call, device) if seconds < 1 else []
+                before[work] = (tokens, seconds / rows)
                 w_bytes = rows * tokens * config.shape.width * getattr(torch, DTYPES[device]).itemsize
-                peak, floor = peak_extra_bytes(call, device) / w_bytes, SIZES_MOVED[work] * w_bytes / copied
-                yield {"case": case, "seconds": seconds, "floor_seconds": floor, "peak_in_w": peak}
+                yield {
+                    "case": case, "seconds": seconds, "floor_seconds": SIZES_MOVED[work] * w_bytes / copied,
+                    "peak_in_w": peak / w_bytes, **in_all(kernels),
+                }  # fmt: skip
+
+
+def _flash_attention(device: str) -> AbstractContextManager[Any]:
+    """On a GPU, softmax attention runs torch's flash attention, not cuDNN's."""
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else nullcontext()
 
 
 def describe_operator(cell: Mapping[str, Any]) -> tuple[str, str]:
     seconds, floor = cell["seconds"], cell["floor_seconds"]
-    return _ms(
-        seconds
-    ), f"{seconds / floor:.2f} × the operator's floor {_ms(floor)}; {cell['peak_in_w']:.2f} w more memory"
+    ratio = f"{seconds / floor:.2f} × the operator's floor {_ms(floor)}"
+    return _ms(seconds), f"{ratio}; {_kernels(cell)}; {cell['peak_in_w']:.2f} w more memory"
 
 
 def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]]]:
@@ -123,19 +136,30 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
     return dict.fromkeys(("gated linear attention (fla)", "gated delta rule (fla)"), prepare)
 
 
-def operator_tests(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def operator_tests(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
     paths = ["tests/gpu", *(["tests/unit/model/test_gated.py"] if device == "cuda" and find_spec("fla") else [])]
-    command = [sys.executable, "-m", "pytest", *paths, *(["-n", "8"] if find_spec("xdist") else [])]
-    try:
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=TEST_SECONDS)
-    except subprocess.TimeoutExpired:
-        yield {"case": " ".join(paths), "failed": f"over {TEST_SECONDS} s"}
-        return
-    last = next((line for line in reversed(done.stdout.splitlines()) if re.match(r"\d+ \w+.* in ", line)), "")
+    options = ["--tb=short", "--durations=5", *(["-n", "8"] if find_spec("xdist") else [])]
+    limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "pytest", *paths, *options]
+        try:
+            code = subprocess.run(command, cwd=CHECKOUT, stdout=output, stderr=output, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        output.seek(0)
+        said = output.read()
+    last = next((line for line in reversed(said.splitlines()) if re.match(r"\d+ \w+.* in ", line)), "")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    yield {"case": " ".join(paths), "counts": counts, "failed_tests": failed, "exit_code": done.returncode}
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+)", said, re.MULTILINE)
+    cell = {
+        "case": " ".join(paths),
+        "counts": counts,
+        "failed_tests": failed,
+        "exit_code": code,
+        "output": said[-20000:],
+    }
+    yield cell if code is not None else {**cell, "failed": f"not finished after {limit_s:.0f} s"}
 
 
 def describe_tests(cell: Mapping[str, Any]) -> tuple[str, str]:
@@ -143,13 +167,13 @@ def describe_tests(cell: Mapping[str, Any]) -> tuple[str, str]:
     return counts, "; ".join(cell["failed_tests"]) or f"exit code {cell['exit_code']}"
 
 
-def loss(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def loss(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """From the head's input and weight to the gradients of both."""
     M, C, V = config.lengths.batch_tokens, config.shape.width, config.shape.vocab_size
     products = 6 * M * C * V
     for rival in (OUR_LOSS, WHOLE_LOGITS):
         call = loss_cells.prepared(rival, device, M, width=C, vocab_size=V, dtype=DTYPES[device], work=BOTH)
-        seconds, peak = median_seconds(call, device), peak_extra_bytes(call, device)
+        seconds, peak = measured(call, device)
         case = f"{rival}, {M:,} tokens, vocabulary {V:,}, {BOTH}"
         yield {"case": case, "seconds": seconds, "peak_bytes": peak, "of_peak": _of_peak(products / seconds, device)}
 
@@ -158,7 +182,7 @@ def describe_loss(cell: Mapping[str, Any]) -> tuple[str, str]:
     return _ms(cell["seconds"]), f"{in_units(cell['peak_bytes'])} more memory; {_percent_of_peak(cell['of_peak'])}"
 
 
-def training(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def training(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """A step of `tost train`, and its kernels."""
     for tokens in config.lengths.training:
         settings, rows = _model(config, max_positions=tokens), max(1, config.lengths.batch_tokens // tokens)
@@ -166,33 +190,34 @@ def training(config: "GpuBenchmarkConfig", device: str) -> Cells:
         windows = torch.randint(settings.vocab_size, (rows, tokens + 1), device=engine.mesh.device)
         batch = MicroBatch(windows[:, :-1], windows[:, 1:])
         step = partial(train_step, engine, [batch], tile(engine.mesh, tokens), OptimConfig().lr)
-        seconds, peak = median_seconds(step, device), peak_extra_bytes(step, device)
+        seconds, peak = measured(step, device)
         kernels = kernels_of(step, device)
         flops = flops_per_token(settings, tokens).total * rows * tokens
         case = f"{rows} × {tokens:,} tokens, {'DeepSpeed' if uses_deepspeed(engine) else 'plain loop'}"
         yield {
             "case": case, "seconds": seconds, "tokens": rows * tokens, "peak_bytes": peak,
-            "mfu": _of_peak(flops / seconds, device), "launches": sum(count for _, _, count in kernels),
-            "kernel_seconds": sum(time for _, time, _ in kernels),
+            "mfu": _of_peak(flops / seconds, device), **in_all(kernels),
         }  # fmt: skip
-        for name, time, count in kernels[:TOP_KERNELS]:
-            yield {"case": f"{tokens:,} tokens: {name[:60]}", "kernel_seconds": time, "calls": count, "step": seconds}
+        for name, busy, count in kernels[:TOP_KERNELS]:
+            case = f"{tokens:,} tokens: {name if len(name) < 100 else f'{name[:48]}…{name[-48:]}'}"
+            yield {"case": case, "kernel": name, "kernel_seconds": busy, "calls": count, "step": seconds}
         del engine, step
         free_memory(device)
 
 
 def describe_training(cell: Mapping[str, Any]) -> tuple[str, str]:
-    kernels = _ms(cell["kernel_seconds"])
     if "calls" in cell:
-        return kernels, f"{cell['calls']} calls, {cell['kernel_seconds'] / cell['step']:.1%} of the step"
+        return _ms(
+            cell["kernel_seconds"]
+        ), f"{cell['calls']} calls, {cell['kernel_seconds'] / cell['step']:.1%} of the step"
     mfu = "MFU unknown" if cell["mfu"] is None else f"MFU {cell['mfu']:.1%}"
     return (
         f"{_ms(cell['seconds'])}, {cell['tokens'] / cell['seconds']:,.0f} tokens/s",
-        f"{mfu}; kernels {kernels} in {cell['launches']:,} launches; {in_units(cell['peak_bytes'])} more memory",
+        f"{mfu}; {_kernels(cell)}; {in_units(cell['peak_bytes'])} more memory",
     )
 
 
-def precision(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def precision(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """bfloat16 against float32: the last hidden state of the model, then losses of a small one."""
     tokens = min(config.lengths.training)
     model = _model(config, max_positions=tokens).model_dump()
@@ -214,17 +239,15 @@ def describe_precision(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['loss']:.4f} nats", f"{in_units(cell['state_bytes'])} of weights and optimizer state"
 
 
-def tiled(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def tiled(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """A step on one long sequence, tile by tile."""
     unlimited = {"max_positions": 1, "positions": "sinusoidal", "denom_bias": "head"}
     model = _model(config, **unlimited).model_dump()
     step = long_cells.step_of(device, model, config.lengths.tile_tokens)
     step(2 * config.lengths.tile_tokens)
     for tokens in sorted(config.lengths.tiled):
-        seconds: list[float] = []
-        once = partial(median_seconds, partial(step, tokens), device, repeats=1, warm_up=False)
-        peak = peak_extra_bytes(lambda once=once, seconds=seconds: seconds.append(once()), device)
-        yield {"case": f"{tokens:,} tokens", "seconds": seconds[0], "tokens": tokens, "peak_bytes": peak}
+        seconds, peak = once(partial(step, tokens), device)
+        yield {"case": f"{tokens:,} tokens", "seconds": seconds, "tokens": tokens, "peak_bytes": peak}
     free_memory(device)
 
 
@@ -233,22 +256,21 @@ def describe_tiled(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['seconds']:.3g} s, {rate:,.0f} tokens/s", f"{in_units(cell['peak_bytes'])} more memory"
 
 
-def decoding(config: "GpuBenchmarkConfig", device: str) -> Cells:
+def decoding(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
     """One token at a time for one sequence."""
     tokens = min(config.lengths.training)
     rival = {"settings": _model(config, max_positions=tokens + 1).model_dump(), "attention": None}
     call, _ = model_cells.decoding_call(device, tokens, DTYPES[device], rival)
     many = lambda: [call() for _ in range(config.lengths.decoded)]
     seconds = median_seconds(many, device) / config.lengths.decoded
-    launches = sum(count for _, _, count in kernels_of(call, device))
-    yield {"case": f"a token after {tokens:,}", "seconds": seconds, "launches": launches}
+    yield {"case": f"a token after {tokens:,}", "seconds": seconds, **in_all(kernels_of(call, device))}
 
 
 def describe_decoding(cell: Mapping[str, Any]) -> tuple[str, str]:
-    return _ms(cell["seconds"]), f"{cell['launches']:,} launches"
+    return _ms(cell["seconds"]), _kernels(cell)
 
 
-PARTS: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], tuple[str, str]]]] = {
+DESCRIBED: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], tuple[str, str]]]] = {
     "device": (device_rates, describe_rate),
     "operator": (operator, describe_operator),
     "operator tests": (operator_tests, describe_tests),
@@ -277,6 +299,38 @@ def kernels_of(call: Callable[[], object], device: str) -> list[tuple[str, float
     return sorted(found, key=lambda kernel: -kernel[1])
 
 
+def in_all(kernels: list[tuple[str, float, int]]) -> dict[str, Any]:
+    """Seconds of the kernels, their launches, and copies and fills, which the host launches too."""
+    copies = sum(count for name, _, count in kernels if name.startswith("Mem"))
+    launches = sum(count for _, _, count in kernels) - copies
+    return {"kernel_seconds": sum(busy for _, busy, _ in kernels), "launches": launches, "copies": copies}
+
+
+def measured(call: Callable[[], object], device: str) -> tuple[float, int]:
+    """Median seconds of a call, and its peak memory beyond what was held before; a slow call runs once."""
+    seconds, peak = once(call, device)  # compiles
+    if seconds < SLOW_CALL_S:
+        seconds, peak = median_seconds(call, device), peak_extra_bytes(call, device)
+    return seconds, peak
+
+
+def once(call: Callable[[], object], device: str) -> tuple[float, int]:
+    seconds: list[float] = []
+    timed = partial(median_seconds, call, device, repeats=1, warm_up=False)
+    peak = peak_extra_bytes(lambda: seconds.append(timed()), device)
+    return seconds[0], peak
+
+
+def context_is_lost(device: str) -> bool:
+    """Whether an error left the GPU unusable for this process."""
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+    return False
+
+
 def free_memory(device: str) -> None:
     gc.collect()
     if device == "cuda":
@@ -295,6 +349,10 @@ def _of_peak(flops_per_second: float, device: str) -> float | None:
 
 def _percent_of_peak(of_peak: float | None) -> str:
     return "peak unknown" if of_peak is None else f"{of_peak:.0%} of the published peak"
+
+
+def _kernels(cell: Mapping[str, Any]) -> str:
+    return f"kernels {_ms(cell['kernel_seconds'])} in {cell['launches']:,} launches and {cell['copies']:,} copies"
 
 
 def _ms(seconds: float) -> str:

@@ -294,13 +294,17 @@ def in_units(size: float) -> str:
 def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
     """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
     of the latter. Earlier results of the same machine are replaced."""
-    machine = _machine(device)
-    path = RESULTS / f"{name}_{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.md"
+    machine, path = _machine(device), results_file(name, device)
     record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
     write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     about = "; ".join(f"{key} {value}" for key, value in machine.items())
     write_atomically(path, f"# {name}\n\n{about}\n\n{text.strip()}\n")
     return path
+
+
+def results_file(name: str, device: str) -> Path:
+    """The table of a benchmark on this machine; the values are beside it, as .json."""
+    return RESULTS / f"{name}_{re.sub('[^a-z0-9]+', '-', _machine(device)['device'].lower()).strip('-')}.md"
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_random_shapes(seed: int):
     draw = random.Random(seed)
     lengths = draw.choices([1, 2, 31, 32, 33, 100, 1000], k=draw.randint(1, 20))
     H, D = draw.randint(1, 64), draw.choice([16, 20, 32, 48, 64, 80, 128, 200, 256])
-    membership = draw.choice(get_args(Membership))
+    membership = get_args(Membership)[seed % 3]
     assert_is_the_formulas(draw_call(seed, tuple(lengths), H, D, membership), "cuda")
 
 
@@ -77,7 +77,7 @@ def test_more_than_two_to_the_31_elements():
     """The last document of a call, beyond 32-bit offsets, has the outputs that it has alone."""
     H, D, last = 16, 128, 5000
     T = 2**31 // (H * D) + 2 * last
-    needed, free = 8 * T * H * D, torch.cuda.mem_get_info()[0]
+    needed, free = 10 * T * H * D, torch.cuda.mem_get_info()[0]
     if free < needed:
         pytest.skip(f"needs {needed >> 30} GiB of free GPU memory; {free >> 30} are free")
     w = torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)

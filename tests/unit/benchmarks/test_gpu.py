@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import PARTS
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, TostError
 from tost_lm.training.plan_config import PlanConfig, measurements_file
 
 SMALL = [
@@ -39,10 +38,18 @@ def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path):
     assert path.name == measurements_file(record["machine"]["device"]).name
     cells = record["cells"]
     assert [cell for cell in cells if "failed" in cell] == []
-    assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(PARTS)
+    assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(gpu.PARTS)
     assert any("plain loop" in cell["case"] for cell in cells)
     table = path.with_suffix(".md").read_text()
-    assert all(f"| {part} " in table for part in PARTS)
+    assert all(f"| {part} " in table for part in gpu.PARTS)
+
+    again = subprocess.run(
+        [*command, 'gpu.parts=["decoding"]'], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    both = json.loads(path.read_text())["cells"]
+    assert [cell for cell in both if cell["part"] != "decoding"] == [c for c in cells if c["part"] != "decoding"]
+    assert [cell["case"] for cell in both if cell["part"] == "decoding"] == ["a token after 64"]
 
 
 def test_missing_packages_are_named_with_the_way_to_bring_them():
@@ -70,8 +77,17 @@ def test_a_part_ends_at_the_time_limit_and_at_a_failure():
     late = time.monotonic() - 1
     assert [cell["failed"] for cell in gpu._guarded(cells(), late)] == ["not begun: gpu.budget_minutes is over"]
     measured = list(gpu._guarded(cells(), time.monotonic() + 60))
-    assert measured == [{"case": "first"}, {"failed": "MemoryError: no more"}]
+    assert [cell.get("failed") for cell in measured] == [None, "MemoryError: no more"]
+    assert "in cells" in measured[1]["traceback"]
     assert gpu.row({"part": "loss", **measured[1]})["value"] == "MemoryError: no more"
+
+
+def test_an_error_that_loses_the_device_names_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu_parts.context_is_lost", lambda device: True)
+    config = load_config(gpu.GpuBenchmarkConfig, None, [*SMALL, 'gpu.parts=["loss", "decoding"]'])
+    with pytest.raises(TostError, match=r"gpu\.parts='\[\"decoding\"\]'"):
+        gpu.main(None, config)
 
 
 def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
