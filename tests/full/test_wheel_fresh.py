@@ -53,8 +53,8 @@ def test_a_fresh_environment_runs_everything(pytestconfig: pytest.Config, tmp_pa
 def run_the_demo(commands: Path, cwd: Path) -> None:
     """The commands of `make demo` on a small text, with recipes by name."""
     (cwd / "texts").mkdir()
-    (cwd / "texts/lines.txt").write_text("".join(f"The lines of page {page} are short.\n\n" for page in range(4000)))
-    corpus = ["embedded", "corpus.source=texts", "tokenizer.vocab_size=300"]
+    (cwd / "texts/lines.txt").write_text("".join(f"The lines of page {page} are short.\n" for page in range(4000)))
+    corpus = ["embedded", "corpus.source=texts", "corpus.text_documents=line", "tokenizer.vocab_size=300"]
     tost = commands / "tost"
     start(tost, "prepare", "tokenizer", *corpus, cwd=cwd)
     start(tost, "prepare", "shards", *corpus, cwd=cwd)
