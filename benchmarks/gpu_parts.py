@@ -207,9 +207,8 @@ def training(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cell
 
 def describe_training(cell: Mapping[str, Any]) -> tuple[str, str]:
     if "calls" in cell:
-        return _ms(
-            cell["kernel_seconds"]
-        ), f"{cell['calls']} calls, {cell['kernel_seconds'] / cell['step']:.1%} of the step"
+        busy = cell["kernel_seconds"]
+        return _ms(busy), f"{cell['calls']} calls, {busy / cell['step']:.1%} of the step"
     mfu = "MFU unknown" if cell["mfu"] is None else f"MFU {cell['mfu']:.1%}"
     return (
         f"{_ms(cell['seconds'])}, {cell['tokens'] / cell['seconds']:,.0f} tokens/s",
