@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import long_cells, loss_cells, model_cells, operator_cells, precision_cells
 from benchmarks.engine import engine_of, uses_deepspeed
+from benchmarks.gpu_config import GpuBenchmarkConfig
 from benchmarks.loss import OURS as OUR_LOSS
 from benchmarks.loss import WHOLE as WHOLE_LOGITS
 from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes
@@ -34,9 +35,6 @@ from tost_lm.optim.config import OptimConfig
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 
-if TYPE_CHECKING:
-    from benchmarks.gpu import GpuBenchmarkConfig
-
 Cells = Iterator[dict[str, Any]]
 LAYER_SCALES = [1e-5, 1e-4, 1e-3, 1e-2]
 LAUNCHES = 2000
@@ -47,7 +45,7 @@ TOP_KERNELS = 8
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
-def device_rates(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def device_rates(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """Bandwidth of a copy, rates of matrix products, and the time in which the host launches an operation."""
     yield {"case": "copy", **operator_cells.copy_bandwidth(device)}
     dtype, width = getattr(torch, DTYPES[device]), config.shape.width
@@ -70,7 +68,7 @@ def describe_rate(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['flops_per_second'] / 1e12:.4g} TFLOP/s", _percent_of_peak(cell["of_peak"])
 
 
-def operator(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def operator(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator at each length, then its rivals. Calls with little data run in the GPU's L2 cache."""
     copied = operator_cells.copy_bandwidth(device)["bytes_per_second"]
     rivals: dict[str, Callable[..., Callable[[], None]]] = {
@@ -136,7 +134,7 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
     return dict.fromkeys(("gated linear attention (fla)", "gated delta rule (fla)"), prepare)
 
 
-def operator_tests(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
     paths = ["tests/gpu", *(["tests/unit/model/test_gated.py"] if device == "cuda" and find_spec("fla") else [])]
     options = ["--tb=short", "--durations=5", *(["-n", "8"] if find_spec("xdist") else [])]
@@ -167,7 +165,7 @@ def describe_tests(cell: Mapping[str, Any]) -> tuple[str, str]:
     return counts, "; ".join(cell["failed_tests"]) or f"exit code {cell['exit_code']}"
 
 
-def loss(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def loss(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """From the head's input and weight to the gradients of both."""
     M, C, V = config.lengths.batch_tokens, config.shape.width, config.shape.vocab_size
     products = 6 * M * C * V
@@ -182,7 +180,7 @@ def describe_loss(cell: Mapping[str, Any]) -> tuple[str, str]:
     return _ms(cell["seconds"]), f"{in_units(cell['peak_bytes'])} more memory; {_percent_of_peak(cell['of_peak'])}"
 
 
-def training(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def training(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """A step of `tost train`, and its kernels."""
     for tokens in config.lengths.training:
         settings, rows = _model(config, max_positions=tokens), max(1, config.lengths.batch_tokens // tokens)
@@ -216,7 +214,7 @@ def describe_training(cell: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def precision(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def precision(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """bfloat16 against float32: the last hidden state of the model, then losses of a small one."""
     tokens = min(config.lengths.training)
     model = _model(config, max_positions=tokens).model_dump()
@@ -238,7 +236,7 @@ def describe_precision(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['loss']:.4f} nats", f"{in_units(cell['state_bytes'])} of weights and optimizer state"
 
 
-def tiled(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def tiled(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """A step on one long sequence, tile by tile."""
     unlimited = {"max_positions": 1, "positions": "sinusoidal", "denom_bias": "head"}
     model = _model(config, **unlimited).model_dump()
@@ -255,7 +253,7 @@ def describe_tiled(cell: Mapping[str, Any]) -> tuple[str, str]:
     return f"{cell['seconds']:.3g} s, {rate:,.0f} tokens/s", f"{in_units(cell['peak_bytes'])} more memory"
 
 
-def decoding(config: "GpuBenchmarkConfig", device: str, deadline: float) -> Cells:
+def decoding(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """One token at a time for one sequence."""
     tokens = min(config.lengths.training)
     rival = {"settings": _model(config, max_positions=tokens + 1).model_dump(), "attention": None}
@@ -336,7 +334,7 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _model(config: "GpuBenchmarkConfig", **others: Any) -> ModelConfig:
+def _model(config: GpuBenchmarkConfig, **others: Any) -> ModelConfig:
     return validate(ModelConfig, {**config.shape.model_dump(), "pattern": "T", **others}, "benchmarks.gpu")
 
 

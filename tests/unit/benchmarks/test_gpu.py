@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_config import PARTS, GpuBenchmarkConfig
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError, TostError
@@ -38,10 +39,10 @@ def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path):
     assert path.name == measurements_file(record["machine"]["device"]).name
     cells = record["cells"]
     assert [cell for cell in cells if "failed" in cell] == []
-    assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(gpu.PARTS)
+    assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(PARTS)
     assert any("plain loop" in cell["case"] for cell in cells)
     table = path.with_suffix(".md").read_text()
-    assert all(f"| {part} " in table for part in gpu.PARTS)
+    assert all(f"| {part} " in table for part in PARTS)
 
     again = subprocess.run(
         [*command, 'gpu.parts=["decoding"]'], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -66,7 +67,7 @@ def test_missing_packages_are_named_with_the_way_to_bring_them():
 def test_without_a_gpu_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"set gpu\.device=cpu"):
-        gpu.main(None, gpu.GpuBenchmarkConfig())
+        gpu.main(None, GpuBenchmarkConfig())
 
 
 def test_a_part_ends_at_the_time_limit_and_at_a_failure():
@@ -85,7 +86,7 @@ def test_a_part_ends_at_the_time_limit_and_at_a_failure():
 def test_an_error_that_loses_the_device_names_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.gpu_parts.context_is_lost", lambda device: True)
-    config = load_config(gpu.GpuBenchmarkConfig, None, [*SMALL, 'gpu.parts=["loss", "decoding"]'])
+    config = load_config(GpuBenchmarkConfig, None, [*SMALL, 'gpu.parts=["loss", "decoding"]'])
     with pytest.raises(TostError, match=r"gpu\.parts='\[\"decoding\"\]'"):
         gpu.main(None, config)
 
