@@ -204,7 +204,7 @@ def check_command(words: list[str]) -> None:
     if program.split(".")[0] not in ("tost_lm", "data_prep", "pretrain", "eval", "benchmarks"):
         return
     placeholders = re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest))
-    if not rest or placeholders or program == "tost_lm.cli.lm_eval":
+    if not rest or placeholders or program in ("tost_lm.cli.lm_eval", "tost_lm.cli.recipes"):
         return  # a command with placeholders, or a program with other options
     code, _, errors = Forked(program, *rest, "--dry-run", cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"

@@ -139,7 +139,7 @@ def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path
     assert launched.stderr == "error: torchrun: not found; activate the environment: . .venv/bin/activate\n"
 
 
-def test_the_slurm_script_exports_the_job_and_runs_the_launcher():
+def test_the_slurm_script_exports_the_job_and_runs_the_launcher(tmp_path: Path):
     script = CLUSTER / "train.sbatch"
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     first, *lines = script.read_text().splitlines()
@@ -151,7 +151,12 @@ def test_the_slurm_script_exports_the_job_and_runs_the_launcher():
     assert change_folder == ["cd", "$SLURM_SUBMIT_DIR"]
     assert all(len(words) == 2 and words[0] == "export" and re.match("[A-Z_]+=", words[1]) for words in exports)
     assert {"NODES", "RANKS_PER_NODE", "MASTER_ADDR"} <= {words[1].split("=")[0] for words in exports}
-    assert (start[0], *start[-2:]) == ("srun", "configs/cluster/launch.sh", "$@")
+    assert (start[0], *start[-2:]) == ("srun", "$LAUNCH", "$@")
+    (copy := tmp_path / "launch.sh").touch()
+    (launch,) = [line for line in lines if line.startswith("export LAUNCH=")]
+    for folder, found in ((CHECKOUT, "configs/cluster/launch.sh"), (copy.parent, "./launch.sh")):
+        shown = subprocess.run(["bash", "-c", f"{launch}\necho $LAUNCH"], cwd=folder, capture_output=True, text=True)
+        assert shown.stdout == f"{found}\n"
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
     assert [option for option in options if re.fullmatch(r"--signal=TERM@\d+", option)]

@@ -31,7 +31,8 @@ BENCHMARKS = [
     for path in sorted((CHECKOUT / "benchmarks").glob("*.py"))
     if "run_program(" in path.read_text()
 ]
-COMMANDS = [*(f"tost {command}" for command in ALL if command != "lm-eval"), *BENCHMARKS]  # the harness reads its own
+OWN_ARGUMENTS = ("lm-eval", "recipes")  # no settings
+COMMANDS = [*(f"tost {command}" for command in ALL if command not in OWN_ARGUMENTS), *BENCHMARKS]
 PATHS = {
     "tost prepare tokenizer": ["configs/data/embedded.toml"],
     "tost prepare shards": ["configs/data/embedded.toml"],
@@ -74,10 +75,17 @@ def test_answers_without_heavy_imports(command: str):
     assert "no_such: unknown key" in errors[0]
 
 
-def test_the_help_of_the_harness_imports_nothing_heavy():
-    (*text, code, imported), errors = answers("tost lm-eval", ["--help"])
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("lm-eval", "    tost lm-eval run --model tost_lm --model_args pretrained=runs/demo --tasks"),
+        ("recipes", "    tost recipes copy owt_tost_base"),
+    ],
+)
+def test_the_help_of_commands_without_settings_imports_nothing_heavy(command: str, usage: str):
+    (*text, code, imported), errors = answers(f"tost {command}", ["--help"])
     assert (code, imported, errors) == ("0", "[]", [])
-    assert "    tost lm-eval run --model tost_lm --model_args pretrained=runs/demo --tasks" in "\n".join(text)
+    assert usage in "\n".join(text)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
