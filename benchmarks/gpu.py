@@ -47,7 +47,7 @@ from tost_lm.errors import ConfigError, TostError  # noqa: E402
 def main(path: Any, config: GpuBenchmarkConfig) -> None:
     import torch
 
-    from benchmarks.gpu_parts import DESCRIBED, context_is_lost, free_memory
+    from benchmarks.gpu_parts import MEASUREMENTS, context_is_lost, free_memory
 
     device = config.gpu.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def main(path: Any, config: GpuBenchmarkConfig) -> None:
     deadline = began + 60 * config.gpu.budget_minutes
     parts = [part for part in PARTS if part in config.gpu.parts]
     for part in parts:
-        begin, _ = DESCRIBED[part]
+        begin, _ = MEASUREMENTS[part]
         for cell in _guarded(begin(config, device, deadline), deadline):
             seconds = time.monotonic() - began
             cells.append({"part": part, **cell, "at_s": round(seconds, 1)})
@@ -71,12 +71,12 @@ def main(path: Any, config: GpuBenchmarkConfig) -> None:
                 f"the error in {part!r} made the device unusable; measure the others with gpu.parts='{rest}'"
             )
         free_memory(device)
-    print(f"\nwrote {measure.results_file('gpu', device)}")
+    print(f"\nwrote {measure.table_file('gpu', device)}")
 
 
 def cells_of_other_parts(config: GpuBenchmarkConfig) -> list[dict[str, Any]]:
     """What earlier runs on this machine measured of the parts that this run leaves out."""
-    path = measure.results_file("gpu", config.gpu.device).with_suffix(".json")
+    path = measure.table_file("gpu", config.gpu.device).with_suffix(".json")
     cells = json.loads(path.read_text())["cells"] if path.is_file() else []
     return [cell for cell in cells if cell["part"] not in config.gpu.parts]
 
@@ -102,9 +102,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def row(cell: Mapping[str, Any]) -> dict[str, str]:
     """A line of the table."""
-    from benchmarks.gpu_parts import DESCRIBED
+    from benchmarks.gpu_parts import MEASUREMENTS
 
-    value, beside = (cell["failed"], "") if "failed" in cell else DESCRIBED[cell["part"]][1](cell)
+    value, beside = (cell["failed"], "") if "failed" in cell else MEASUREMENTS[cell["part"]][1](cell)
     return {"part": cell["part"], "case": cell.get("case", ""), "value": value, "beside it": beside}
 
 

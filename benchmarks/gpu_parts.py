@@ -267,7 +267,7 @@ def describe_decoding(cell: Mapping[str, Any]) -> tuple[str, str]:
     return _ms(cell["seconds"]), _kernels(cell)
 
 
-DESCRIBED: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], tuple[str, str]]]] = {
+MEASUREMENTS: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], tuple[str, str]]]] = {
     "device": (device_rates, describe_rate),
     "operator": (operator, describe_operator),
     "operator tests": (operator_tests, describe_tests),

@@ -24,10 +24,10 @@ from pydantic import Field, PositiveInt
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
+from tost_lm.training.plan_config import RESULTS, results_file
 from tost_lm.version import VERSION
 
 CHECKOUT = Path(__file__).parents[1]
-RESULTS = Path("benchmarks/results")  # in the working folder, as runs/
 NOT_TRIED = {"failed": "–"}
 CPU_MEMORY_LIMIT = 0.8  # fraction of the free memory; a cell that needs more fails before the machine swaps
 EXPECTED_FAILURES = {
@@ -294,7 +294,7 @@ def in_units(size: float) -> str:
 def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
     """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
     of the latter. Earlier results of the same machine are replaced."""
-    machine, path = _machine(device), results_file(name, device)
+    machine, path = _machine(device), table_file(name, device)
     record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
     write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     about = "; ".join(f"{key} {value}" for key, value in machine.items())
@@ -302,9 +302,9 @@ def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str
     return path
 
 
-def results_file(name: str, device: str) -> Path:
+def table_file(name: str, device: str) -> Path:
     """The table of a benchmark on this machine; the values are beside it, as .json."""
-    return RESULTS / f"{name}_{re.sub('[^a-z0-9]+', '-', _machine(device)['device'].lower()).strip('-')}.md"
+    return results_file(name, _machine(device)["device"]).with_suffix(".md")
 
 
 def _machine(device: str) -> dict[str, Any]:

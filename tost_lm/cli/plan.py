@@ -4,7 +4,7 @@
 
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
-reaches the fractions cluster.achieved_flops and cluster.achieved_bandwidth of its published figures. Where
+reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
 `python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
 (mfu) of a first run.
 """
@@ -18,7 +18,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training import plan
-from tost_lm.training.plan_config import PlanConfig, measurements_file
+from tost_lm.training.plan_config import PlanConfig, results_file
 from tost_lm.training.plan_memory import peak_moment
 
 Row = tuple[str, str, str]
@@ -74,7 +74,7 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
 def time_rows(config: PlanConfig) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
-    bandwidth = f"at {cluster.achieved_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
+    bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
         "operator": f"{in_units(operator)} per token {bandwidth}",
@@ -83,7 +83,7 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
         "optimizer": f"{in_units(plan.optimizer_bytes(config))} per rank",
         "communication": "collectives, without overlap",
     }
-    if (path := measurements_file(cluster.device)).is_file():
+    if (path := results_file("gpu", cluster.device)).is_file():
         yield "constants", "measured", f"on this GPU by benchmarks.gpu, in {path}"
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]

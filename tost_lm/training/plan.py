@@ -1,7 +1,8 @@
 """Resource plan of a pre-training run on a cluster, from the settings alone: FLOPs, traffic, time, and what fits.
 
 Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
-settings (`cluster.achieved_flops`, `cluster.achieved_bandwidth`), not measurements.
+settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). `benchmarks.gpu`
+measures the first two; otherwise they are assumed.
 """
 
 import math
@@ -84,7 +85,7 @@ def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
     cluster, flops = config.cluster, model_flops(config)
     tokens = config.batch_tokens / cluster.ranks  # per rank
-    bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_bandwidth
+    bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_memory_bandwidth
     again = recomputed_flops(config)
     products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
     operator = operator_bytes_per_token(config) * tokens / bandwidth

@@ -13,6 +13,7 @@ from tost_lm.training.config import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
+RESULTS = Path("benchmarks/results")
 _FIGURES = ("device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
 # NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200; of PCIe nodes, one adapter of 400 Gbit/s.
 CLUSTERS: dict[Preset, dict[str, Any]] = {
@@ -24,20 +25,20 @@ CLUSTERS: dict[Preset, dict[str, Any]] = {
 }
 
 
-def measurements_file(device: str) -> Path:
-    """Where `benchmarks.gpu` stores what it measured on this GPU; in the working folder, as runs/."""
-    return Path("benchmarks/results") / f"gpu_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+def results_file(benchmark: str, device: str) -> Path:
+    """Where a benchmark stores what it measured on this device; in the working folder, as runs/."""
+    return RESULTS / f"{benchmark}_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def _measured(device: str, memory_gb_s: float) -> dict[str, float]:
     """The settings that `benchmarks.gpu` has measured on this GPU; none where it has not run."""
-    path = measurements_file(device)
+    path = results_file("gpu", device)
     if not path.is_file():
         return {}
     try:
         cells = {cell["case"]: cell for cell in json.loads(path.read_text())["cells"] if cell["part"] == "device"}
         found = {
-            "achieved_bandwidth": min(1.0, cells["copy"]["bytes_per_second"] / (memory_gb_s * 1e9)),
+            "achieved_memory_bandwidth": min(1.0, cells["copy"]["bytes_per_second"] / (memory_gb_s * 1e9)),
             "launch_us": cells["launch of an operation"]["seconds"] * 1e6,
         }
         if fraction := cells["matrix product of an MLP"]["of_peak"]:
@@ -79,8 +80,10 @@ class ClusterConfig(Section):
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.4, gt=0, le=1)
     """Fraction of the peak FLOP/s that matrix products reach: measured by `benchmarks.gpu`, otherwise assumed."""
+    achieved_memory_bandwidth: float = Field(default=0.7, gt=0, le=1)
+    """Fraction of the memory bandwidth that operations reach: measured by `benchmarks.gpu`, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
-    """Fraction of their bandwidth that memory, links and network reach: measured (memory only) or assumed."""
+    """Assumed fraction of their bandwidth that links and network reach."""
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of a collective of any size in µs."""
     launch_us: float = Field(default=6.0, ge=0)

@@ -13,7 +13,7 @@ from benchmarks.gpu_config import PARTS, GpuBenchmarkConfig
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.training.plan_config import PlanConfig, measurements_file
+from tost_lm.training.plan_config import PlanConfig, results_file
 
 SMALL = [
     "gpu.device=cpu", "shape.layers=1", "shape.width=32", "shape.heads=2", "shape.vocab_size=256",
@@ -36,7 +36,7 @@ def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "benchmarks/results").glob("gpu_*.json")
     record = json.loads(path.read_text())
-    assert path.name == measurements_file(record["machine"]["device"]).name
+    assert path.name == results_file("gpu", record["machine"]["device"]).name
     cells = record["cells"]
     assert [cell for cell in cells if "failed" in cell] == []
     assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(PARTS)
@@ -96,7 +96,7 @@ def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch
     recipe = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
     plan = lambda *words: load_config(PlanConfig, recipe, ["cluster.preset=h200-sxm", *words]).cluster
     assert plan().achieved_flops == 0.4
-    path = measurements_file("NVIDIA H200")
+    path = results_file("gpu", "NVIDIA H200")
     assert path == Path("benchmarks/results/gpu_nvidia-h200.json")
     path.parent.mkdir(parents=True)
     cells = [
@@ -106,7 +106,8 @@ def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch
     ]
     path.write_text(json.dumps({"cells": cells}))
     cluster = plan("cluster.launch_us=9")
-    assert (cluster.achieved_flops, cluster.achieved_bandwidth, cluster.launch_us) == (0.5, 0.75, 9)
+    assert (cluster.achieved_flops, cluster.achieved_memory_bandwidth, cluster.launch_us) == (0.5, 0.75, 9)
+    assert cluster.achieved_bandwidth == 0.7  # of links and network, which one GPU does not show
     assert plan("cluster.preset=h100-sxm").achieved_flops == 0.4
     path.write_text(json.dumps({"cells": cells[:1]}))
     with pytest.raises(ConfigError, match=r"no complete result of benchmarks\.gpu"):
