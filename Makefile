@@ -10,8 +10,8 @@ BIN := .venv/bin
 demo: env
 	$(BIN)/tost prepare tokenizer configs/data/embedded.toml
 	$(BIN)/tost prepare shards configs/data/embedded.toml
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml run.stop_at_step=80
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml
+	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2 run.stop_at_step=80
+	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2
 	$(BIN)/tost eval zero-shot runs/demo
 	$(BIN)/tost eval retrieval runs/demo
 	$(BIN)/tost generate runs/demo sample.temperature=0.8

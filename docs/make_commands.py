@@ -21,9 +21,10 @@ settings with type, default and meaning. `--dry-run` prints the resolved setting
 ends with exit code 2 and one line for each mistake. Ctrl-C ends with exit code 130, in training with 75 after a save.
 Run the same command again to resume.
 
-`tost` alone lists the commands. `tost train`, `tost preflight`, `tost generate` and most evaluation commands also run
-on several ranks. Start their modules with `torchrun --standalone --nproc-per-node N -m tost_lm.cli.train …`, and so on:
-`tost eval zero-shot` is `tost_lm.cli.eval.zero_shot`.
+`tost` alone lists the commands. On one node, `tost train`, `tost preflight` and most evaluation commands start their
+ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` and `tost eval text` start
+`parallel.tensor × parallel.sequence` ranks. Under torchrun, start their modules: `-m tost_lm.cli.train`,
+`-m tost_lm.cli.eval.zero_shot` and so on.
 """
 
 

@@ -59,8 +59,7 @@ def run_the_demo(commands: Path, cwd: Path) -> None:
     start(tost, "prepare", "tokenizer", *corpus, cwd=cwd)
     start(tost, "prepare", "shards", *corpus, cwd=cwd)
     small = ["model.vocab_size=300", "train.steps=2", "validation.sequences=2", "model.layers=1", "model.width=32"]
-    ranks = ["--standalone", "--nproc-per-node", "2", "-m", "tost_lm.cli.train", "demo"]
-    start(commands / "torchrun", *ranks, *small, "model.heads=2", cwd=cwd, OMP_NUM_THREADS="1")
+    start(tost, "train", "demo", "launch.ranks=2", *small, "model.heads=2", cwd=cwd)
     start(tost, "eval", "zero-shot", "runs/demo", cwd=cwd)
     assert start(tost, "generate", "runs/demo", "The lines", "sample.tokens=4", cwd=cwd).startswith("The lines")
     start(tost, "report", "runs/demo", cwd=cwd)

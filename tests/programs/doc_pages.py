@@ -327,13 +327,14 @@ class Checkout:
 
 
 def run_request(name: str, words: list[str], cwd: str, environment: dict[str, str]) -> tuple[int, str, str] | None:
-    """Exit code, stdout and stderr of a program, on as many ranks as torchrun starts; None if it is not a program."""
+    """Exit code, stdout and stderr of a program, on as many ranks as it or torchrun starts; None: no program."""
     ranks = 1
     while name == "torchrun" and words and (words[0] == "--standalone" or words[0] == "--nproc-per-node"):
         ranks = ranks if words[0] == "--standalone" else int(words[1])
         words = words[1 if words[0] == "--standalone" else 2 :]
     if name == "tost":
         program = "tost_lm.cli.main"
+        ranks = next((int(word.removeprefix("launch.ranks=")) for word in words if word.startswith("launch.ranks=")), 1)
     elif words[:1] == ["-m"]:
         program, *words = words[1:]
     elif name == "torchrun" and words and words[0].endswith(".py"):
@@ -343,7 +344,7 @@ def run_request(name: str, words: list[str], cwd: str, environment: dict[str, st
     environments = [environment]
     if ranks > 4:
         return 2, "", f"more than 4 ranks: {ranks}; put a tag on the block or use fewer ranks"
-    if name == "torchrun":
+    if name == "torchrun" or ranks > 1:
         port = free_port()
         environments = [environment | as_rank(rank, ranks, port, ranks_per_node=ranks) for rank in range(ranks)]
     started = [Forked(program, *words, cwd=Path(cwd), **variables) for variables in environments]

@@ -35,16 +35,13 @@ def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
     return "\n".join(line.removeprefix("error: ") for line in lines)
 
 
-def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool], ranks: int = 0) -> tuple[int, str]:
+def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool]) -> tuple[int, str]:
     """Send Ctrl-C to the whole process group, as a terminal does, once `when()` is true; exit code and stderr.
 
-    The program runs in a fresh interpreter, under torchrun if `ranks` is given.
+    The program runs in a fresh interpreter.
     """
-    launcher = [sys.executable, "-m"]
-    if ranks:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     process = subprocess.Popen(
-        [*launcher, program, *map(str, words)],
+        [sys.executable, "-m", program, *map(str, words)],
         cwd=cwd,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,

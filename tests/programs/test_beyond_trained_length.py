@@ -51,7 +51,6 @@ def test_ranks_measure_the_same_as_one_process(trained: Path):
         ("positions.times=1000", "less than a sequence of 64,000; lower positions.times, or give more text"),
         ("positions.times=0", "positions.times: "),
         ("heldout.shards=nowhere", "nowhere: not a shard folder"),
-        ("parallel.tensor=2", "launch with torchrun --nproc-per-node 2"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(trained: Path, override: str, problem: str):

@@ -2,7 +2,7 @@
 
     tost extend runs/short extend.max_positions=8192 extend.positions=keep extend.denom_bias=keep \\
       extend.folder=models/long
-    torchrun --standalone --nproc-per-node 8 -m tost_lm.cli.train X.toml train.initial_weights=models/long \\
+    tost train X.toml train.initial_weights=models/long \\
       model.max_positions=8192 train.seq_len=8192
 
 Input: a run folder (its newest valid checkpoint), a step folder or an export. Output: a model folder, and a report of

@@ -3,7 +3,7 @@
     tost generate runs/demo "def main(" sample.tokens=64 'sample.stop=["\\n\\n"]'
     tost generate runs/demo "def main(" sample.temperature=0.8 sample.top_k=50 sample.top_p=0.95
     tost generate runs/long sample.prompt_file=book.txt sample.tokens=1000000 sample.temperature=0.8
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.generate runs/demo parallel.tensor=2 parallel.sequence=2
+    tost generate runs/demo parallel.tensor=2 parallel.sequence=2      (four ranks)
 
 Give a prompt that looks like a setting, x=1, as sample.prompt='"x=1"'. The prompt follows an end-of-text token, as
 documents do in training, and may be empty. Prints the prompt (the end of a long one) and streams the generated text.
@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import GenerateConfig
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for the report
 
@@ -28,6 +29,7 @@ def main(path: Path, config: GenerateConfig) -> None:
 
     started = time.monotonic()
     sample = config.sample
+    start_ranks("generate", ranks_of_launch(config.parallel.model_ranks))
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
 

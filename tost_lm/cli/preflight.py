@@ -1,6 +1,7 @@
 """Check all nodes before a long run: differences between them, missing files and disk space, slow links.
 
-    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.preflight configs/pretrain/demo.toml
+    tost preflight configs/pretrain/demo.toml launch.ranks=2
+    torchrun --nnodes N … -m tost_lm.cli.preflight CONFIG      (several nodes)
 
 It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
 space and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node, then `ok`
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.config import PretrainConfig
 
@@ -21,6 +23,7 @@ from tost_lm.training.config import PretrainConfig
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
         raise ConfigError("psutil is not installed; run pip install 'tost-lm[train]'")
+    start_ranks("preflight", ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device))
     from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import check_nodes
 

@@ -1,7 +1,8 @@
 """Pre-train a language model.
 
-    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.train configs/pretrain/demo.toml
-    tost train configs/pretrain/demo.toml run.name=debug      (one process, for a debugger)
+    tost train configs/pretrain/demo.toml launch.ranks=2
+    tost train configs/pretrain/demo.toml launch.ranks=1 run.name=debug      (one process, for a debugger)
+    torchrun --nnodes N … -m tost_lm.cli.train CONFIG      (several nodes)
 
 Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
 evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE is set) and checkpoints/. A run with a
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import find_start_point
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
 
 
 def main(path: Path, config: PretrainConfig) -> None:
-    config.accumulation(int(os.environ.get("WORLD_SIZE", "1")))  # reports a bad batch size before anything is loaded
+    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
+    config.accumulation(ranks)  # reports a bad batch size before anything is loaded
     wandb = [] if os.environ.get("WANDB_MODE") == "disabled" else ["wandb"]
     for package in ["deepspeed", "psutil", *wandb]:
         if not find_spec(package):
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
+    start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
     from tost_lm.training.initial_weights import find_initial_weights

@@ -20,6 +20,11 @@ class RanksConfig(Section):
     sequence: int = Field(default=1, gt=0)
     """Ranks that divide the tokens of each sequence (context parallelism in Megatron-LM and torchtitan)."""
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.sequence
+
 
 class TextConfig(Section):
     """The held-out text."""

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from tost_lm.config import Section
 from tost_lm.evaluation.config import RanksConfig, TextConfig
+from tost_lm.parallel.config import LaunchConfig
 
 POSITIONS = "positions"
 """Name of the protocol. A changed protocol gets a new name."""
@@ -23,4 +24,5 @@ class PositionsConfig(Section):
 
     positions: SequencesConfig = Field(default_factory=SequencesConfig)
     heldout: TextConfig = Field(default_factory=TextConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)

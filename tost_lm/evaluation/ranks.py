@@ -144,13 +144,12 @@ class Ranks:
 
 
 def _check(parallel: RanksConfig, size: int, copies: bool) -> None:
-    needed = parallel.tensor * parallel.sequence
+    needed = parallel.model_ranks
     if size % needed if copies else size != needed:
-        launch = "start without a launcher" if needed == 1 else f"launch with torchrun --nproc-per-node {needed}"
         raise ConfigError(
             f"parallel.tensor {parallel.tensor} × parallel.sequence {parallel.sequence} = {needed} does not fit the "
             f"{size} {'rank' if size == 1 else 'ranks'} of this launch; set them so that their product "
-            f"{'divides' if copies else 'is'} {size}, or {launch}"
+            f"{'divides' if copies else 'is'} {size}, or set launch.ranks to {needed}"
         )
     if size > 1 and not find_spec("megatron"):
         raise ConfigError("evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'")

@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.config import Section
 from tost_lm.evaluation.config import RanksConfig, TextConfig
+from tost_lm.parallel.config import LaunchConfig
 
 NEEDLE = "needle@words"
 VARIABLE_TRACKING = "vt@own-words"
@@ -73,4 +74,5 @@ class RetrievalConfig(Section):
     retrieval: RetrievalTasksConfig = Field(default_factory=RetrievalTasksConfig)
     needle: NeedleConfig = Field(default_factory=NeedleConfig)
     heldout: TextConfig = Field(default_factory=TextConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)

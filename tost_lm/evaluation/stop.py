@@ -25,6 +25,9 @@ def terminable(main: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             return main(path, config)
         except Terminated:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        except BaseException:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the launcher, when another rank has reported the error
+            raise
         # After the exception is gone: its traceback holds process groups, whose threads must end before Python.
         if os.environ.get("RANK", "0") == "0":
             print("terminated by SIGTERM; run the same command again to resume", file=sys.stderr)

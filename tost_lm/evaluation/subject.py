@@ -110,7 +110,7 @@ class Subject:
         return shards
 
     def identity(self, settings: Section | None, shards: "Shards | None") -> dict[str, Any]:
-        """Everything that a result depends on. It does not depend on the number of ranks, [parallel]."""
+        """Everything that a result depends on. It does not depend on the ranks, [launch] and [parallel]."""
         step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
         return {
             "tost_lm": VERSION,
@@ -119,7 +119,7 @@ class Subject:
             "step": int(step[1]) if step else None,
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
-            "settings": settings.model_dump(mode="json", exclude={"parallel"}) if settings else None,
+            "settings": settings.model_dump(mode="json", exclude={"launch", "parallel"}) if settings else None,
         }
 
     def results_path(self, protocol: str) -> Path:

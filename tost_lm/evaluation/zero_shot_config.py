@@ -6,6 +6,7 @@ from pydantic import Field
 
 from tost_lm.config import Section
 from tost_lm.evaluation.config import RanksConfig, TextConfig
+from tost_lm.parallel.config import LaunchConfig
 
 
 class HeldoutConfig(TextConfig):
@@ -57,6 +58,7 @@ class VerifyConfig(Section):
     """Settings of `tost eval verify`."""
 
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
@@ -66,4 +68,5 @@ class ZeroShotConfig(Section):
     zero_shot: ProtocolsConfig = Field(default_factory=ProtocolsConfig)
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
     heldout: HeldoutConfig = Field(default_factory=HeldoutConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)

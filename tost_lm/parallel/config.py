@@ -9,6 +9,13 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 
 
+class LaunchConfig(Section):
+    """How the ranks of one node are started. Several nodes need torchrun."""
+
+    ranks: int | None = Field(default=None, gt=0)
+    """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""
+
+
 class ParallelConfig(Section):
     """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
 
@@ -20,6 +27,11 @@ class ParallelConfig(Section):
     """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.sequence
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "ParallelConfig":
@@ -38,7 +50,7 @@ class ParallelConfig(Section):
 
     def data_ranks(self, world_size: int) -> int:
         """Number of data ranks. Raises ConfigError if tensor × sequence does not divide the world size."""
-        model_ranks = self.tensor * self.sequence
+        model_ranks = self.model_ranks
         if world_size % model_ranks:
             divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise ConfigError(

@@ -56,7 +56,7 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: 
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
-                "launch at most one rank per GPU (--nproc-per-node)"
+                "start at most one rank per GPU"
             )
         torch.cuda.set_device(chosen)
         # Loader workers are forked later. Without this, a page that InfiniBand writes to may end up in a worker.

@@ -11,7 +11,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
-from tost_lm.parallel.config import ParallelConfig, obstacle_to_tensor_ranks
+from tost_lm.parallel.config import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
 
 
 class TrainingDataConfig(Section):
@@ -185,6 +185,7 @@ class PretrainConfig(Section):
     train: TrainConfig
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -280,6 +281,7 @@ class PretrainConfig(Section):
         carried_out = {
             "validation": ValidationConfig(),
             "evaluation": EvaluationConfig(),
+            "launch": LaunchConfig(),
             "parallel": ParallelConfig(),
             "memory": MemoryConfig(),
             "checkpoint": CheckpointConfig(),

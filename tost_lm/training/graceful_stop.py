@@ -15,7 +15,7 @@ from tost_lm.config.program import EXIT_STOPPED
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "SIGINT", "run.max_minutes")
 SAME_INTERRUPT_S = 1.0
-"""torchrun repeats a Ctrl-C that its ranks have already received from the terminal."""
+"""A launcher may repeat a Ctrl-C that its ranks have already received from the terminal."""
 
 
 class StopRequestedError(Exception):
@@ -87,6 +87,6 @@ def exit_stopped() -> NoReturn:
 
 
 def _launched() -> float:
-    """Start of the launch in Unix time [s]: torchrun, if it started this process, may have started others before."""
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return psutil.Process(os.getppid() if torchrun else os.getpid()).create_time()
+    """Start of the launch in Unix time [s]: a launcher, if there is one, may have started other processes before."""
+    has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+    return psutil.Process(os.getppid() if has_launcher else os.getpid()).create_time()

@@ -2,7 +2,7 @@
 
     tost eval positions runs/demo
     tost eval positions runs/long positions.times=64 positions.sequences=4 heldout.shards=data/books/shards
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.positions runs/long parallel.sequence=2
+    tost eval positions runs/long launch.ranks=4 parallel.sequence=2
 
 The held-out documents are concatenated, each with its end of text, and cut into sequences of positions.times ×
 model.max_positions tokens. Each sequence is read as one stream: a token is predicted from all tokens before it, and
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from tost_lm.config import run_program
 from tost_lm.evaluation.positions_config import POSITIONS, PositionsConfig
 from tost_lm.evaluation.stop import terminable
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: PositionsConfig) -> None:
@@ -28,6 +29,7 @@ def main(path: Path, config: PositionsConfig) -> None:
     from tost_lm.model.checkpoint import read_model_config
 
     started = time.monotonic()
+    start_ranks("eval positions", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = Subject.find(path)
         shards = subject.open_shards(config.heldout.shards)

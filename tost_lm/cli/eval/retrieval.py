@@ -3,7 +3,7 @@
     tost eval retrieval runs/demo
     tost eval retrieval runs/long 'retrieval.tasks=["niah_single_1@own-words", "vt@own-words"]' \\
       'retrieval.lengths=[1024, 4096, 16384]' retrieval.samples=100
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.retrieval runs/demo parallel.tensor=2
+    tost eval retrieval runs/demo launch.ranks=4 parallel.tensor=2
 
     needle@words                  one secret word: a grid of length by depth
     niah_single_1@own-words       one key with a number of seven digits, in repeated sentences
@@ -29,6 +29,7 @@ from typing import NoReturn
 from tost_lm.config import run_program
 from tost_lm.evaluation.retrieval_config import RetrievalConfig
 from tost_lm.evaluation.stop import terminable
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: RetrievalConfig) -> None:
@@ -38,6 +39,7 @@ def main(path: Path, config: RetrievalConfig) -> None:
     from tost_lm.evaluation.retrieval.scoring import model_scorer
     from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
 
+    start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = find_subject(path)
         tokenizer = subject.tokenizer()

@@ -1,7 +1,7 @@
 """Score of a checkpoint on any text file, read as one stream in constant memory (protocol text@bpb).
 
     tost eval text runs/long text.file=book.txt
-    torchrun --standalone --nproc-per-node 2 -m tost_lm.cli.eval.text runs/long text.file=book.txt parallel.sequence=2
+    tost eval text runs/long text.file=book.txt parallel.sequence=2      (two ranks)
 
 Each token is predicted from all tokens before it in the file. A model with learned positions reads no more tokens than
 it has positions. Writes eval/text@bpb/results.json: nats per token, perplexity, bits per byte, and the size of the
@@ -15,6 +15,7 @@ from typing import NoReturn
 from tost_lm.config import run_program
 from tost_lm.evaluation.config import ScoreTextConfig
 from tost_lm.evaluation.stop import terminable
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: ScoreTextConfig) -> None:
@@ -22,6 +23,7 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     from tost_lm.evaluation.subject import TEXT, Subject
 
     started = time.monotonic()
+    start_ranks("eval text", ranks_of_launch(config.parallel.model_ranks))
     with joined_ranks(config.parallel, graceful_stop=True) as ranks:
         subject = Subject.find(path)
 

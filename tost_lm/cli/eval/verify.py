@@ -15,6 +15,7 @@ from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.evaluation.stop import terminable
 from tost_lm.evaluation.zero_shot_config import VerifyConfig
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: VerifyConfig) -> None:
@@ -26,6 +27,7 @@ def main(path: Path, config: VerifyConfig) -> None:
     from tost_lm.evaluation.side_by_side import read_results
     from tost_lm.evaluation.zero_shot import score_protocol
 
+    start_ranks("eval verify", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = find_subject(path)
         load = cache(lambda: ranks.load(subject))

@@ -3,8 +3,7 @@
     tost eval zero-shot runs/demo
     tost eval zero-shot runs/base 'zero_shot.protocols=["wikitext2@hf-stride1024", "lambada_openai@lm-eval"]' \\
       sets.wikitext2=wiki.test.raw sets.lambada_openai=lambada_test.jsonl
-    torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.eval.zero_shot runs/demo \\
-      parallel.tensor=2 parallel.sequence=2
+    tost eval zero-shot runs/demo launch.ranks=8 parallel.tensor=2 parallel.sequence=2
 
     wikitext2@hf-strideN, wikitext103@hf-strideN   perplexity per token of all rows, windows N tokens apart
     wikitext2@lm-eval, wikitext103@lm-eval         perplexity per word of each page, detokenized
@@ -32,6 +31,7 @@ from tost_lm.config import run_program
 from tost_lm.evaluation.stop import terminable
 from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
     from tost_lm.evaluation.language_model import LanguageModel
@@ -50,6 +50,7 @@ def main(path: Path, config: ZeroShotConfig) -> None:
     names = list(dict.fromkeys(config.zero_shot.protocols))
     protocols = [find_protocol(name) for name in names if name != HELDOUT]
     finish = None
+    start_ranks("eval zero-shot", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         files = [find_set_file(protocol.data_set, config.sets) for protocol in protocols]
         subject = find_subject(path)

@@ -1,0 +1,57 @@
+"""The number of ranks that a launch starts, and the exit code that it derives from theirs."""
+
+import signal
+
+import pytest
+
+import tost_lm.parallel.launch as module
+from tost_lm.errors import ConfigError, TostError
+from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel.launch import ranks_of_launch
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "device", "ranks"),
+    [(0, None, "auto", 2), (0, 4, "auto", 4), (8, None, "auto", 8), (8, 1, "cuda", 1), (8, None, "cpu", 2)],
+)
+def test_one_rank_per_gpu_or_one_copy_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: int | None, device: str, ranks: int
+):
+    monkeypatch.setattr(module, "_gpus", lambda: gpus)
+    assert ranks_of_launch(2, LaunchConfig(ranks=wanted), device) == ranks
+    assert ranks_of_launch(2) == 2
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_gpus", lambda: 2)
+    with pytest.raises(ConfigError, match=r"launch.ranks 3: this node has 2 GPUs"):
+        ranks_of_launch(1, LaunchConfig(ranks=3))
+
+
+def test_under_a_launcher_its_ranks_count(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of_launch(1, LaunchConfig()) == ranks_of_launch(1, LaunchConfig(ranks=2)) == 4
+    with pytest.raises(ConfigError, match=r"launch.ranks 4: the launcher has started 2 ranks on this node"):
+        ranks_of_launch(1, LaunchConfig(ranks=4))
+    module.start_ranks("train", 4)  # returns: this process is a rank
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),
+    [
+        ([(0, 75), (1, 75)], 75),
+        ([(1, 130), (0, 130)], 130),
+        ([(1, -signal.SIGKILL), (0, 2)], 2),
+        ([(1, -signal.SIGTERM), (0, 75)], 128 + signal.SIGTERM),
+        ([(0, 2), (1, -signal.SIGTERM)], 2),
+        ([(0, 1), (1, -signal.SIGTERM)], 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(failures: list[tuple[int, int]], code: int):
+    assert module._exit_code(failures, forwarded={signal.SIGTERM}) == code
+
+
+def test_a_killed_rank_that_no_other_reports_is_an_error():
+    with pytest.raises(TostError, match="rank 1 was ended by SIGKILL; run the same command to resume"):
+        module._exit_code([(1, -signal.SIGKILL), (0, 75)], forwarded=set())

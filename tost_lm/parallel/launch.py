@@ -1,0 +1,124 @@
+"""Start the ranks of one node with torch's elastic launcher, and end as they end."""
+
+import logging
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from types import FrameType
+from uuid import uuid4
+
+from tost_lm.errors import ConfigError, TostError
+from tost_lm.parallel.config import LaunchConfig
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device: str = "auto") -> int:
+    """The world size: that of the launcher, or the number of ranks to start on this node.
+
+    Args:
+        model_ranks: tensor × sequence, the least number of ranks.
+        launch: the setting of a program that can use more ranks; None: it starts `model_ranks`.
+        device: GPUs count if it is `auto` or `cuda`.
+
+    Raises:
+        ConfigError: `launch.ranks` is not what a launcher started on this node, or more than its GPUs.
+    """
+    wanted = launch.ranks if launch else None
+    if "RANK" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+        started = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if wanted not in (None, started):
+            raise ConfigError(
+                f"launch.ranks {wanted}: the launcher has started {started} ranks on this node; remove launch.ranks"
+            )
+        return world_size
+    gpus = _gpus() if launch and device in ("auto", "cuda") else 0
+    if wanted and gpus and wanted > gpus:
+        raise ConfigError(f"launch.ranks {wanted}: this node has {gpus} GPUs; start at most one rank per GPU")
+    return wanted or max(gpus, model_ranks)
+
+
+def start_ranks(command: str, ranks: int) -> None:
+    """Run `tost COMMAND` with the arguments of this process on several ranks, and exit with their exit code.
+
+    Returns if this process is a rank of a launcher, or `ranks` is 1. Signals are forwarded to all ranks. Cores are
+    divided among the ranks unless OMP_NUM_THREADS is set.
+
+    Raises:
+        ConfigError: psutil is not installed.
+        TostError: a signal from elsewhere ended a rank, and no other rank has reported it.
+    """
+    if "RANK" in os.environ or ranks == 1:
+        return
+    if not find_spec("psutil"):
+        raise ConfigError("several ranks need psutil: pip install 'tost-lm[train]'")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // ranks)))
+    config = ElasticConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        signals_to_handle="",  # its handlers kill ranks that are still saving, and hide their exit codes
+    )
+    logging.disable()  # the ranks report their own errors
+    forwarded = _forward_signals()
+    try:
+        elastic_launch(config, sys.executable)("-m", "tost_lm.cli.main", *command.split(), *sys.argv[1:])
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        sys.exit(_exit_code([(failure.local_rank, failure.exitcode) for failure in failures], forwarded))
+    sys.exit(0)
+
+
+def _exit_code(failures: list[tuple[int, int]], forwarded: set[int]) -> int:
+    """The exit code of a launch whose ranks failed with these codes, the first failure first; negative for signals.
+
+    Raises:
+        TostError: as `start_ranks`.
+    """
+    for _, code in failures:
+        if code in (1, 2):  # this rank has printed why; the launcher has ended others with SIGTERM
+            return code
+    rank, code = failures[0]
+    if code < 0 and -code not in forwarded:
+        raise TostError(f"rank {rank} was ended by {signal.Signals(-code).name}; run the same command to resume")
+    return code if code > 0 else 128 - code
+
+
+def _forward_signals() -> set[int]:
+    """From now on, signals go to the ranks, or end this process if there are none. Returns those forwarded so far."""
+    import psutil
+
+    forwarded: set[int] = set()
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        ranks = psutil.Process().children()
+        if not ranks and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not ranks:
+            sys.exit(128 + signum)
+        forwarded.add(signum)
+        for rank in ranks:
+            rank.send_signal(signum)
+
+    for signum in SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            signal.signal(signum, forward)
+    return forwarded
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
