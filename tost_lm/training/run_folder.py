@@ -115,7 +115,7 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> No
         "device": device,
         "cpu_count": os.cpu_count(),
         "world_size": world_size,
-        "command": redact_command(sys.argv[1:]),
+        "command": ["tost", "train", *redact_command(sys.argv[1:])],
     }
     write_atomically(config.run_folder / "env.json", json.dumps(environment, indent=1))
 

@@ -102,7 +102,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_with_no_step_twice(folder:
     assert [path for path, data in files.items() if SECRET.encode() in data] == []
     assert b"planted-user" in files[before]  # the settings are there
     assert json.loads(files[folder / "env.json"])["command"] == [
-        "hub.token=[redacted]", "--password", "[redacted]", "run.name=r",
+        "tost", "train", "hub.token=[redacted]", "--password", "[redacted]", "run.name=r",
     ]  # fmt: skip
 
 
