@@ -12,7 +12,7 @@ Shapes: B rows, T tokens, C channels, N documents (N = B unless packed), R seque
 """
 
 from tost_lm.testing.conformance.adapter import MixerAdapter, concatenate_rows
-from tost_lm.testing.conformance.equalities import EQUALITIES, check
+from tost_lm.testing.conformance.checks import EQUALITIES, check
 from tost_lm.testing.conformance.layers import layer_adapter
 from tost_lm.testing.conformance.report import Equality, Report
 

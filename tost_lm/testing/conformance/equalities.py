@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tost_lm.testing.conformance.adapter import (
     TOKENS,
-    MixerAdapter,
     State,
     Subject,
     cotangent,
@@ -23,56 +22,12 @@ from tost_lm.testing.conformance.adapter import (
     relative_difference,
     rows,
 )
-from tost_lm.testing.conformance.on_ranks import rank_differences
-from tost_lm.testing.conformance.report import Equality, Report
 
 Differences = Iterator[tuple[float, str]]
-MIN_TOKENS = 16
 ROWS = 2
 EPSILON = torch.finfo(torch.float64).eps
 STEP = EPSILON**0.2
 SLOPE_BOUND = 1e-7
-
-
-class _Test(NamedTuple):
-    differences: Callable[[Subject, int], Differences]
-    obstacle: Callable[[MixerAdapter], str | None]
-    """Why the mixer does not offer the equality; None: it does."""
-    bound: float | None = None
-    """None: that of the mixer."""
-
-
-def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
-    """Compare a mixer with itself in every way that the same tokens can be processed.
-
-    Each equality compares outputs, final states, and the gradients of tokens, parameters and initial states. Sequence
-    ranks are real gloo ranks (`tost_lm.testing.run_on_ranks`). All tokens and weights are drawn.
-
-    Args:
-        tokens: T, at least 16. Larger than the chunks of a kernel to include their boundaries.
-        seed: of weights, tokens and cuts.
-
-    Returns:
-        A line for each of `EQUALITIES`. A call that raises counts as a failure, with its message.
-
-    Raises:
-        ValueError: too few tokens.
-    """
-    if tokens < MIN_TOKENS:
-        raise ValueError(f"too few tokens to cut: {tokens}; use {MIN_TOKENS} or more")
-    return Report(adapter.name, tuple(_examine(name, test, adapter, tokens, seed) for name, test in _TESTS.items()))
-
-
-def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: int) -> Equality:
-    bound = test.bound or adapter.bound
-    if obstacle := test.obstacle(adapter):
-        return Equality(name, "not offered", None, bound, obstacle)
-    try:
-        error, where = max(test.differences(Subject(adapter, seed), tokens))
-    except Exception as problem:  # whatever a mixer raises is its result
-        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-        return Equality(name, "fails", math.inf, bound, f"{type(problem).__name__}: {lines[-1] if lines else ''}")
-    return Equality(name, "holds" if error <= bound else "fails", error, bound, where)
 
 
 def later_tokens(subject: Subject, T: int) -> Differences:
@@ -107,23 +62,20 @@ def packed_documents(subject: Subject, T: int) -> Differences:
     states = subject.states(N) if subject.adapter.has_state else None
     x_1TC = subject.tokens(1, T)
 
-    def separate(x_1TC: Tensor, states: State | None) -> tuple[Tensor, State | None]:
-        given = _documents(states)
+    def separate(output_state: bool, x_1TC: Tensor, states: State | None) -> tuple[Tensor, State | None]:
+        given = 0 if states is None else len(tree_leaves(states)[0])
         results = [
-            subject(x_1TC[:, start:end], rows(states, n, n + 1) if n < given else None)
+            subject(x_1TC[:, start:end], rows(states, n, n + 1) if n < given else None, output_state=output_state)
             for n, (start, end) in enumerate(pairwise(offsets))
         ]
-        return _joined(subject, results)
+        ys, final_states = zip(*results, strict=True)
+        return torch.cat(ys, 1), subject.adapter.concatenate_states(final_states) if output_state else None
 
-    for given in (0, 2, N) if subject.adapter.has_state else (0,):
+    for given, output_state in [(0, False), *([(0, True), (2, True), (N, True)] if subject.adapter.has_state else [])]:
         initial = rows(states, 0, given) if given else None
-        expected = subject.results(separate, x_1TC, initial)
-        found = subject.results(partial(subject, offsets=offsets), x_1TC, initial)
+        expected = subject.results(partial(separate, output_state), x_1TC, initial)
+        found = subject.results(partial(subject, offsets=offsets, output_state=output_state), x_1TC, initial)
         yield from subject.differences(found, expected, f"{given} of {N} documents continue")
-        if not given:
-            call = partial(subject, offsets=offsets, output_state=False)
-            found = subject.results(call, x_1TC)["outputs"]
-            yield relative_difference(found, expected["outputs"]), "outputs, without final states"
 
 
 def tiles(subject: Subject, T: int) -> Differences:
@@ -289,57 +241,9 @@ def _offsets(T: int) -> list[int]:
     return [0, *accumulate((3, 1, T - 12, 2, 6))]
 
 
-def _joined(subject: Subject, results: list[tuple[Tensor, State | None]]) -> tuple[Tensor, State | None]:
-    ys, states = zip(*results, strict=True)
-    return torch.cat(ys, 1), subject.adapter.concatenate_states(states) if subject.adapter.has_state else None
-
-
-def _documents(states: State | None) -> int:
-    return 0 if states is None else len(tree_leaves(states)[0])
-
-
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return relative_difference(part, torch.zeros_like(part), whole.double().norm().item())
 
 
 def _kind(offsets: list[int] | None) -> str:
     return "rows" if offsets is None else "packed documents"
-
-
-def _always(adapter: MixerAdapter) -> None:
-    return None
-
-
-def _without_state(adapter: MixerAdapter) -> str | None:
-    return None if adapter.has_state else "no state"
-
-
-def _without_documents(adapter: MixerAdapter) -> str | None:
-    return None if adapter.has_documents else "no packed documents"
-
-
-def _without_ranks(adapter: MixerAdapter) -> str | None:
-    return None if adapter.shard else "no sequence ranks"
-
-
-def _without_float64(adapter: MixerAdapter) -> str | None:
-    return None if adapter.dtype == torch.float64 else f"computed in {adapter.dtype}, not in float64"
-
-
-def _without_window(adapter: MixerAdapter) -> str | None:
-    return None if adapter.window else "no window"
-
-
-_TESTS = {
-    "later tokens change no earlier output": _Test(later_tokens, _always),
-    "state in and out equals one call": _Test(state_in_and_out, _without_state),
-    "one token at a time equals one call": _Test(single_tokens, _without_state),
-    "packed documents are independent": _Test(packed_documents, _without_documents),
-    "tiles equal whole rows": _Test(tiles, _without_state),
-    "sequence ranks equal one": _Test(rank_differences, _without_ranks),
-    "gradients equal finite differences": _Test(finite_differences, _without_float64, SLOPE_BOUND),
-    "the window has its exact length": _Test(window, _without_window),
-    "a NaN reaches later tokens of its document alone": _Test(nan_containment, _always),
-}
-EQUALITIES = tuple(_TESTS)
-"""The names of the equalities, in the order of a report."""

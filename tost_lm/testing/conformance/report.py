@@ -43,4 +43,4 @@ class Report:
 
 
 def _number(x: float | None) -> str:
-    return "" if x is None else f"{x:.0e}"
+    return "" if x is None else f"{x:.0e}" if x else "0"
