@@ -118,9 +118,9 @@ def call(
     *,
     state: State | None,
     cu_seqlens: Tensor | None,
-    output_state: bool,
     shard: SequenceShard | None,
-) -> tuple[Tensor, State | None]:
+    **_: Any,
+) -> tuple[Tensor, State]:
     """On ranks, each rank gathers the tokens of all and keeps its own outputs."""
     here = slice(None)
     if shard is not None:
@@ -138,7 +138,7 @@ def call(
     empty = empty_state(missing, mixer.window, x_BTC)
     state = {name: torch.cat([given[name], x]) if given else x for name, x in empty.items()}
     y_BTC, state = mixer(x_BTC, state, cu_seqlens)
-    return y_BTC[:, here], state if output_state else None
+    return y_BTC[:, here], state
 
 
 def empty_state(documents: int, window: int, like: Tensor) -> State:

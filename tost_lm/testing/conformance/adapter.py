@@ -41,7 +41,7 @@ class CallMixer(Protocol):
                 continue from it, the others start empty. None: all start empty.
             cu_seqlens: int64 [N + 1] on the host, offsets of the documents packed into one row (B = 1), over all
                 ranks. None: each row is a document.
-            output_state: whether the final state is needed.
+            output_state: whether the final state is needed; otherwise it is ignored.
             shard: what `MixerAdapter.shard` returned; None: all tokens are here.
 
         Returns:
@@ -122,9 +122,10 @@ class Subject:
     ) -> tuple[Tensor, State | None]:
         output_state = self.adapter.has_state if output_state is None else output_state
         cu_seqlens = None if offsets is None else torch.tensor(offsets)
-        return self.adapter.call(
+        y, final_state = self.adapter.call(
             self.mixer, x_BTC, state=state, cu_seqlens=cu_seqlens, output_state=output_state, shard=shard
         )
+        return y, final_state if output_state else None
 
     def results(
         self, call: Callable[..., tuple[Tensor, State | None]], x_BTC: Tensor, state: State | None = None
