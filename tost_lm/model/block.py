@@ -14,14 +14,15 @@ from torch.nn.functional import gelu
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
 from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.slots import SlotMixer, SlotState
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
-MixerState = TssaState | KeyValueState | GatedState
+MixerState = TssaState | SlotState | KeyValueState | GatedState
 
-MIXER_OF = {"T": TssaMixer, "A": SoftmaxMixer, "G": GatedMixer}
-STATE_OF = {"T": TssaState, "A": KeyValueState, "G": GatedState}
+MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer, "G": GatedMixer}
+STATE_OF = {"T": TssaState, "S": SlotState, "A": KeyValueState, "G": GatedState}
 
 CheckpointWrapper = Callable[..., Any]
 """Takes a function and its arguments and returns the function's result. May compute it again in the backward."""
@@ -61,7 +62,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block whose mixer is TSSA (`letter` T), softmax attention (A) or gated linear attention (G)."""
+    """A block whose mixer is TSSA (`letter` T), slot memory (S), softmax attention (A) or gated linear attention (G)."""
 
     def __init__(self, config: ModelConfig, letter: str):
         super().__init__()

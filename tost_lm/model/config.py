@@ -6,8 +6,10 @@ from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
 
-MIXERS = "TAG"
+MIXERS = "TSAG"
 """The letters of a pattern."""
+CONV_TAPS = 4
+"""S layers: tokens that the convolution of the keys reads."""
 GATE_CHANNELS = 16
 """G layers: rank of the projection to the forget gates (arXiv 2312.06635, section 4.4)."""
 
@@ -50,6 +52,10 @@ class ModelConfig(Section):
     """T layers: the scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
     denom_bias: Literal["position", "head", "none"] = "position"
     """T layers: learned bias of the scores. `position` has a number for each head and position, as published; `head` one for each head; `none` no bias."""
+    slots: int = Field(default=16, gt=0)
+    """S layers: slots of each head."""
+    slot_channels: int = Field(default=28, gt=0)
+    """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """A layers: base of the rotary embedding of queries and keys; 0: no rotary embedding."""
     window: int = Field(default=0, ge=0)
@@ -93,7 +99,7 @@ class ModelConfig(Section):
     def _letters_are_mixers(cls, pattern: str) -> str:
         if not pattern or set(pattern) - set(MIXERS):
             raise ValueError(
-                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), A (softmax attention) and G (gated linear "
+                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory), A (softmax attention) and G (gated linear "
                 "attention)"
             )
         return pattern

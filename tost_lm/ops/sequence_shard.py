@@ -51,6 +51,17 @@ class SequenceSplit:
     def rank_of(self, token: int) -> int:
         return bisect_right(list(accumulate(self.lengths)), token)
 
+    def tokens_of(self, local: "LocalDocuments") -> list[list[int]]:
+        """Tokens of each document on each rank, [R][N]."""
+        if not local.packed:
+            return [[length] * len(local.whole_lengths) for length in self.lengths]
+        ends = list(accumulate(self.lengths))
+        offsets = [0, *accumulate(local.whole_lengths)]
+        return [
+            [max(0, min(end, last) - max(end - length, first)) for first, last in pairwise(offsets)]
+            for end, length in zip(ends, self.lengths, strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class LocalDocuments:
@@ -146,4 +157,8 @@ class SequenceShard(Protocol):
 
     def gather(self, x_BHTD: Tensor) -> Tensor:
         """All tokens of the sequence, [B, H, T, D] of every rank in rank order, differentiable."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x, of one shape on all ranks, of every rank: [R, …]. Not differentiable."""
         ...

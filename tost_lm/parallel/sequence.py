@@ -59,6 +59,10 @@ class RankShard:
         """All tokens of the sequence, [B, H, T, D], in rank order; differentiable."""
         return _Gather.apply(x_BHTD, self.axis, self.split)  # pyright: ignore[reportReturnType]
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """As `SequenceShard.all_gather`."""
+        return all_gather(x, self.axis)()
+
 
 def _rows_of_all(x_n: Tensor, local: LocalDocuments, documents: int) -> Tensor:
     """A row for each document of the whole sequence, 0 for documents without tokens on this rank."""

@@ -1,0 +1,100 @@
+"""The slot mixer: a memory of slots that tokens are written to and read from, with a state of constant size.
+
+Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value channels a head, K taps of the convolution.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.model.positions import SequenceInfo
+from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.short_conv import short_conv
+from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_step
+
+INITIAL_TEMP = 2.0
+SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 4.0, 512.0
+LASTING_HALF_LIFE = 2.0**20
+NORM_EPSILON = 1e-6
+
+
+class SlotState(NamedTuple):
+    """The state of a slot layer after some tokens; zeros before the first one."""
+
+    memory: Tensor
+    """M, [N, H, S, V]."""
+    mass: Tensor
+    """N, [N, H, S]."""
+    taps: Tensor
+    """The last K − 1 keys before the convolution, [N, K − 1, H·S]."""
+
+
+class SlotMixer(nn.Module):
+    """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
+    selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        H, S, V = config.heads, config.slots, config.slot_channels
+        self.heads, self.slots, self.channels = H, S, V
+        self.in_proj = nn.Linear(config.width, H * (2 * S + 2 * V), bias=config.bias)
+        self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)
+        conv = torch.zeros(H, S, CONV_TAPS)
+        conv[..., -2] = 1
+        self.conv = nn.Parameter(conv)
+        self.write_temp = nn.Parameter(torch.full((H,), INITIAL_TEMP))
+        self.read_temp = nn.Parameter(torch.full((H,), INITIAL_TEMP))
+        self.log_rate = nn.Parameter(initial_log_rates(H))
+        self.norm = nn.Parameter(torch.ones(H, V))
+
+    def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
+        """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
+        S, V = self.slots, self.channels
+        heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
+        state = info.pad_state(state)
+        key_BTE, taps = short_conv(
+            key.flatten(-2), self.conv.flatten(0, 1), local=info.local, initial_NPC=state.taps if state else None,
+            output_final_state=bool(info.output_state), shard=info.shard,
+        )  # fmt: skip
+        write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
+        read_BTHS = memberships(query, self.read_temp)
+        sums = SlotSums(state.memory, state.mass) if state else None
+        log_decay_H = self.log_decay()
+        if sums is not None and max(info.local.lengths) == 1 and info.shard is None:
+            tokens = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
+            y_NHV, sums = slot_memory_step(*tokens, log_decay_H, sums)
+            y_BTHV = y_NHV.view_as(value_BTHV)
+        else:
+            y_BTHV, sums = slot_memory(
+                read_BTHS, write_BTHS, value_BTHV, log_decay_H, local=info.local, initial_state=sums,
+                output_final_state=bool(info.output_state), shard=info.shard,
+            )  # fmt: skip
+        y_BTHV = rms_norm(y_BTHV, (V,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
+        if not info.output_state:
+            return self.out_proj(y_BTHV.flatten(-2)), None
+        assert sums is not None
+        assert taps is not None
+        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(*sums, taps))
+
+    def log_decay(self) -> Tensor:
+        """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""
+        return -self.log_rate.to(statistics_dtype(self.log_rate)).exp()
+
+
+def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:
+    """The softmax over the slots of each head, in the statistics dtype."""
+    dtype = statistics_dtype(scores_BTHS)
+    with torch.autocast(scores_BTHS.device.type, enabled=False):
+        return (temp_H.to(dtype)[:, None] * scores_BTHS.to(dtype)).softmax(-1)
+
+
+def initial_log_rates(heads: int) -> Tensor:
+    """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, and a last head that hardly forgets."""
+    ladder = torch.linspace(math.log(SHORTEST_HALF_LIFE), math.log(LONGEST_HALF_LIFE), max(1, heads - 1))
+    log_half_life = torch.cat([ladder, torch.tensor([math.log(LASTING_HALF_LIFE)])])[-heads:]
+    return math.log(math.log(2)) - log_half_life

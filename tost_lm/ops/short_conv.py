@@ -1,0 +1,65 @@
+"""A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}.
+
+It starts afresh at each document. The last K − 1 tokens are its state; before a document's first token they are zeros.
+Shapes: B sequences, T tokens, C channels, K taps, P = K − 1, N documents (N = B unless packed), n of them with tokens
+on this rank.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+
+from tost_lm.ops.exchange import Shift, exchange
+from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
+
+
+def short_conv(
+    x_BTC: Tensor,
+    weight_CK: Tensor,
+    *,
+    local: LocalDocuments,
+    initial_NPC: Tensor | None = None,
+    output_final_state: bool = False,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution of each document, and the last K − 1 tokens of each, differentiable.
+
+    Args:
+        x_BTC: tokens, any floating dtype.
+        weight_CK: K ≥ 2 taps a channel, the last one for the token itself.
+        local: the documents of these tokens.
+        initial_NPC: the K − 1 tokens before each document, older ones first; None: zeros.
+        output_final_state: return the last K − 1 tokens of each document; else None.
+        shard: the tokens are a sequence shard. States and their gradients are equal on all ranks.
+
+    Returns:
+        y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
+    """
+    (B, T, C), P = x_BTC.shape, weight_CK.shape[1] - 1
+    per_document = not local.packed or initial_NPC is not None or output_final_state
+    if initial_NPC is None:
+        initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)
+    before_nPC, final_NPC = initial_NPC.to(x_BTC.dtype), None
+    documents = x_BTC.flatten(0, 1).split(local.lengths)
+    if shard is not None:
+        added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in documents])
+        before_nPC, final_NPC = exchange(shard, local, Shift, before_nPC, added_nPC, per_document=per_document)
+    elif output_final_state:
+        final_NPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
+    if local.packed:
+        pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
+        y_MC = _convolve(torch.cat(pieces)[None], weight_CK)[0]
+        sizes = [size for length in local.lengths for size in (length, P)][:-1]
+        y_BTC = torch.cat(y_MC.split(sizes)[::2])[None]
+    else:
+        y_BTC = _convolve(torch.cat([before_nPC, x_BTC], 1), weight_CK)
+    return y_BTC, final_NPC if output_final_state else None
+
+
+def _convolve(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
+    """[B, M − P, C]: without the first P tokens, which the convolution only reads."""
+    return conv1d(x_BMC.mT, weight_CK[:, None].to(x_BMC.dtype), groups=len(weight_CK)).mT
+
+
+def _last(x_MC: Tensor, rows: int) -> Tensor:
+    return x_MC[len(x_MC) - rows :]

@@ -1,0 +1,126 @@
+"""The public operator: slot memory with state in and state out, and its step for decoding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.exchange import Decay, exchange
+from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
+from tost_lm.ops.slots.chunks import Chunks, read_chunks, scan_chunks, sums_of_chunks
+
+
+class SlotSums(NamedTuple):
+    """The sums over some tokens, zeros before the first one. float64 for decoding, else float32."""
+
+    memory: Tensor
+    """M, [N, H, S, D]."""
+    mass: Tensor
+    """N, [N, H, S]."""
+
+
+def slot_memory(
+    read: Tensor,
+    write: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    *,
+    local: LocalDocuments,
+    initial_state: SlotSums | None = None,
+    output_final_state: bool = False,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, SlotSums | None]:
+    """Write each token to the slots of its heads, and read them, up to and including the token itself.
+
+    PyTorch, chunk by chunk, on every device. Sums are float32 or wider within a chunk and float64 between chunks.
+
+    Args:
+        read: memberships that the slots are read with, [B, T, H, S].
+        write: memberships that the slots are written with, [B, T, H, S].
+        value: [B, T, H, D], any floating dtype.
+        log_decay: log ρ of each head, [H], at most 0.
+        local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
+        initial_state: the state of N documents, differentiable; None: empty.
+        output_final_state: return the state after the last token of each document, differentiable; else None.
+        shard: the tokens are a sequence shard. States and their gradients are equal on all ranks.
+
+    Returns:
+        y [B, T, H, D] in the dtype of `value`, and the final state of N documents or None.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(read, write, value, log_decay)
+    dtype = statistics_dtype(value)
+    N = len(local.whole_lengths)
+    with torch.autocast(value.device.type, enabled=False):
+        log_decay = log_decay.to(dtype)
+        chunks = Chunks.of(local)
+        read, write, values = (chunks.split(x.to(dtype)) for x in (read, write, value))
+        per_document = not local.packed or initial_state is not None or output_final_state
+        initial = _joined(initial_state, N, value.new_empty(N, *write.shape[1:2], write.shape[-1], value.shape[-1]))
+        sums = sums_of_chunks(write, values, log_decay, chunks)
+        if shard is None:
+            before, final = scan_chunks(sums, initial, log_decay, chunks)
+        else:
+            here = scan_chunks(sums, torch.zeros_like(initial[local.documents]), log_decay, chunks)[1]
+            running_decay = log_decay.to(here.dtype)
+            carried, final = exchange(shard, local, Decay, initial, here, running_decay, per_document=per_document)
+            before, _ = scan_chunks(sums, carried, log_decay, chunks)
+        y = chunks.join(read_chunks(read, write, values, before.to(dtype), log_decay), value.shape[:2])
+    if not output_final_state:
+        return y.to(value.dtype), None
+    return y.to(value.dtype), SlotSums(final[..., :-1], final[..., -1])
+
+
+def slot_memory_step(
+    read: Tensor, write: Tensor, value: Tensor, log_decay: Tensor, state: SlotSums
+) -> tuple[Tensor, SlotSums]:
+    """One token after those of `state`: the result of `slot_memory` for T = 1, differentiable.
+
+    The returned state is float64 (float32 on mps).
+
+    Args:
+        read, write: [N, H, S].
+        value: [N, H, D].
+        log_decay: [H].
+        state: N rows.
+
+    Returns:
+        y [N, H, D] in the dtype of `value`, and the state that includes the token.
+    """
+    dtype, running = statistics_dtype(value), running_dtype(value.device)
+    with torch.autocast(value.device.type, enabled=False):
+        decay_HS = log_decay.to(running).exp()[:, None]
+        write = write.to(running)
+        memory = decay_HS[..., None] * state.memory.to(running) + write[..., None] * value.to(running)[..., None, :]
+        mass = decay_HS * state.mass.to(running) + write
+        share_NHS = read.to(dtype) / (mass.to(dtype) + MASS_FLOOR)
+        y_NHD = (share_NHS[..., None, :] @ memory.to(dtype)).squeeze(-2)
+    return y_NHD.to(value.dtype), SlotSums(memory, mass)
+
+
+def _joined(state: SlotSums | None, documents: int, like: Tensor) -> Tensor:
+    """M and N side by side, [N, H, S, E], in the dtype of running sums."""
+    running = running_dtype(like.device)
+    if state is None:
+        return like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=running)
+    if state.memory.shape != like.shape or state.mass.shape != like.shape[:-1]:
+        raise ValueError(
+            f"the state must be {list(like.shape)} and {list(like.shape[:-1])}, got {list(state.memory.shape)} and "
+            f"{list(state.mass.shape)}"
+        )
+    return torch.cat([state.memory.to(running), state.mass.to(running)[..., None]], -1)
+
+
+def _check(read: Tensor, write: Tensor, value: Tensor, log_decay: Tensor) -> None:
+    if value.dim() != 4 or not value.is_floating_point():
+        raise ValueError(f"value must be floating point [B, T, H, D], got {value.dtype} {list(value.shape)}")
+    B, T, H, _ = value.shape
+    if read.dim() != 4 or read.shape[:3] != (B, T, H) or read.shape != write.shape:
+        raise ValueError(
+            f"read and write must be [B, T, H, S] = {[B, T, H, 'S']}, got {list(read.shape)} and {list(write.shape)}"
+        )
+    if log_decay.shape != (H,):
+        raise ValueError(f"log_decay must be [H] = [{H}], got {list(log_decay.shape)}")
