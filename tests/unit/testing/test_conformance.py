@@ -99,6 +99,13 @@ def test_tssa_conforms(settings: dict[str, Any]):
     assert report.with_result("not offered") == [RANKS, WINDOW]
 
 
+@pytest.mark.parametrize("settings", [{}, {"slots": 1, "slot_channels": 3, "bias": True}], ids=str)
+def test_slot_memory_conforms(settings: dict[str, Any]):
+    report = layer_report("S", **settings)
+    report.require()
+    assert report.with_result("not offered") == [RANKS, WINDOW]
+
+
 @pytest.mark.parametrize("settings", [{}, {"window": 5}, {"window": 1, "rope_theta": 0.0}], ids=str)
 def test_softmax_attention_conforms_but_a_nan_reaches_earlier_tokens(settings: dict[str, Any]):
     report = layer_report("A", **settings)

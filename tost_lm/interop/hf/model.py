@@ -33,8 +33,8 @@ from tost_lm.model.checkpoint import (
 )
 from tost_lm.model.lm import INITIAL_STD, TiedHead, TostLM
 from tost_lm.model.output import LMState
-from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.slots import SlotMixer
+from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 

@@ -135,7 +135,7 @@ def _steps(chunks: Chunks, device: torch.device) -> tuple[Tensor, list[Tensor]]:
 def read_chunks(
     read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
 ) -> Tensor:
-    """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes each group of chunks again."""
+    """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes groups of chunks again."""
     H, L = read_KHLS.shape[1:3]
     at_once = max(1, READ_ELEMENTS // (H * L * L))
     parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before_KHSE)), strict=True)
