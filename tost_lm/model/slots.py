@@ -75,8 +75,8 @@ class SlotMixer(nn.Module):
         sums = SlotSums(state.memory, state.mass) if state else None
         log_decay_H = self.log_decay()
         if sums is not None and max(info.local.lengths) == 1 and info.shard is None:
-            tokens = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
-            y_NHV, sums = slot_memory_step(*tokens, log_decay_H, sums)
+            read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
+            y_NHV, sums = slot_memory_step(read, write, value, log_decay_H, sums)
             y_BTHV = y_NHV.view_as(value_BTHV)
         else:
             y_BTHV, sums = slot_memory(
@@ -88,7 +88,7 @@ class SlotMixer(nn.Module):
             return self.out_proj(y_BTHV.flatten(-2)), None
         assert sums is not None
         assert taps is not None
-        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(*sums, taps))
+        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(sums.memory, sums.mass, taps))
 
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""

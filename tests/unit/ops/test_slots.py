@@ -50,9 +50,9 @@ def test_chunks_equal_the_formulas(tokens: int):
 
 def test_packed_documents_equal_their_rows():
     inputs = drawn(1, OFFSETS[-1])
-    *tokens, log_decay = inputs
+    read, write, value, log_decay = inputs
     y, _ = slot_memory(*inputs, local=documents(OFFSETS))
-    parts = [slot_memory_naive(*(x[:, a:b] for x in tokens), log_decay) for a, b in pairwise(OFFSETS)]
+    parts = [slot_memory_naive(read[:, a:b], write[:, a:b], value[:, a:b], log_decay) for a, b in pairwise(OFFSETS)]
     expected = torch.cat(parts, 1)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
@@ -74,11 +74,11 @@ def test_float32_is_as_accurate_as_the_formulas_in_float32():
 
 
 def test_steps_equal_one_call():
-    *tokens, log_decay = drawn(2, 70)
-    y, final = slot_memory(*tokens, log_decay, local=rows(2, 70), output_final_state=True)
+    read, write, value, log_decay = drawn(2, 70)
+    y, final = slot_memory(read, write, value, log_decay, local=rows(2, 70), output_final_state=True)
     state, steps = SlotSums(y.new_zeros(2, H, S, V), y.new_zeros(2, H, S)), []
     for t in range(70):
-        y_t, state = slot_memory_step(*(x[:, t] for x in tokens), log_decay, state)
+        y_t, state = slot_memory_step(read[:, t], write[:, t], value[:, t], log_decay, state)
         steps.append(y_t)
     torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-12, atol=1e-12)
     assert final is not None
@@ -109,12 +109,12 @@ def test_the_state_after_a_million_tokens_is_accurate():
 
 
 def test_a_nan_stays_in_its_head_and_its_document():
-    *tokens, log_decay = (x.detach() for x in drawn(1, OFFSETS[-1]))
-    clean, _ = slot_memory(*tokens, log_decay, local=documents(OFFSETS))
-    for x in tokens[1:]:
-        broken = [y.clone() if y is x else y for y in tokens]
-        next(y for y, z in zip(broken, tokens, strict=True) if z is x)[0, 100, 1, 0] = torch.nan
-        y, _ = slot_memory(*broken, log_decay, local=documents(OFFSETS))
+    inputs = [x.detach() for x in drawn(1, OFFSETS[-1])]
+    clean, _ = slot_memory(*inputs, local=documents(OFFSETS))
+    for n in (1, 2):
+        broken = [x.clone() for x in inputs]
+        broken[n][0, 100, 1, 0] = torch.nan
+        y, _ = slot_memory(*broken, local=documents(OFFSETS))
         assert y[0, 100:150, 1, 0].isnan().all()
         y[0, 100:150, 1] = clean[0, 100:150, 1]
         torch.testing.assert_close(y, clean)
