@@ -12,7 +12,7 @@ from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import peak_moment
 
 RANKS = 2
-SMALL = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}
+SMALL: dict[str, Any] = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}
 # As gloo and torch name them in the dispatcher; beside what the plan knows of, single numbers are summed over ranks.
 COUNTED = {
     "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},

@@ -3,14 +3,14 @@
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
 arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU,
-LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the backward (sums over time in TSSA, scores in
-attention).
+LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the backward (sums
+over time in TSSA, scores in attention).
 
 **Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
 
 **Softmax attention.** Forward: 4·C·p for a token that attends to p tokens (q·k and Π·v). Backward: twice that. Over a
-document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). Other layers have no such
-term.
+document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). Other layers have no
+such term.
 
 **Causal TSSA**, for each token and layer with C channels in H heads, for any length (`ops/chunked.py`; signs and
 comparisons are not counted):
@@ -49,8 +49,8 @@ this is less than 0.1 % of the products. `uniform` computes the scores of `energ
                                                              dx and d weight of the convolution           4·K − 1
                                            5   13 + 2·K      11  18 + 4·K
 
-The sum is H·(5·S·V + (13 + 2·K)·S − V − 2) forward and H·(11·S·V + (18 + 4·K)·S − V − 2) backward. The products of chunks
-execute more.
+The sum is H·(5·S·V + (13 + 2·K)·S − V − 2) forward and H·(11·S·V + (18 + 4·K)·S − V − 2) backward. The products
+of chunks execute more.
 
 **Gated linear attention**, one token at a time: S = α·S + k·v and o = q·S have 5 operations for each of the C²/(2·H)
 numbers of S, the gradients of q, k, v, α and S have 11. The chunked kernels execute more.

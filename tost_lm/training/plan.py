@@ -158,7 +158,7 @@ def recomputed_flops(config: PlanConfig) -> float:
 
 
 def operations_per_layer(config: PlanConfig) -> float:
-    """Launches in a layer for a tile of a micro-batch, on average over layers. S layers scan their chunks one by one."""
+    """Launches in a layer for a tile of a micro-batch, averaged over layers. S layers scan chunks one by one."""
     chunks = math.ceil(config.tile_tokens / config.parallel.sequence / SLOT_CHUNK_TOKENS)
     slots = layers_by_letter(config.model)["S"] / config.model.layers
     return (1 - slots) * OPERATIONS + slots * (SLOT_OPERATIONS + SCAN_OPERATIONS * chunks)

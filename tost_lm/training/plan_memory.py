@@ -21,12 +21,12 @@ keeps the memory of all three. With several sequence ranks it stores k and v of 
 there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
 statistics 16, and the input of the last norm e·C.
 
-An S layer with H heads of S slots and V value channels stores other tensors in place of w and of the output projection's
+An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
 input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4, memberships 8, and, by chunk, both
-memberships and the writes as they fade 12. Per value channel: values by chunk 8, the means read 4, and e each for norm,
-scale, gate and the output projection's input. In float32 the scores of reads keep the input projection's output,
-8·H·(S + V); in bfloat16 their copy takes 4·H·S. M and N before each chunk of 64 tokens are stored in float64 and in
-float32, 12·H·S·(V + 1), and with several sequence ranks in float64 again.
+memberships and the writes as they fade 12. Per token and value channel: values by chunk 8, what was read 4, and e each
+for norm, scale, gate and the output projection's input. In float32, the read scores keep the memory of the input
+projection's output, 8·H·(S + V); in bfloat16, their copy takes 4·H·S. M and N before each chunk of 64 tokens are stored
+in float64 and in float32, 12·H·S·(V + 1), and with several sequence ranks in float64 again.
 
 The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
@@ -38,8 +38,8 @@ rank and row. One whole block exists during its backward, and the gradients in i
 
 `memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,
 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H) bytes in a T
-layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys and values in
-an A layer.
+layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys and values
+in an A layer.
 
 **Loss**: the logits of a tile and their gradient take at most 2²⁸ bytes, in float32 and, with bfloat16 weights, also in
 bfloat16. The tile also takes e·C per token. The forward computes the gradient of the head's weight, 4·V·C/t. With

@@ -258,7 +258,7 @@ def test_slot_memory_done_number_by_number():
     y, _ = slot_memory(read, write, value, log_decay, local=local)
     expected = torch.autograd.grad(y, inputs, g)
 
-    by_hand = SlotsByHand(*(counted(x[0, :, 0]) for x in (key, query, value, g)), counted(conv), counted(temp[:, 0]))
+    by_hand = SlotsByHand(*map(counted, (*(x[0, :, 0] for x in (key, query, value, g)), conv, temp[:, 0])))
     Counted.operations = 0
     ours = by_hand.forward(math.exp(-0.2))
     forward = Counted.operations
@@ -287,14 +287,15 @@ class SlotsByHand:
     def taps(self, rows: Any, t: int, step: int) -> list[Any]:
         """The rows that the convolution reads at t, the last tap first; zeros outside the document."""
         near = [t - step * j for j in range(CONV_TAPS)]
-        return [rows[i] if i in self.T else [Counted(0)] * len(self.S) for i in near]
+        return [rows[i] if i in self.T else zeros(self.S) for i in near]
 
     def forward(self, decay: float) -> Any:
         S, V = self.S, self.V
-        M, N = [[Counted(0)] * len(V) for _ in S], [Counted(0) for _ in S]
-        self.keys, self.w, self.r, self.M, self.N, self.share, ys = [], [], [], [M], [N], [], []
+        M, N = zeros(S, V), zeros(S)
+        self.past: list[Any] = []
+        ys = []
         for t in self.T:
-            near = self.taps(self.x, t, 1)
+            before, near = (M, N), self.taps(self.x, t, 1)
             key = [total([near[j][s] * self.conv[s][-1 - j] for j in range(CONV_TAPS)]) for s in S]
             w, r = (softmax([temp * z for z in row]) for temp, row in zip(self.temp, (key, self.query[t]), strict=True))
             M = [[M[s][v] * decay + w[s] * self.u[t][v] for v in V] for s in S]
@@ -302,30 +303,26 @@ class SlotsByHand:
             floored = [N[s] + 1e-8 for s in S]
             share = [r[s] / floored[s] for s in S]
             ys.append([total([share[s] * M[s][v] for s in S]) for v in V])
-            for kept, new in zip(
-                (self.keys, self.w, self.r, self.M, self.N, self.share), (key, w, r, M, N, share), strict=True
-            ):
-                kept.append(new)
+            self.past.append((before, M, floored, key, w, r, share))
         return ys
 
     def backward(self, decay: float) -> Any:
         S, V = self.S, self.V
-        RM, RN = [[Counted(0)] * len(V) for _ in S], [Counted(0) for _ in S]
-        d_conv, d_temp, d_decay = [[Counted(0)] * CONV_TAPS for _ in S], [Counted(0), Counted(0)], Counted(0)
-        d_keys, d_query, d_u = [[]] * len(self.T), [], []
+        RM, RN = zeros(S, V), zeros(S)
+        d_conv, d_temp, d_decay = zeros(S, range(CONV_TAPS)), zeros(self.temp), 0.0
+        d_keys, d_query, d_u = zeros(self.T, S), [], []
         for t in reversed(self.T):
-            g, w, r, share, u = self.g[t], self.w[t], self.r[t], self.share[t], self.u[t]
-            floored = [float(x) + 1e-8 for x in self.N[t + 1]]  # the forward's
-            d_r = [total([g[v] * self.M[t + 1][s][v] for v in V]) / floored[s] for s in S]
+            (M_before, N_before), M, floored, key, w, r, share = self.past[t]
+            g, u = self.g[t], self.u[t]
+            d_r = [total([g[v] * M[s][v] for v in V]) / floored[s] for s in S]
             RN = [RN[s] * decay + -(d_r[s] * share[s]) for s in S]
             RM = [[RM[s][v] * decay + share[s] * g[v] for v in V] for s in S]
             d_u.append([total([w[s] * RM[s][v] for s in S]) for v in V])
             d_w = [total([u[v] * RM[s][v] for v in V]) + RN[s] for s in S]
-            before, after = [*self.M[t], self.N[t]], [*RM, RN]
-            products = [a * b for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)]
-            d_decay = total([d_decay, *products])
+            pairs = [pair for s in S for pair in zip([*M_before[s], N_before[s]], [*RM[s], RN[s]], strict=True)]
+            d_decay = total([Counted(d_decay), *(before * after for before, after in pairs)])
             d_scores = []
-            for i, (p, d_p, scores) in enumerate(((w, d_w, self.keys[t]), (r, d_r, self.query[t]))):
+            for i, (p, d_p, scores) in enumerate(((w, d_w, key), (r, d_r, self.query[t]))):
                 mean = total([p[s] * d_p[s] for s in S])
                 d_z = [p[s] * (d_p[s] - mean) for s in S]
                 d_temp[i] = total([d_temp[i], *(d_z[s] * scores[s] for s in S)])
@@ -338,6 +335,10 @@ class SlotsByHand:
             d_x.append([total([later[j][s] * self.conv[s][-1 - j] for j in range(CONV_TAPS)]) for s in S])
             d_conv = [[d_conv[s][j] + d_keys[t][s] * near[-1 - j][s] for j in range(CONV_TAPS)] for s in S]
         return d_x, d_query[::-1], d_u[::-1], d_conv, d_temp, float(d_decay) * decay
+
+
+def zeros(rows: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
+    return [zeros(*columns) if columns else Counted(0) for _ in rows]
 
 
 def softmax(z: Sequence[float]) -> list[float]:
