@@ -15,6 +15,9 @@ TRITON_CHUNK_TOKENS = 32
 SLOT_CHUNK_TOKENS = 64
 """Tokens of a chunk of slot memory."""
 
+SLOT_SCAN_CHUNKS = 64
+"""Chunks of slot memory that are scanned at once."""
+
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments."""
 

@@ -282,7 +282,7 @@ def slot_bytes_per_token(config: PretrainConfig) -> float:
     scores = 8 * (slots + values) if e == 4 else 4 * slots
     states = (20 if ranks > 1 else 12) * slots * (model.slot_channels + 1)
     chunk = min(SLOT_CHUNK_TOKENS, config.tile_tokens / ranks)
-    return (24 + e) * slots + (12 + 4 * e) * values + scores + states / chunk + 8 * model.heads + 8
+    return (24 + e) * slots + (8 + 4 * e) * values + scores + states / chunk + 8 * model.heads + 8
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

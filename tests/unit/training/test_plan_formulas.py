@@ -149,10 +149,10 @@ def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
     assert between == 2 * 12 * 6 * (4 * (2 * 768 + 12) + state)
 
 
-def test_slot_layers_launch_an_operation_for_each_chunk_of_their_scan():
+def test_slot_layers_launch_operations_for_the_chunks_that_are_scanned_at_once():
     assert plan.operations_per_layer(planned(BASE)) == 80
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 256 + 12 * 16
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 256 + 24) / 2
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 278 + 60
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 278 + 60) / 2
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():

@@ -10,8 +10,6 @@ from tost_lm.config import validate
 from tost_lm.model import TostLM
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.model.positions import SequenceInfo
-from tost_lm.ops.slots.chunks import CHUNK_TOKENS
-from tost_lm.sizes import SLOT_CHUNK_TOKENS
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_memory import activation_bytes_per_token
 
@@ -52,7 +50,3 @@ def test_a_block_saves_the_planned_bytes(
     last_norm = element_bytes * C
     planned = (activation_bytes_per_token(config) - last_norm) * B * T
     assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)
-
-
-def test_chunks_of_slot_memory_are_those_of_the_plan():
-    assert CHUNK_TOKENS == SLOT_CHUNK_TOKENS

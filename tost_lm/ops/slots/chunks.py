@@ -5,19 +5,19 @@ Shapes as in `tost_lm.ops.slots`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from tost_lm.ops.naive import MASS_FLOOR, running_dtype
 from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_SCAN_CHUNKS
 
-CHUNK_TOKENS = 64
-READ_ELEMENTS = 2**20
-"""Elements of the [L, L] masks of the chunks that are read at once: they fit into a core's cache."""
+READ_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+"""Elements of the [L, L] masks of the chunks that are read at once; on a CPU they fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Chunks:
 
     @classmethod
     def of(cls, local: LocalDocuments) -> "Chunks":
-        return cls(min(CHUNK_TOKENS, max(local.lengths)), local.lengths)
+        return cls(min(SLOT_CHUNK_TOKENS, max(local.lengths)), local.lengths)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Chunks:
         else:
             documents = flat_MHX.split(self.lengths)
             x = torch.cat([pad(d, (0, 0, 0, 0, 0, -len(d) % self.tokens)) for d in documents])
-        return x.unflatten(0, (-1, self.tokens)).transpose(1, 2)
+        return x.unflatten(0, (-1, self.tokens)).transpose(1, 2).contiguous()
 
     def join(self, x_KHLX: Tensor, rows: Sequence[int]) -> Tensor:
         """The inverse of `split`: [B, T, H, X] with `rows` = (B, T)."""
@@ -77,59 +77,73 @@ def sums_of_chunks(write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor, 
 def scan_chunks(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """M and N before each chunk, [K, H, S, E], and after each document, [n, H, S, E], in the dtype of running sums."""
     running = running_dtype(sums_KHSE.device)
-    before, final = _Scan.apply(sums_KHSE.to(running), initial_nHSE, log_decay_H.to(running), chunks)  # pyright: ignore[reportGeneralTypeIssues]
-    return before, final
+    return _Scan.apply(sums_KHSE.to(running), initial_nHSE, log_decay_H.to(running), chunks)  # pyright: ignore[reportReturnType]
 
 
 class _Scan(torch.autograd.Function):
-    """state_{c + 1} = ρ^length_c · state_c + sums_c, over the chunks of each document.
-
-    Step c has chunk c of all documents that have one. Documents are sorted by length for it, so they come first.
-    """
+    """state_{c + 1} = ρ^length_c · state_c + sums_c over the chunks of each document."""
 
     @staticmethod
     def forward(ctx, sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks):
-        order, steps = _steps(chunks, sums_KHSE.device)
-        lengths_K = chunks.length_of_each(sums_KHSE.device)
-        decay_KH = (lengths_K[:, None] * log_decay_H).exp()
-        state = initial_nHSE[order]
-        before_KHSE = torch.empty_like(sums_KHSE)
-        for chunk in steps:
-            before_KHSE[chunk] = state[: len(chunk)]
-            new = decay_KH[chunk][..., None, None] * state[: len(chunk)] + sums_KHSE[chunk]
-            state = torch.cat([new, state[len(chunk) :]]) if len(chunk) < len(state) else new
-        final = torch.empty_like(state)
-        final[order] = state
-        ctx.save_for_backward(before_KHSE, decay_KH, lengths_K)
+        before_KHSE = _before(sums_KHSE, initial_nHSE, log_decay_H, chunks.counts, chunks.tokens)
+        _, last_n, faded_K = _ends(chunks, log_decay_H)
+        ctx.save_for_backward(before_KHSE, log_decay_H)
         ctx.chunks = chunks
-        return before_KHSE, final
+        return before_KHSE, faded_K[last_n] * before_KHSE[last_n] + sums_KHSE[last_n]
 
     @staticmethod
-    def backward(ctx, d_before_KHSE: Tensor, d_final: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        before_KHSE, decay_KH, lengths_K = ctx.saved_tensors
-        order, steps = _steps(ctx.chunks, d_before_KHSE.device)
-        d_state = d_final[order]
-        d_sums_KHSE = torch.empty_like(d_before_KHSE)
-        for chunk in reversed(steps):
-            d_sums_KHSE[chunk] = d_state[: len(chunk)]
-            new = decay_KH[chunk][..., None, None] * d_state[: len(chunk)] + d_before_KHSE[chunk]
-            d_state = torch.cat([new, d_state[len(chunk) :]]) if len(chunk) < len(d_state) else new
-        d_initial = torch.empty_like(d_state)
-        d_initial[order] = d_state
-        d_decay_KH = (d_sums_KHSE * before_KHSE).sum((-2, -1))
-        return d_sums_KHSE, d_initial, (lengths_K[:, None] * decay_KH * d_decay_KH).sum(0), None
+    @once_differentiable
+    def backward(ctx, d_before_KHSE: Tensor, d_final_nHSE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        before_KHSE, log_decay_H = ctx.saved_tensors
+        chunks = ctx.chunks
+        first_n, last_n, faded_K = _ends(chunks, log_decay_H)
+        d_KHSE = d_before_KHSE.index_add(0, last_n, faded_K[last_n] * d_final_nHSE)
+        newest_first = _before(
+            d_KHSE.flip(0), torch.zeros_like(d_final_nHSE), log_decay_H, chunks.counts[::-1], chunks.tokens
+        )
+        d_sums_KHSE = newest_first.flip(0).index_copy(0, last_n, d_final_nHSE)
+        several_n = (first_n != last_n).view(-1, 1, 1, 1)
+        d_initial_nHSE = d_KHSE[first_n] + several_n * faded_K[first_n] * d_sums_KHSE[first_n]
+        lengths_K1 = chunks.length_of_each(d_KHSE.device)[:, None]
+        passed_KH = (faded_K * before_KHSE * d_sums_KHSE).sum((-2, -1))
+        return d_sums_KHSE, d_initial_nHSE, (lengths_K1 * passed_KH).sum(0), None
 
 
-def _steps(chunks: Chunks, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The documents, most chunks first, and the chunks of each step of the scan, in this order of documents."""
-    counts = chunks.counts
-    firsts = [0, *accumulate(counts)]
-    order = sorted(range(len(counts)), key=lambda n: -counts[n])
-    steps = [
-        torch.tensor([firsts[n] + step for n in order if counts[n] > step], device=device)
-        for step in range(max(counts))
-    ]
-    return torch.tensor(order, device=device), steps
+def _ends(chunks: Chunks, log_decay_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first and the last chunk of each document, [n], and the decay over each chunk, [K, H, 1, 1]."""
+    device = log_decay_H.device
+    last_n = torch.tensor(chunks.counts, device=device).cumsum(0) - 1
+    faded_KH = (chunks.length_of_each(device)[:, None] * log_decay_H).exp()
+    return torch.cat([last_n.new_zeros(1), last_n[:-1] + 1]), last_n, faded_KH[..., None, None]
+
+
+def _before(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
+    """The state before each chunk, SLOT_SCAN_CHUNKS of them at once. All but the last of a document have L tokens."""
+    device, log_chunk_H = sums_KHSE.device, tokens * log_decay_H
+    document_K = torch.repeat_interleave(torch.tensor(counts, device=device))
+    number_K = torch.cat([torch.arange(count, device=device) for count in counts])  # in its document
+    before, entering = [], initial_nHSE[:1]
+    for rows in torch.arange(len(sums_KHSE), device=device).split(SLOT_SCAN_CHUNKS):
+        sums, document, number = sums_KHSE[rows], document_K[rows], number_K[rows]
+        i = torch.arange(len(rows), device=device)
+        earlier = (document[:, None] == document) & (i[:, None] > i)
+        log_Hij = (log_chunk_H[:, None, None] * (i[:, None] - 1 - i)).masked_fill(~earlier, -torch.inf)
+        # A row starts from the state before its document, or before the first of these rows.
+        origin = initial_nHSE[document].where((number <= i)[:, None, None, None], entering)
+        faded = (log_chunk_H * torch.minimum(number, i)[:, None]).exp()[..., None, None]
+        before.append(_products(log_Hij, sums) + faded * origin)
+        entering = log_chunk_H.exp()[:, None, None] * before[-1][-1:] + sums[-1:]
+    return torch.cat(before)
+
+
+def _products(log_Hij: Tensor, x_jHSE: Tensor) -> Tensor:
+    """Σ_j exp(log) · x. A number that is not finite does not reach rows whose weight is 0 as 0 · NaN."""
+    finite = x_jHSE.isfinite()
+    if x_jHSE.is_cpu and bool(finite.all()):
+        return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE)
+    weighs, is_broken = (log_Hij > -torch.inf).to(x_jHSE.dtype), (~finite).to(x_jHSE.dtype)
+    broken = torch.einsum("hij,jhse->ihse", weighs, is_broken) > 0
+    return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE.where(finite, 0)).masked_fill(broken, torch.nan)
 
 
 def read_chunks(
@@ -137,7 +151,7 @@ def read_chunks(
 ) -> Tensor:
     """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes groups of chunks again."""
     H, L = read_KHLS.shape[1:3]
-    at_once = max(1, READ_ELEMENTS // (H * L * L))
+    at_once = max(1, READ_ELEMENTS.get(read_KHLS.device.type, 2**20) // (H * L * L))
     parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before_KHSE)), strict=True)
     return torch.cat(
         [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
