@@ -64,14 +64,26 @@ class Chunks:
         sizes = [min(self.tokens, length - start) for length in self.lengths for start in range(0, length, self.tokens)]
         return torch.tensor(sizes, device=device)
 
+    def sums(self, write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor) -> Tensor:
+        """What each chunk adds to M and N by its end, [K, H, S, E]."""
+        L = write_KHLS.shape[2]
+        left_KL = self.length_of_each(write_KHLS.device)[:, None] - 1 - torch.arange(L, device=write_KHLS.device)
+        faded_KHL = (log_decay_H[:, None] * left_KL.clamp_min(0)[:, None]).exp()
+        faded_KHSL = (write_KHLS * faded_KHL[..., None]).mT
+        return torch.cat([faded_KHSL @ value_KHLD, faded_KHSL.sum(-1, keepdim=True)], -1)
 
-def sums_of_chunks(write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor, chunks: Chunks) -> Tensor:
-    """What each chunk adds to M and N by its end, [K, H, S, E]."""
-    L = write_KHLS.shape[2]
-    left_KL = chunks.length_of_each(write_KHLS.device)[:, None] - 1 - torch.arange(L, device=write_KHLS.device)
-    faded_KHL = (log_decay_H[:, None] * left_KL.clamp_min(0)[:, None]).exp()
-    faded_KHSL = (write_KHLS * faded_KHL[..., None]).mT
-    return torch.cat([faded_KHSL @ value_KHLD, faded_KHSL.sum(-1, keepdim=True)], -1)
+    def read(
+        self, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
+    ) -> Tensor:
+        """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes each group of chunks
+        again."""
+        H, L = read_KHLS.shape[1:3]
+        at_once = max(1, READ_ELEMENTS // (H * L * L))
+        before = before_KHSE.to(value_KHLD.dtype)
+        parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before)), strict=True)
+        return torch.cat(
+            [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        )
 
 
 def scan_chunks(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -130,18 +142,6 @@ def _steps(chunks: Chunks, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         for step in range(max(counts))
     ]
     return torch.tensor(order, device=device), steps
-
-
-def read_chunks(
-    read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-) -> Tensor:
-    """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes each group of chunks again."""
-    H, L = read_KHLS.shape[1:3]
-    at_once = max(1, READ_ELEMENTS // (H * L * L))
-    parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before_KHSE)), strict=True)
-    return torch.cat(
-        [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    )
 
 
 def _read(
