@@ -24,8 +24,10 @@ from tost_lm.ops.slots.chunks import CHUNK_TOKENS, Chunks
 from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_head, tokens_of_chunk
 
 TOKENS = tl.constexpr(CHUNK_TOKENS)
-CHANNELS = 64
-"""Channels at a time: a tile of them fits in registers."""
+BLOCK = tl.constexpr(16)
+"""Written tokens at a time. A thread holds whole rows of both factors of a product, so longer sums would spill."""
+CHANNELS = 32
+"""Channels at a time, for the same reason."""
 
 
 class TritonChunks(Chunks):
@@ -110,7 +112,7 @@ def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *
     with torch.cuda.device_of(value_MHD):
         kernel[(len(layout.start_K) * H,)](
             *(x.contiguous() for x in (layout.start_K, layout.end_K, write_MHS, value_MHD, *tensors)),
-            H=H, S=S, D=D, S_=S_, D_=D_, num_warps=4,
+            H=H, S=S, D=D, S_=S_, D_=D_, num_warps=8, num_stages=1,
         )  # fmt: skip
 
 
@@ -122,13 +124,18 @@ def sums_kernel(
     k, h = chunk_and_head(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
-    _, fade_T = fade_to_end(tokens, tl.load(log_decay_H + h))
+    log_decay = tl.load(log_decay_H + h)
+    fade_T = fade_to_end(tokens, log_decay, TOKENS)[1]
     write_TS = load_tile(write_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_)
-    faded_ST = tl.trans(write_TS * fade_T[:, None])
-    store_mass(sums_KHSE + state, tl.sum(faded_ST, axis=1), S, D, S_)
+    store_mass(sums_KHSE + state, tl.sum(write_TS * fade_T[:, None], axis=0), S, D, S_)
     for d in range(0, D, D_):
-        value_TD = load_tile(value_MHD + token * D, tokens, H * D, d, D, TOKENS, D_)
-        store_tile(sums_KHSE + state, dot(faded_ST, value_TD), S, D + 1, d, D, S_, D_)
+        memory_SD = tl.zeros((S_, D_), tl.float32)
+        for j in range(0, TOKENS, BLOCK):
+            fade_J = fade_to_end(tokens - j, log_decay, BLOCK)[1]
+            write_JS = load_block(write_MHS + token * S, j, tokens, H, 0, S, S_)
+            value_JD = load_block(value_MHD + token * D, j, tokens, H, d, D, D_)
+            memory_SD += dot(tl.trans(write_JS * fade_J[:, None]), value_JD)
+        store_tile(sums_KHSE + state, memory_SD, S, D + 1, d, D, S_, D_)
 
 
 @triton.jit
@@ -139,7 +146,7 @@ def sums_backward_kernel(
     k, h = chunk_and_head(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
-    left_T, fade_T = fade_to_end(tokens, tl.load(log_decay_H + h))
+    left_T, fade_T = fade_to_end(tokens, tl.load(log_decay_H + h), TOKENS)
     write_TS = load_tile(write_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_)
     faded_TS = write_TS * fade_T[:, None]
     d_faded_TS = tl.zeros((TOKENS, S_), tl.float32) + load_mass(d_sums_KHSE + state, S, D, S_)[None, :]
@@ -161,19 +168,21 @@ def read_kernel(
     k, h = chunk_and_head(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
-    read_TS = load_tile(read_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_)
-    write_TS, broken_S = finite(load_tile(write_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_))
-    _, fade_TT, age_T, fade_T = decay(tl.load(log_decay_H + h))
-    inverse_TS = inverse_masses(write_TS, load_mass(before_KHSE + state, S, D, S_), fade_TT, fade_T)
-    share_TS = read_TS * inverse_TS
-    weight_TT = dot(share_TS, tl.trans(write_TS)) * fade_TT
-    share_TS *= fade_T[:, None]
-    broken = tl.min(broken_S, axis=0)
+    log_decay = tl.load(log_decay_H + h)
+    age_T, fade_T = since_start(log_decay)
+    mass_S = load_mass(before_KHSE + state, S, D, S_)
+    inverse_TS, broken = inverse_masses(write_MHS + token * S, tokens, mass_S, fade_T, log_decay, H, S, S_)
+    share_TS = load_tile(read_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_) * inverse_TS
     for d in range(0, D, D_):
-        value_TD, broken_D = finite(load_tile(value_MHD + token * D, tokens, H * D, d, D, TOKENS, D_))
-        memory_SD = load_tile(before_KHSE + state, S, D + 1, d, D, S_, D_)
-        y_TD = dot(weight_TT, value_TD) + dot(share_TS, memory_SD)
-        y_TD = tl.where(age_T[:, None] > tl.minimum(broken, broken_D)[None, :], float("nan"), y_TD)
+        y_TD = dot(share_TS * fade_T[:, None], load_tile(before_KHSE + state, S, D + 1, d, D, S_, D_))
+        broken_D = tl.zeros((D_,), tl.int32) + broken
+        for j in range(0, TOKENS, BLOCK):
+            write_JS = finite(load_block(write_MHS + token * S, j, tokens, H, 0, S, S_))
+            value_JD = load_block(value_MHD + token * D, j, tokens, H, d, D, D_)
+            broken_D = tl.minimum(broken_D, first_broken(value_JD, j))
+            weight_TJ = dot(share_TS, tl.trans(write_JS)) * fades(ages(j), log_decay)
+            y_TD += dot(weight_TJ, finite(value_JD))
+        y_TD = tl.where(age_T[:, None] > broken_D[None, :], float("nan"), y_TD)
         store_tile(y_MHD + token * D, y_TD, tokens, H * D, d, D, TOKENS, D_)
 
 
@@ -183,42 +192,72 @@ def read_backward_kernel(
     d_read_MHS, d_write_MHS, d_value_MHD, d_before_KHSE, d_log_decay_KH,
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, S_: tl.constexpr, D_: tl.constexpr,
 ):  # fmt: skip
+    """First the gradients of a token's read and N, then those of what it wrote. Both need those of the weights r/N · w.
+
+    Each decay is exp(log ρ · age): its gradient times the decay times the age is that of log ρ.
+    """
     k, h = chunk_and_head(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
-    d_weight_TT, read_memory_TS = tl.zeros((TOKENS, TOKENS), tl.float32), tl.zeros((TOKENS, S_), tl.float32)
-    for d in range(0, D, D_):
-        dy_TD = load_tile(dy_MHD + token * D, tokens, H * D, d, D, TOKENS, D_)
-        value_TD, _ = finite(load_tile(value_MHD + token * D, tokens, H * D, d, D, TOKENS, D_))
-        memory_SD = load_tile(before_KHSE + state, S, D + 1, d, D, S_, D_)
-        d_weight_TT += dot(dy_TD, tl.trans(value_TD))
-        read_memory_TS += dot(dy_TD, tl.trans(memory_SD))
-
-    read_TS = load_tile(read_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_)
-    write_TS, _ = finite(load_tile(write_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_))
+    log_decay = tl.load(log_decay_H + h)
+    age_T, fade_T = since_start(log_decay)
     mass_S = load_mass(before_KHSE + state, S, D, S_)
-    age_TT, fade_TT, age_T, fade_T = decay(tl.load(log_decay_H + h))
-    inverse_TS = inverse_masses(write_TS, mass_S, fade_TT, fade_T)
-    share_TS = read_TS * inverse_TS
-    weight_TT = dot(share_TS, tl.trans(write_TS)) * fade_TT
-    # Each decay is exp(log ρ · age): its gradient times the decay and the age is that of log ρ.
-    d_fade_TT = d_weight_TT * weight_TT
-    d_weight_TT *= fade_TT
-    d_share_TS = dot(d_weight_TT, write_TS) + fade_T[:, None] * read_memory_TS
-    d_mass_TS = -d_share_TS * share_TS * inverse_TS
-    d_fade_TT += dot(d_mass_TS, tl.trans(write_TS)) * fade_TT
-    d_fade_T = tl.sum(share_TS * read_memory_TS + d_mass_TS * mass_S[None, :], axis=1) * fade_T
-    d_log_decay = tl.sum(tl.sum(d_fade_TT * age_TT, axis=1) + d_fade_T * age_T, axis=0)
-    tl.store(d_log_decay_KH + k * H + h, d_log_decay)
-    store_tile(d_read_MHS + token * S, d_share_TS * inverse_TS, tokens, H * S, 0, S, TOKENS, S_)
-    d_write_TS = dot(tl.trans(d_weight_TT), share_TS) + dot(tl.trans(fade_TT), d_mass_TS)
-    store_tile(d_write_MHS + token * S, d_write_TS, tokens, H * S, 0, S, TOKENS, S_)
-    store_mass(d_before_KHSE + state, tl.sum(d_mass_TS * fade_T[:, None], axis=0), S, D, S_)
-    share_TS *= fade_T[:, None]
+    inverse_TS, _ = inverse_masses(write_MHS + token * S, tokens, mass_S, fade_T, log_decay, H, S, S_)
+    share_TS = load_tile(read_MHS + token * S, tokens, H * S, 0, S, TOKENS, S_) * inverse_TS
+    d_share_TS = tl.zeros((TOKENS, S_), tl.float32)
     for d in range(0, D, D_):
         dy_TD = load_tile(dy_MHD + token * D, tokens, H * D, d, D, TOKENS, D_)
-        store_tile(d_value_MHD + token * D, dot(tl.trans(weight_TT), dy_TD), tokens, H * D, d, D, TOKENS, D_)
-        store_tile(d_before_KHSE + state, dot(tl.trans(share_TS), dy_TD), S, D + 1, d, D, S_, D_)
+        memory_SD = load_tile(before_KHSE + state, S, D + 1, d, D, S_, D_)
+        d_share_TS += dot(dy_TD, tl.trans(memory_SD))
+        d_memory_SD = dot(tl.trans(share_TS * fade_T[:, None]), dy_TD)
+        store_tile(d_before_KHSE + state, d_memory_SD, S, D + 1, d, D, S_, D_)
+    d_share_TS *= fade_T[:, None]
+    d_log_decay_T = tl.sum(share_TS * d_share_TS, axis=1) * age_T
+
+    for j in range(0, TOKENS, BLOCK):
+        write_JS = finite(load_block(write_MHS + token * S, j, tokens, H, 0, S, S_))
+        d_weight_TJ = weight_gradients(dy_MHD + token * D, value_MHD + token * D, j, tokens, H, D, D_)
+        d_share_TS += dot(d_weight_TJ * fades(ages(j), log_decay), write_JS)
+    d_mass_TS = -d_share_TS * share_TS * inverse_TS
+    d_log_decay_T += tl.sum(d_mass_TS * mass_S[None, :], axis=1) * fade_T * age_T
+    store_tile(d_read_MHS + token * S, d_share_TS * inverse_TS, tokens, H * S, 0, S, TOKENS, S_)
+    store_mass(d_before_KHSE + state, tl.sum(d_mass_TS * fade_T[:, None], axis=0), S, D, S_)
+
+    for j in range(0, TOKENS, BLOCK):
+        write_JS = finite(load_block(write_MHS + token * S, j, tokens, H, 0, S, S_))
+        d_weight_TJ = weight_gradients(dy_MHD + token * D, value_MHD + token * D, j, tokens, H, D, D_)
+        fade_TJ = fades(ages(j), log_decay)
+        weight_TJ = dot(share_TS, tl.trans(write_JS)) * fade_TJ
+        d_fade_TJ = d_weight_TJ * weight_TJ + dot(d_mass_TS, tl.trans(write_JS)) * fade_TJ
+        d_log_decay_T += tl.sum(d_fade_TJ * ages(j), axis=1)
+        d_write_JS = dot(tl.trans(d_weight_TJ * fade_TJ), share_TS) + dot(tl.trans(fade_TJ), d_mass_TS)
+        store_tile(d_write_MHS + (token + j * H) * S, d_write_JS, tokens - j, H * S, 0, S, BLOCK, S_)
+        for d in range(0, D, D_):
+            dy_TD = load_tile(dy_MHD + token * D, tokens, H * D, d, D, TOKENS, D_)
+            d_value_JD = dot(tl.trans(weight_TJ), dy_TD)
+            store_tile(d_value_MHD + (token + j * H) * D, d_value_JD, tokens - j, H * D, d, D, BLOCK, D_)
+    tl.store(d_log_decay_KH + k * H + h, tl.sum(d_log_decay_T, axis=0))
+
+
+@triton.jit
+def weight_gradients(dy, value, j, tokens, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
+    d_weight_TJ = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for d in range(0, D, D_):
+        value_JD = finite(load_block(value, j, tokens, H, d, D, D_))
+        d_weight_TJ += dot(load_tile(dy, tokens, H * D, d, D, TOKENS, D_), tl.trans(value_JD))
+    return d_weight_TJ
+
+
+@triton.jit
+def inverse_masses(write, tokens, mass_S, fade_T, log_decay, H: tl.constexpr, S: tl.constexpr, S_: tl.constexpr):
+    """1/(N + ε), and the chunk's first token with a NaN or infinity in `write`, or `TOKENS`."""
+    mass_TS = fade_T[:, None] * mass_S[None, :] + MASS_FLOOR
+    broken_S = tl.full((S_,), TOKENS, tl.int32)
+    for j in range(0, TOKENS, BLOCK):
+        write_JS = load_block(write, j, tokens, H, 0, S, S_)
+        broken_S = tl.minimum(broken_S, first_broken(write_JS, j))
+        mass_TS += dot(fades(ages(j), log_decay), finite(write_JS))
+    return 1 / mass_TS, tl.min(broken_S, axis=0)
 
 
 @triton.jit
@@ -227,32 +266,48 @@ def dot(a_XY, b_YZ):
 
 
 @triton.jit
-def fade_to_end(tokens, log_decay):
-    """The tokens after each in its chunk, and the decay over them."""
-    left_T = tl.maximum(tokens - 1 - tl.arange(0, TOKENS), 0)
-    return left_T, tl.exp(log_decay * left_T)
+def fade_to_end(tokens, log_decay, R_: tl.constexpr):
+    """The tokens after each of the first `R_` tokens, and the decay over them."""
+    left_R = tl.maximum(tokens - 1 - tl.arange(0, R_), 0)
+    return left_R, tl.exp(log_decay * left_R)
 
 
 @triton.jit
-def decay(log_decay):
-    """Age and decay from column to row, and from the chunk's start to each row. The decay of later columns is 0."""
-    t_T = tl.arange(0, TOKENS)
-    age_TT = t_T[:, None] - t_T[None, :]
-    fade_TT = tl.exp(tl.where(age_TT < 0, float("-inf"), log_decay * age_TT))
-    return age_TT, fade_TT, t_T + 1, tl.exp(log_decay * (t_T + 1))
+def since_start(log_decay):
+    """Age and decay of what was before the chunk, at each token."""
+    age_T = tl.arange(0, TOKENS) + 1
+    return age_T, tl.exp(log_decay * age_T)
 
 
 @triton.jit
-def inverse_masses(write_TS, mass_S, fade_TT, fade_T):
-    return 1 / (dot(fade_TT, write_TS) + fade_T[:, None] * mass_S[None, :] + MASS_FLOOR)
+def ages(j):
+    """Tokens from those of the block (columns) to each token (rows)."""
+    return tl.arange(0, TOKENS)[:, None] - (j + tl.arange(0, BLOCK))[None, :]
 
 
 @triton.jit
-def finite(x_TX):
-    """x with 0 for each NaN and infinity, and the first token with one in each column, or `TOKENS`."""
-    is_finite_TX = tl.abs(x_TX) < float("inf")
-    t_T = tl.arange(0, TOKENS)
-    return tl.where(is_finite_TX, x_TX, 0.0), tl.min(tl.where(is_finite_TX, TOKENS, t_T[:, None]), axis=0)
+def fades(age_TJ, log_decay):
+    """The decay, 0 of later tokens."""
+    return tl.exp(tl.where(age_TJ < 0, float("-inf"), log_decay * age_TJ))
+
+
+@triton.jit
+def load_block(x, j, tokens, H: tl.constexpr, first, X: tl.constexpr, X_: tl.constexpr):
+    """The `BLOCK` tokens from `j` on."""
+    return load_tile(x + j * H * X, tokens - j, H * X, first, X, BLOCK, X_)
+
+
+@triton.jit
+def finite(x_JX):
+    """x with 0 for each NaN and infinity."""
+    return tl.where(tl.abs(x_JX) < float("inf"), x_JX, 0.0)
+
+
+@triton.jit
+def first_broken(x_JX, j):
+    """The first token of each column with a NaN or infinity, or `TOKENS`."""
+    token_JX = j + tl.arange(0, BLOCK)[:, None]
+    return tl.min(tl.where(tl.abs(x_JX) < float("inf"), TOKENS, token_JX), axis=0)
 
 
 @triton.jit
