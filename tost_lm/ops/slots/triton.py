@@ -31,7 +31,7 @@ CHANNELS = 32
 
 
 class TritonChunks(Chunks):
-    """The chunks of the n documents on this rank. Tokens stay where they are: x_MHX instead of x_MHX."""
+    """The chunks of the n documents on this rank. Tokens stay in place: `split` gives x_MHX."""
 
     def split(self, x_BTHX: Tensor) -> Tensor:
         return x_BTHX.flatten(0, 1).contiguous()
