@@ -12,6 +12,9 @@ DEVICE_CHUNK_ELEMENTS = 1 << 22
 TRITON_CHUNK_TOKENS = 32
 """Tokens of a chunk in the Triton kernels: those of one channel fit the registers of one thread."""
 
+SLOT_CHUNK_TOKENS = 64
+"""Tokens of a chunk of slot memory."""
+
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments."""
 

@@ -30,6 +30,7 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (1, {**DEEP, "layers": 4, "vocab_size": 50304}),
         (1, {"vocab_size": 512, "pattern": "TTTA"}),
         (1, {"vocab_size": 512, "pattern": "A", "window": 256}),
+        (1, {"vocab_size": 512, "pattern": "S"}),
         (1, {"vocab_size": 512, "pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0}),
         (1, {**DEEP, "parallel": {"zero_stage": 0}}),
         (2, {**DEEP, "data_ranks": 2, "micro_batches": 2, "parallel": {"zero_stage": 2}}),

@@ -1,5 +1,7 @@
 """What the plan says of memory and messages, beside what ranks that train take and send."""
 
+from typing import Any
+
 import pytest
 from memory_of_training import Measured, Settings, settings_of, train_measured
 
@@ -10,7 +12,7 @@ from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import peak_moment
 
 RANKS = 2
-SMALL = {"width": 128, "vocab_size": 4096, "tokens": 256, "pattern": "TA", "micro_batch": 8, "micro_batches": 2}
+SMALL: dict[str, Any] = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}
 # As gloo and torch name them in the dispatcher; beside what the plan knows of, single numbers are summed over ranks.
 COUNTED = {
     "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},
@@ -21,26 +23,37 @@ FEW_NUMBERS = 128
 TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
 
 
+@pytest.mark.parametrize("pattern", ["TA", "SA"])
 @pytest.mark.parametrize("axis", ["sequence", "tensor"])
-def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str):
-    settings = settings_of(**SMALL, parallel={axis: RANKS})
+def test_memory_to_a_tenth_and_messages_to_the_byte(pattern: str, axis: str):
+    settings = settings_of(**SMALL, pattern=pattern, parallel={axis: RANKS})
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
 
 
-def test_messages_of_what_is_computed_again():
+@pytest.mark.parametrize("pattern", ["TA", "TS"])
+def test_messages_of_what_is_computed_again(pattern: str):
     settings = settings_of(
-        **TINY, parallel={"tensor": RANKS}, memory={"activation_checkpointing": "full", "mlp_tile_tokens": 32}
+        **TINY,
+        pattern=pattern,
+        parallel={"tensor": RANKS},
+        memory={"activation_checkpointing": "full", "mlp_tile_tokens": 32},
     )
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert_sent_as_planned(measured, settings)
 
 
-def test_messages_of_tiles():
-    settings = settings_of(
-        **TINY, window=30, parallel={"sequence": RANKS}, memory={"tile_tokens": 100}
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "memory"),
+    [
+        ("TA", {"tile_tokens": 100}),
+        ("SA", {"tile_tokens": 100}),
+        ("TS", {"tile_tokens": 100, "activation_checkpointing": "full"}),
+    ],
+)
+def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
+    settings = settings_of(**TINY, pattern=pattern, window=30, parallel={"sequence": RANKS}, memory=memory)
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert_sent_as_planned(measured, settings)
 

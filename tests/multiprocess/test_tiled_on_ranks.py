@@ -20,6 +20,7 @@ from tost_lm.training.tiled import TiledLM, tile
 WINDOW = 7
 MODELS: list[dict[str, Any]] = [
     {"pattern": "TTA", "window": WINDOW},
+    {"pattern": "SST", "denom_bias": "head"},
     {"pattern": "TA", "layers": 2, "window": T, "membership": "energy-mean", "positions": "none", "denom_bias": "head"},
     {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
 ]

@@ -19,6 +19,7 @@ from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.testing.traffic import Sent
 
 H, C = 2, 8
+KIND = "all_gather_into_tensor"
 STATISTICS_BYTES = 8 * (2 * C + H)  # float32, of one sequence, forward and backward
 PACKED = (0, 1, 500, 511, 513, 1024)  # boundaries at the ends, inside a shard and beside those between two and four
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -68,6 +69,24 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     axis = mesh.tensor if case.tensor else mesh.sequence
     assert {sent.group for sent in forward.sent + backward.sent} == {axis.group.group_name}
     return [(sent.kind, sent.bytes) for sent in forward.sent], [(sent.kind, sent.bytes) for sent in backward.sent]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slot_layer_sends_keys_and_sums_forward_and_their_gradients_backward_whatever_the_length(ranks: int):
+    cases = [
+        Case(tokens=1024, pattern="S"),
+        Case(tokens=16384, pattern="S"),
+        Case(tokens=1024, pattern="S", layers=2, sequences=3),
+        Case(tokens=1024, pattern="S", offsets=PACKED),
+        Case(tokens=64, pattern="S", recomputed="but what was received"),
+    ]
+    model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
+    keys, sums = 4 * 3 * H * model.slots, 8 * H * model.slots * (model.slot_channels + 1)
+    for on_rank in run_on_ranks(sent_in_steps, ranks, cases):
+        for case, (forward, backward) in zip(cases, on_rank, strict=True):
+            sizes = [(KIND, case.sequences * size) for size in (keys, sums)]
+            assert forward == sizes * case.layers, case
+            assert backward == sizes[::-1] * case.layers, case
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

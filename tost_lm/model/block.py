@@ -62,7 +62,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block whose mixer is TSSA (`letter` T), slot memory (S), softmax attention (A) or gated linear attention (G)."""
+    """A block; its mixer is TSSA (`letter` T), slot memory (S), softmax attention (A) or gated linear attention (G)."""
 
     def __init__(self, config: ModelConfig, letter: str):
         super().__init__()

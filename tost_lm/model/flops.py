@@ -2,15 +2,15 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
-arithmetic of causal TSSA and of gated linear attention. Not counted: norms, GELU, LayerScale, rotary embedding, the
-softmax of attention, the loss, the optimizer, and recomputation in the backward (sums over time in TSSA, scores in
-attention).
+arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU,
+LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the backward (sums
+over time in TSSA, scores in attention).
 
 **Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
 
 **Softmax attention.** Forward: 4·C·p for a token that attends to p tokens (q·k and Π·v). Backward: twice that. Over a
-document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). T layers have no such
-term.
+document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). Other layers have no
+such term.
 
 **Causal TSSA**, for each token and layer with C channels in H heads, for any length (`ops/chunked.py`; signs and
 comparisons are not counted):
@@ -36,6 +36,22 @@ comparisons are not counted):
 The sum is 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, plus H for each parenthesis that applies. For tost-base
 this is less than 0.1 % of the products. `uniform` computes the scores of `energy-share` and does not use them.
 
+**Slot memory**, one token at a time, for each head with S slots of V channels and a convolution of K taps:
+
+    forward                                S·V   S           backward                               S·V   S
+    convolution of the key                       2·K − 1     dr: Σ_v dy·M/N′                        2     0
+    w, r: times temp, softmax                    10     −2   −dr·r/N′; RN, running sum                    3
+    M = ρ·M + w·u                          3                 RM = ρ·RM + r/N′·dy                    3
+    N = ρ·N + w; N′                              3           du = Σ_s w·RM                          2          −V
+    r/N′                                         1           dw = Σ_v u·RM + RN                     2     0
+    y = Σ_s r/N′·M                         2            −V   d log ρ, summed over tokens            2     2
+                                                             softmaxes, d temp, times temp                14   −2
+                                                             dx and d weight of the convolution           4·K − 1
+                                           5   13 + 2·K      11  18 + 4·K
+
+The sum is H·(5·S·V + (13 + 2·K)·S − V − 2) forward and H·(11·S·V + (18 + 4·K)·S − V − 2) backward. The products
+of chunks execute more.
+
 **Gated linear attention**, one token at a time: S = α·S + k·v and o = q·S have 5 operations for each of the C²/(2·H)
 numbers of S, the gradients of q, k, v, α and S have 11. The chunked kernels execute more.
 """
@@ -43,7 +59,7 @@ numbers of S, the gradients of q, k, v, α and S have 11. The chunked kernels ex
 import re
 from typing import Literal, NamedTuple
 
-from tost_lm.model.config import GATE_CHANNELS, MIXERS, ModelConfig
+from tost_lm.model.config import CONV_TAPS, GATE_CHANNELS, MIXERS, ModelConfig
 
 
 class Parameters(NamedTuple):
@@ -53,7 +69,7 @@ class Parameters(NamedTuple):
     """Token embedding, shared with the head."""
     positions: int
     mixers: int
-    """Projections, temp and denom_bias."""
+    """Projections, and parameters of operators: temp, denom_bias, convolutions, decays."""
     mlps: int
     scales: int
     """Norms and LayerScale."""
@@ -91,18 +107,20 @@ def parameters(config: ModelConfig) -> Parameters:
     tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
     softmax = 4 * C * C + 4 * biased * C
     gated = 4 * C * C + GATE_CHANNELS * (C + C // 2) + C // 2 + C // config.heads + 4 * biased * C
+    H, S, V = config.heads, config.slots, config.slot_channels
+    slots = _slot_weights(config) + biased * (H * 2 * (S + V) + C) + H * (S * CONV_TAPS + V + 3)
     layers = layers_by_letter(config)
     return Parameters(
         embedding=config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
-        mixers=layers["T"] * tssa + layers["A"] * softmax + layers["G"] * gated,
+        mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
         mlps=config.layers * (8 * C * C + 5 * biased * C),
         scales=(2 * config.layers + 1) * (1 + biased) * C + (2 * config.layers * C if config.layer_scale else 0),
     )
 
 
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
-    """Number of layers of each mixer, {"T": …, "A": …, "G": …}."""
+    """Number of layers of each mixer, {"T": …, "S": …, …}."""
     return {letter: config.letters.count(letter) for letter in MIXERS}
 
 
@@ -114,7 +132,12 @@ def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
 def _products(config: ModelConfig) -> Flops:
     layers, C = layers_by_letter(config), config.width
     gates = GATE_CHANNELS * (C + C // 2)
-    mixers = layers["T"] * 2 * C**2 + layers["A"] * 4 * C**2 + layers["G"] * (4 * C**2 + gates)
+    mixers = (
+        layers["T"] * 2 * C**2
+        + layers["S"] * _slot_weights(config)
+        + layers["A"] * 4 * C**2
+        + layers["G"] * (4 * C**2 + gates)
+    )
     weights = mixers + config.layers * 8 * C**2 + config.vocab_size * C
     return Flops(2 * weights, 4 * weights)
 
@@ -132,7 +155,15 @@ def _operator(config: ModelConfig) -> Flops:
     extra = H * (mean + biased * (1 if mean else 2))
     tssa, gated = layers["T"], layers["G"] * C * (C // H // 2)
     forward, backward = tssa * (9 * C + 7 * H - 1 + extra), tssa * (22 * C + 8 * H - 1 + extra)
+    H_S, S, V = layers["S"] * H, config.slots, config.slot_channels
+    forward += H_S * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
+    backward += H_S * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2)
     return Flops(forward + 5 * gated, backward + 11 * gated)
+
+
+def _slot_weights(config: ModelConfig) -> int:
+    """Numbers of the two projections of an S layer: two keys and two values in, one value out."""
+    return config.width * config.heads * (2 * config.slots + 3 * config.slot_channels)
 
 
 def _bias_numbers(config: ModelConfig) -> int:

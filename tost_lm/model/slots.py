@@ -37,19 +37,28 @@ class SlotMixer(nn.Module):
     """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
     selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
 
+    OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
+    """Parameters with a row for each head."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         H, S, V = config.heads, config.slots, config.slot_channels
         self.heads, self.slots, self.channels = H, S, V
         self.in_proj = nn.Linear(config.width, H * (2 * S + 2 * V), bias=config.bias)
         self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)
-        conv = torch.zeros(H, S, CONV_TAPS)
-        conv[..., -2] = 1
-        self.conv = nn.Parameter(conv)
-        self.write_temp = nn.Parameter(torch.full((H,), INITIAL_TEMP))
-        self.read_temp = nn.Parameter(torch.full((H,), INITIAL_TEMP))
-        self.log_rate = nn.Parameter(initial_log_rates(H))
-        self.norm = nn.Parameter(torch.ones(H, V))
+        self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
+        self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
+        self.norm = nn.Parameter(torch.empty(H, V))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the initial values of all parameters but those of the linear layers."""
+        self.conv.zero_()[..., -2] = 1
+        self.write_temp.fill_(INITIAL_TEMP)
+        self.read_temp.fill_(INITIAL_TEMP)
+        self.log_rate.copy_(initial_log_rates(self.heads))
+        self.norm.fill_(1)
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
@@ -66,8 +75,8 @@ class SlotMixer(nn.Module):
         sums = SlotSums(state.memory, state.mass) if state else None
         log_decay_H = self.log_decay()
         if sums is not None and max(info.local.lengths) == 1 and info.shard is None:
-            tokens = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
-            y_NHV, sums = slot_memory_step(*tokens, log_decay_H, sums)
+            read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
+            y_NHV, sums = slot_memory_step(read, write, value, log_decay_H, sums)
             y_BTHV = y_NHV.view_as(value_BTHV)
         else:
             y_BTHV, sums = slot_memory(
@@ -79,7 +88,7 @@ class SlotMixer(nn.Module):
             return self.out_proj(y_BTHV.flatten(-2)), None
         assert sums is not None
         assert taps is not None
-        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(*sums, taps))
+        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(sums.memory, sums.mass, taps))
 
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""

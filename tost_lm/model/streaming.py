@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model.output import LMOutput, LMState
+from tost_lm.model.slots import SlotState
 from tost_lm.ops import TssaState
 from tost_lm.ops.naive import running_dtype
 
@@ -128,14 +129,16 @@ def overlapping_tiles(tiles: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def to_running_dtype(state: LMState | None) -> LMState | None:
-    """The state with the sums of TSSA in float64, for any number of further tokens."""
+    """The state with the sums of TSSA and slots in float64, for any number of further tokens."""
     return state and state._replace(layers=tuple(_to_running_dtype(layer) for layer in state.layers))
 
 
 def _to_running_dtype(layer: Any) -> Any:
-    if not isinstance(layer, TssaState):
+    if not isinstance(layer, TssaState | SlotState):
         return layer
     dtype = running_dtype(layer.mass.device)
+    if isinstance(layer, SlotState):
+        return SlotState(layer.memory.to(dtype), layer.mass.to(dtype), layer.taps)
     return TssaState(layer.energy.to(dtype), layer.weighted_energy.to(dtype), layer.mass.to(dtype), layer.count)
 
 

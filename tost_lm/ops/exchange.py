@@ -40,7 +40,8 @@ class Decay:
         faded_NH = (self._column(tokens) * self.log_decay_H).exp()
         return faded_NH.view(*faded_NH.shape, *(1,) * (state_N.dim() - 2)) * state_N
 
-    backward = forward
+    def backward(self, d_state_N: Tensor, tokens: Sequence[int]) -> Tensor:
+        return self.forward(d_state_N, tokens)
 
     def gradients(self, state_N: Tensor, d_state_N: Tensor, tokens: Sequence[int]) -> tuple[Tensor, ...]:
         passed_NH = (self.forward(state_N, tokens) * d_state_N).flatten(2).sum(-1)

@@ -35,7 +35,7 @@ def short_conv(
     Returns:
         y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
     """
-    (B, T, C), P = x_BTC.shape, weight_CK.shape[1] - 1
+    C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
     per_document = not local.packed or initial_NPC is not None or output_final_state
     if initial_NPC is None:
         initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)

@@ -25,6 +25,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import TostLM
+from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import linear_cross_entropy
@@ -54,9 +55,9 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     model.set_submodule("head", VocabularyHead(model.config, residual))
     model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
-        if isinstance(module, TssaMixer | SoftmaxMixer):
+        if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
             _split_heads(module, residual)
-        if isinstance(module, TssaMixer | SoftmaxMixer | Mlp):
+        if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer | Mlp):
             groups = 3 if isinstance(module, SoftmaxMixer) else 1  # q, k and v
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
@@ -208,12 +209,14 @@ class SoftmaxOverRanks:
         return pi_MH * (d_pi_MH + (centre_M1 - common_M[:, None]) - mean_M[:, None])
 
 
-def _split_heads(mixer: TssaMixer | SoftmaxMixer, residual: Residual) -> None:
+def _split_heads(mixer: TssaMixer | SlotMixer | SoftmaxMixer, residual: Residual) -> None:
     whole, axis = mixer.heads, residual.axis
     mixer.heads = whole // axis.size
     if isinstance(mixer, TssaMixer):
         mixer.softmax = UniformMemberships(whole) if mixer.membership == "uniform" else SoftmaxOverRanks(axis)
         _set_slices(mixer, mixer, axis, temp=TensorSlice(0), denom_bias=TensorSlice(0))
+    if isinstance(mixer, SlotMixer):
+        _set_slices(mixer, mixer, axis, **dict.fromkeys(SlotMixer.OF_HEADS, TensorSlice(0)))
 
 
 def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: TensorSlice | None) -> None:

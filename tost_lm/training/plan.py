@@ -15,7 +15,7 @@ from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES
+from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES, SLOT_CHUNK_TOKENS
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     ELEMENT_BYTES,
@@ -24,12 +24,15 @@ from tost_lm.training.plan_memory import (
     parameters_per_rank,
     peak_moment,
     reduced_at_once,
+    slot_bytes_per_token,
+    slot_state_bytes,
     stage_of,
     tokens_in_memory,
     weights_and_optimizer,
 )
 
 OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
+SLOT_OPERATIONS, SCAN_OPERATIONS = 256, 12  # in an S layer, and for each chunk of its scan
 
 
 class Collectives(NamedTuple):
@@ -90,7 +93,8 @@ def step_seconds(config: PlanConfig) -> Step:
     products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
     operator = operator_bytes_per_token(config) * tokens / bandwidth
     elementwise = elementwise_bytes_per_token(config) * tokens / bandwidth
-    launches = config.micro_batches * tiles(config) * config.model.layers * OPERATIONS * cluster.launch_us * 1e-6
+    layers = config.micro_batches * tiles(config) * config.model.layers
+    launches = layers * operations_per_layer(config) * cluster.launch_us * 1e-6
     return Step(
         products,
         operator,
@@ -153,11 +157,23 @@ def recomputed_flops(config: PlanConfig) -> float:
     return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
 
 
+def operations_per_layer(config: PlanConfig) -> float:
+    """Launches in a layer for a tile of a micro-batch, averaged over layers. S layers scan chunks one by one."""
+    chunks = math.ceil(config.tile_tokens / config.parallel.sequence / SLOT_CHUNK_TOKENS)
+    slots = layers_by_letter(config.model)["S"] / config.model.layers
+    return (1 - slots) * OPERATIONS + slots * (SLOT_OPERATIONS + SCAN_OPERATIONS * chunks)
+
+
 def operator_bytes_per_token(config: PlanConfig) -> float:
-    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`)."""
+    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`).
+
+    In S layers, which run in PyTorch, each stored tensor is written and read forward; the backward reads it, and writes
+    and reads its gradient.
+    """
     e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
-    forward, backward = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H
-    return layers_by_letter(config.model)["T"] * (forwards(config) * forward + backward)
+    forward, backward, layers = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H, layers_by_letter(config.model)
+    slots = (2 * forwards(config) + 3) * slot_bytes_per_token(config)
+    return layers["T"] * (forwards(config) * forward + backward) + layers["S"] * slots
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:
@@ -239,17 +255,19 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
-    """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, and keys and values of A layers.
+    """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
+    gradients backward (`slot_state_bytes`), and keys and values of A layers.
 
-    The forward sends both again for tiles that are computed twice.
+    The forward sends all again for tiles that are computed twice.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
-    statistics = 4 * (2 * model.width + model.heads) / tensor * rows  # in one pass
+    # In one pass, by two exchanges a layer.
+    in_layers = layers["T"] * 4 * (2 * model.width + model.heads) + layers["S"] * slot_state_bytes(config)
     passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
-    calls = 2 * passes * k * layers["T"]
-    yield Collectives("sequence statistics", "all-gather", calls, k * layers["T"] * passes * statistics, ranks, tensor)
+    calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
+    yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     if layers["A"]:
         key_value, calls = 2 * micro_batch_tokens(config) * model.width / tensor, k * layers["A"] * tiles(config)
         e, times = ELEMENT_BYTES[config.train.dtype], k * layers["A"]

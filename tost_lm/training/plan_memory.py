@@ -21,17 +21,25 @@ keeps the memory of all three. With several sequence ranks it stores k and v of 
 there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
 statistics 16, and the input of the last norm e·C.
 
+An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
+input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4, memberships 8, and, by chunk, both
+memberships and the writes as they fade 12. Per token and value channel: values by chunk 8, what was read 4, and e each
+for norm, scale, gate and the output projection's input. In float32, the read scores keep the memory of the input
+projection's output, 8·H·(S + V); in bfloat16, their copy takes 4·H·S. M and N before each chunk of 64 tokens are stored
+in float64 and in float32, 12·H·S·(V + 1), and with several sequence ranks in float64 again.
+
 The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
 `memory.mlp_tile_tokens`: the MLP branch stores its input in place of 12. The rest exists for one tile.
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is
-2·s in an A layer, the keys and values of all sequence ranks, and 4·t bytes in a T layer. One whole block exists during
-its backward, and the gradients in its MLP take 4 more.
+2·s in an A layer, the keys and values of all sequence ranks, 4·t bytes in a T layer, and in an S layer a state of each
+rank and row. One whole block exists during its backward, and the gradients in its MLP take 4 more.
 
 `memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,
 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H) bytes in a T
-layer and a window of keys and values in an A layer.
+layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys and values
+in an A layer.
 
 **Loss**: the logits of a tile and their gradient take at most 2²⁸ bytes, in float32 and, with bfloat16 weights, also in
 bfloat16. The tile also takes e·C per token. The forward computes the gradient of the head's weight, 4·V·C/t. With
@@ -50,8 +58,9 @@ import math
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
+from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter, parameters
-from tost_lm.sizes import CPU_CHUNK_ELEMENTS, LOGITS_BYTES, TRITON_CHUNK_TOKENS, bucket_elements
+from tost_lm.sizes import CPU_CHUNK_ELEMENTS, LOGITS_BYTES, SLOT_CHUNK_TOKENS, TRITON_CHUNK_TOKENS, bucket_elements
 from tost_lm.training.config import PretrainConfig
 
 REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
@@ -89,7 +98,7 @@ def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
     """
     tokens, model, tensor = tokens_in_memory(config), config.model, config.parallel.tensor
     if "G" in model.pattern:
-        raise ConfigError(f"model.pattern {model.pattern!r}: memory of G layers is not planned; use T and A layers")
+        raise ConfigError(f"model.pattern {model.pattern!r}: memory of G layers is not planned; use T, S and A layers")
     weights, optimizer = weights_and_optimizer(config, ranks)
     if config.parallel.offload != "none":
         optimizer = 0.0
@@ -162,9 +171,17 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     model, e = config.model, ELEMENT_BYTES[config.train.dtype]
     layers, tokens = layers_by_letter(model), config.train.micro_batch_size * config.train.seq_len
     statistics = 4 * (2 * model.width + model.heads) * layers["T"]
+    slots = slot_state_bytes(config) * layers["S"]
     keys_and_values = 2 * e * model.width * max(0, model.window - 1) * layers["A"]
     tiles = math.ceil(config.row_tokens / config.tile_tokens)
-    return tiles * (statistics + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
+    return tiles * (statistics + slots + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
+
+
+def slot_state_bytes(config: PretrainConfig) -> float:
+    """Bytes of a row's state in an S layer: M and N in float64, and the convolution's last keys."""
+    model = config.model
+    keys = ELEMENT_BYTES[config.train.dtype] * (CONV_TAPS - 1)
+    return model.heads * model.slots * (8 * (model.slot_channels + 1) + keys)
 
 
 def stage_of(config: PretrainConfig, ranks: int) -> int:
@@ -241,6 +258,10 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
             chunk = TRITON_CHUNK_TOKENS
         mixer = e * C + 4 * H + 4 * (2 * C + H) / chunk
         received = 4.0 * parallel.tensor if parallel.tensor > 1 else 0.0
+    elif letter == "S":
+        mixer = slot_bytes_per_token(config) - e * C
+        row_tokens = config.tile_tokens / ranks
+        received = ranks * slot_state_bytes(config) / row_tokens / parallel.tensor if ranks > 1 else 0.0
     else:
         rotary = bool(model.rope_theta)
         attention = (1 if rotary else 3) + 2 * ranks if ranks > 1 else (5 if rotary else 3)
@@ -252,6 +273,16 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         return BlockBytes(kept, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
     return BlockBytes(residual + received, kept - same)
+
+
+def slot_bytes_per_token(config: PretrainConfig) -> float:
+    """Bytes per token that an S layer stores between its projections."""
+    model, ranks, e = config.model, config.parallel.sequence, ELEMENT_BYTES[config.train.dtype]
+    slots, values = model.heads * model.slots, model.heads * model.slot_channels
+    scores = 8 * (slots + values) if e == 4 else 4 * slots
+    states = (20 if ranks > 1 else 12) * slots * (model.slot_channels + 1)
+    chunk = min(SLOT_CHUNK_TOKENS, config.tile_tokens / ranks)
+    return (24 + e) * slots + (12 + 4 * e) * values + scores + states / chunk + 8 * model.heads + 8
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

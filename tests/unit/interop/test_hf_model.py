@@ -21,6 +21,7 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
+    {"pattern": "SA", "positions": "none", "window": 4},
     {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -197,7 +198,7 @@ def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
         torch.testing.assert_close(logits, expected[:, 11:])
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "window": 4}])
+@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "window": 4}, {"pattern": "S"}])
 def test_the_cache_does_not_grow(settings: dict[str, Any]):
     model, tokens, cache = make(**settings, positions="none", denom_bias="head"), random_ids(2, 200), TostCache()
     sizes = set()

@@ -23,6 +23,7 @@ KINDS = {
     "rotary, window": {"pattern": "A", "positions": "none", "window": 6},
     "window of one": {"pattern": "A", "window": 1},
     "hybrid": {"pattern": "TA"},
+    "slots": {"pattern": "S"},
     "hybrid, window": {"pattern": "TA", "window": 4, "membership": "energy-mean", "denom_bias": "head"},
 }
 all_kinds = pytest.mark.parametrize("kind", KINDS)

@@ -59,7 +59,7 @@ def tokens(length: int) -> torch.Tensor:
     return torch.randint(VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "TS"])
 def test_what_is_kept_gives_the_same_loss_to_the_bit_and_then_reads_on(tmp_path: Path, pattern: str):
     old = write_model(tmp_path / "short", pattern=pattern)
     new = extended(tmp_path, positions="keep", denom_bias="keep")

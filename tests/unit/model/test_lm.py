@@ -61,7 +61,7 @@ def test_the_head_is_the_embedding():
     assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
 
 
-@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
+@pytest.mark.parametrize("pattern", ["T", "A", "TA", "S", "SA"])
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [11, 1]])
 def test_pieces_chained_by_state_are_one_piece(pattern: str, pieces: list[int]):
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": "TSA"}, r"invalid model\.pattern: 'TSA'; use the letters T \(TSSA\), A .* and G"),
+        ({"pattern": "TXA"}, r"invalid model\.pattern: 'TXA'; use the letters T \(TSSA\), S .* and G"),
         ({"pattern": "ta"}, r"invalid model\.pattern: 'ta'; use"),
         ({"pattern": ""}, r"invalid model\.pattern: ''; use"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),

@@ -54,6 +54,7 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
         {"pattern": "T", "membership": "energy-mean"},
         {"pattern": "TTA", "layers": 3, "window": 9},
         {"pattern": "TA"},
+        {"pattern": "S"},
     ],
     ids=str,
 )
@@ -94,7 +95,7 @@ def test_sums_do_not_drift():
     assert_close(added[torch.float32], added[torch.float64], FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "S"])
 def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
     model, tokens = build(pattern=pattern, window=5), ids(60)
     exact = build(pattern=pattern, window=5).double()
@@ -205,7 +206,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "S"])
 def test_memory_does_not_grow_with_the_text(pattern: str):
     model = build(pattern=pattern, window=8)
     largest, states = [], []

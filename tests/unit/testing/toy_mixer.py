@@ -136,9 +136,9 @@ def call(
     given = {} if state is None else state
     missing = documents - (len(given["sum"]) if given else 0)
     empty = empty_state(missing, mixer.window, x_BTC)
-    state = {name: torch.cat([given[name], x]) if given else x for name, x in empty.items()}
-    y_BTC, state = mixer(x_BTC, state, cu_seqlens)
-    return y_BTC[:, here], state
+    initial = {name: torch.cat([given[name], x]) if given else x for name, x in empty.items()}
+    y_BTC, final = mixer(x_BTC, initial, cu_seqlens)
+    return y_BTC[:, here], final
 
 
 def empty_state(documents: int, window: int, like: Tensor) -> State:

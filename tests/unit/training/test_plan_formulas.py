@@ -8,7 +8,7 @@ import pytest
 from tost_lm.cli.plan import main
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.training import plan
+from tost_lm.training import plan, plan_memory
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import Moment, moments
 
@@ -130,6 +130,29 @@ def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
     assert (statistics.calls, statistics.sent_bytes) == (40 * 12 * 4, 7 * statistics.input_bytes)
     longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.seq_len=65536")
     assert statistics in plan.collectives(longer)
+
+
+def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
+    words = ("model.pattern=TS", "parallel.sequence=8", "model.slots=2", "model.slot_channels=3")
+    [statistics] = [x for x in plan.collectives(planned(BASE, *words)) if "statistics" in x.content]
+    state = 12 * 2 * (8 * (3 + 1) + 2 * 3)  # M and N in float64, 3 keys in bfloat16
+    assert statistics.input_bytes == 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)
+    assert statistics.calls == 40 * 12 * 4
+    halves = (*words, "parallel.tensor=2", "parallel.sequence=4")
+    [half] = [x for x in plan.collectives(planned(BASE, *halves)) if "statistics" in x.content]
+    assert half.input_bytes == statistics.input_bytes / 2
+    # Three forwards and two backwards of two tiles, in place of one each.
+    tiles = (*words, "memory.tile_tokens=512")
+    [tiled] = [x for x in plan.collectives(planned(BASE, *tiles)) if "statistics" in x.content]
+    assert tiled.input_bytes == 2.5 * statistics.input_bytes
+    between = plan_memory.tile_states_bytes(planned(BASE, *tiles))
+    assert between == 2 * 12 * 6 * (4 * (2 * 768 + 12) + state)
+
+
+def test_slot_layers_launch_an_operation_for_each_chunk_of_their_scan():
+    assert plan.operations_per_layer(planned(BASE)) == 80
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 256 + 12 * 16
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 256 + 24) / 2
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():

@@ -123,6 +123,7 @@ def _layers(model: ModelConfig) -> str:
     window = f" over {model.window:,} tokens" if model.window else ""
     kinds = {
         "T": "token statistics (TSSA), linear in time",
+        "S": "slot memory, linear in time",
         "A": f"softmax attention{window}",
         "G": "gated linear attention",
     }

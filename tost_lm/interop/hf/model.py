@@ -33,6 +33,7 @@ from tost_lm.model.checkpoint import (
 )
 from tost_lm.model.lm import INITIAL_STD, TiedHead, TostLM
 from tost_lm.model.output import LMState
+from tost_lm.model.slots import SlotMixer
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -198,6 +199,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             initialization.ones_(module.weight)
         elif isinstance(module, LayerScale):
             initialization.constant_(module.gamma, self.model.config.layer_scale)
+        elif isinstance(module, SlotMixer):
+            module.reset_parameters()
         elif isinstance(module, TssaMixer):
             initialization.ones_(module.temp)
             if module.denom_bias is not None:

@@ -1,6 +1,7 @@
 """Slot memory: token statistics of slots, written and read by memberships. Linear time, constant state.
 
-Each head has S slots. A token is written to them with memberships w (a softmax over slots), and read with others, r:
+Each head has S slots. A token is written to them with memberships w, and reads them with memberships r, softmaxes over
+the slots:
 
     M_t = ρ M_{t−1} + w_t ⊗ u_t        N_t = ρ N_{t−1} + w_t        y_t = Σ_s r_{t,s} · M_{t,s} / (N_{t,s} + 1e-8)
 

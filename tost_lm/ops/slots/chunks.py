@@ -75,8 +75,10 @@ class Chunks:
     def read(
         self, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
     ) -> Tensor:
-        """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes each group of chunks
-        again."""
+        """y of each token, [K, H, L, D], from M and N before its chunk.
+
+        The backward computes groups of chunks again.
+        """
         H, L = read_KHLS.shape[1:3]
         at_once = max(1, READ_ELEMENTS // (H * L * L))
         before = before_KHSE.to(value_KHLD.dtype)

@@ -1,0 +1,58 @@
+"""The plan's bytes of activations beside those of the tensors that autograd saves in a block."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tost_lm.config import validate
+from tost_lm.model import TostLM
+from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.positions import SequenceInfo
+from tost_lm.ops.slots.chunks import CHUNK_TOKENS
+from tost_lm.sizes import SLOT_CHUNK_TOKENS
+from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan_memory import activation_bytes_per_token
+
+B, T, C = 2, 512, 256
+DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bfloat16": (torch.bfloat16, 2)}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "model", [{"pattern": "T"}, {"pattern": "S"}, {"pattern": "S", "slots": 32, "layer_scale": 0.0}]
+)
+def test_a_block_saves_the_planned_bytes(
+    model: dict[str, Any], dtype: Literal["float32", "bfloat16"], checkpointing: Literal["none", "full"]
+):
+    torch_dtype, element_bytes = DTYPES[dtype]
+    settings = {
+        "model": {"layers": 1, "heads": 4, "width": C, "vocab_size": 64, **model},
+        "data": {"folder": "none"},
+        "train": {"steps": 1, "seq_len": T, "micro_batch_size": B, "global_batch_size": B, "dtype": dtype},
+        "memory": {"activation_checkpointing": checkpointing},
+        "run": {"name": "r", "device": "cpu"},
+    }
+    config = validate(PretrainConfig, settings, "test")
+    lm = TostLM(config.model).to(torch_dtype)
+    apply_activation_checkpointing(lm, activation_checkpointing=checkpointing)
+    weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # by address; holds them, so that no address is used twice
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    info = SequenceInfo.of(torch.zeros(B, T, dtype=torch.long), None, None, output_state=False)
+    with saved_tensors_hooks(save, lambda x: x):
+        lm.blocks[0](torch.randn(B, T, C, requires_grad=True), None, info)
+    last_norm = element_bytes * C
+    planned = (activation_bytes_per_token(config) - last_norm) * B * T
+    assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)
+
+
+def test_chunks_of_slot_memory_are_those_of_the_plan():
+    assert CHUNK_TOKENS == SLOT_CHUNK_TOKENS
