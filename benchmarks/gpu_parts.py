@@ -136,7 +136,10 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
 
 def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
-    paths = ["tests/gpu", *(["tests/unit/model/test_gated.py"] if device == "cuda" and find_spec("fla") else [])]
+    paths = ["tests/gpu"]
+    if device == "cuda":
+        paths.append("tests/unit/ops/test_slot_kernels.py")
+        paths += ["tests/unit/model/test_gated.py"] if find_spec("fla") else []
     options = ["--tb=short", "--durations=5", *(["-n", "8"] if find_spec("xdist") else [])]
     limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))
     with tempfile.TemporaryFile("w+") as output:

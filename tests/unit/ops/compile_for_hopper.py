@@ -1,6 +1,7 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS` prints a JSON list: what ptxas reports of each kernel.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS` and, for slot memory, `python compile_for_hopper.py slots
+H S D` print a JSON list: what ptxas reports of each kernel.
 """
 
 import json
@@ -20,6 +21,9 @@ from triton.runtime.jit import JITFunction
 from tost_lm.ops import triton as phases
 from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
+from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.ops.slots import memory
+from tost_lm.ops.slots.triton import TritonChunks
 from tost_lm.ops.triton import tiles
 
 kernels = []
@@ -62,6 +66,14 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership) -> None:
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
+def call_slot_memory(H: int, S: int, D: int) -> None:
+    memory._kernels = lambda write, value: TritonChunks
+    read, write, value = (torch.zeros(1, 130, H, X, requires_grad=True) for X in (S, S, D))
+    local = LocalDocuments.of(torch.tensor([0, 100, 130]), 1, 130, None)
+    y, _ = memory.slot_memory(read, write, value, torch.zeros(H), local=local)
+    y.sum().backward()
+
+
 if __name__ == "__main__":
     hopper = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -70,7 +82,10 @@ if __name__ == "__main__":
     )
     driver.set_active(hopper)  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
-    dtype, H, D, membership, few_chunks = sys.argv[1:]
-    tiles.FEW_CHUNKS = int(few_chunks)
-    call_every_phase(getattr(torch, dtype), int(H), int(D), membership)
+    if sys.argv[1] == "slots":
+        call_slot_memory(*map(int, sys.argv[2:]))
+    else:
+        dtype, H, D, membership, few_chunks = sys.argv[1:]
+        tiles.FEW_CHUNKS = int(few_chunks)
+        call_every_phase(getattr(torch, dtype), int(H), int(D), membership)
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

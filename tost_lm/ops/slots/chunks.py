@@ -16,8 +16,8 @@ from tost_lm.ops.naive import MASS_FLOOR, running_dtype
 from tost_lm.ops.sequence_shard import LocalDocuments
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_SCAN_CHUNKS
 
-READ_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Elements of the [L, L] masks of the chunks that are read at once; on a CPU they fit into a core's cache."""
+READ_ELEMENTS = 2**20
+"""Elements of the [L, L] masks of the chunks that are read at once: they fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,28 @@ class Chunks:
         sizes = [min(self.tokens, length - start) for length in self.lengths for start in range(0, length, self.tokens)]
         return torch.tensor(sizes, device=device)
 
+    def sums(self, write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor) -> Tensor:
+        """What each chunk adds to M and N by its end, [K, H, S, E]."""
+        L = write_KHLS.shape[2]
+        left_KL = self.length_of_each(write_KHLS.device)[:, None] - 1 - torch.arange(L, device=write_KHLS.device)
+        faded_KHL = (log_decay_H[:, None] * left_KL.clamp_min(0)[:, None]).exp()
+        faded_KHSL = (write_KHLS * faded_KHL[..., None]).mT
+        return torch.cat([faded_KHSL @ value_KHLD, faded_KHSL.sum(-1, keepdim=True)], -1)
 
-def sums_of_chunks(write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor, chunks: Chunks) -> Tensor:
-    """What each chunk adds to M and N by its end, [K, H, S, E]."""
-    L = write_KHLS.shape[2]
-    left_KL = chunks.length_of_each(write_KHLS.device)[:, None] - 1 - torch.arange(L, device=write_KHLS.device)
-    faded_KHL = (log_decay_H[:, None] * left_KL.clamp_min(0)[:, None]).exp()
-    faded_KHSL = (write_KHLS * faded_KHL[..., None]).mT
-    return torch.cat([faded_KHSL @ value_KHLD, faded_KHSL.sum(-1, keepdim=True)], -1)
+    def read(
+        self, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
+    ) -> Tensor:
+        """y of each token, [K, H, L, D], from M and N before its chunk.
+
+        The backward computes groups of chunks again.
+        """
+        H, L = read_KHLS.shape[1:3]
+        at_once = max(1, READ_ELEMENTS // (H * L * L))
+        before = before_KHSE.to(value_KHLD.dtype)
+        parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before)), strict=True)
+        return torch.cat(
+            [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        )
 
 
 def scan_chunks(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -144,18 +158,6 @@ def _products(log_Hij: Tensor, x_jHSE: Tensor) -> Tensor:
     weighs, is_broken = (log_Hij > -torch.inf).to(x_jHSE.dtype), (~finite).to(x_jHSE.dtype)
     broken = torch.einsum("hij,jhse->ihse", weighs, is_broken) > 0
     return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE.where(finite, 0)).masked_fill(broken, torch.nan)
-
-
-def read_chunks(
-    read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-) -> Tensor:
-    """y of each token, [K, H, L, D], from M and N before its chunk. The backward computes groups of chunks again."""
-    H, L = read_KHLS.shape[1:3]
-    at_once = max(1, READ_ELEMENTS.get(read_KHLS.device.type, 2**20) // (H * L * L))
-    parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before_KHSE)), strict=True)
-    return torch.cat(
-        [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    )
 
 
 def _read(

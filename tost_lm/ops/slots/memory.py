@@ -1,5 +1,6 @@
 """The public operator: slot memory with state in and state out, and its step for decoding."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
-from tost_lm.ops.slots.chunks import Chunks, read_chunks, scan_chunks, sums_of_chunks
+from tost_lm.ops.slots.chunks import Chunks, scan_chunks
 
 
 class SlotSums(NamedTuple):
@@ -33,7 +34,8 @@ def slot_memory(
 ) -> tuple[Tensor, SlotSums | None]:
     """Write each token to the slots of its heads, and read them, up to and including the token itself.
 
-    PyTorch, chunk by chunk, on every device. Sums are float32 or wider within a chunk and float64 between chunks.
+    Chunk by chunk: Triton kernels for CUDA tensors in float32, bfloat16 or float16 of up to 64 slots and 256 channels
+    where Triton is installed, else PyTorch. Sums are float32 or wider within a chunk and float64 between chunks.
 
     Args:
         read: memberships that the slots are read with, [B, T, H, S].
@@ -56,11 +58,11 @@ def slot_memory(
     N = len(local.whole_lengths)
     with torch.autocast(value.device.type, enabled=False):
         log_decay = log_decay.to(dtype)
-        chunks = Chunks.of(local)
+        chunks = (_kernels(write, value) or Chunks).of(local)
         read, write, values = (chunks.split(x.to(dtype)) for x in (read, write, value))
         per_document = not local.packed or initial_state is not None or output_final_state
         initial = _joined(initial_state, N, value.new_empty(N, *write.shape[1:2], write.shape[-1], value.shape[-1]))
-        sums = sums_of_chunks(write, values, log_decay, chunks)
+        sums = chunks.sums(write, values, log_decay)
         if shard is None:
             before, final = scan_chunks(sums, initial, log_decay, chunks)
         else:
@@ -68,7 +70,7 @@ def slot_memory(
             running_decay = log_decay.to(here.dtype)
             carried, final = exchange(shard, local, Decay, initial, here, running_decay, per_document=per_document)
             before, _ = scan_chunks(sums, carried, log_decay, chunks)
-        y = chunks.join(read_chunks(read, write, values, before.to(dtype), log_decay), value.shape[:2])
+        y = chunks.join(chunks.read(read, write, values, before, log_decay), value.shape[:2])
     if not output_final_state:
         return y.to(value.dtype), None
     return y.to(value.dtype), SlotSums(final[..., :-1], final[..., -1])
@@ -99,6 +101,16 @@ def slot_memory_step(
         share_NHS = read.to(dtype) / (mass.to(dtype) + MASS_FLOOR)
         y_NHD = (share_NHS[..., None, :] @ memory.to(dtype)).squeeze(-2)
     return y_NHD.to(value.dtype), SlotSums(memory, mass)
+
+
+def _kernels(write: Tensor, value: Tensor) -> type[Chunks] | None:
+    """The chunks in Triton if its kernels support the tensors."""
+    fits = write.shape[-1] <= 64 and value.shape[-1] <= 256 and value.dtype != torch.float64
+    if not (value.is_cuda and fits and find_spec("triton")):
+        return None
+    from tost_lm.ops.slots.triton import TritonChunks  # an optional package, and slow to import
+
+    return TritonChunks
 
 
 def _joined(state: SlotSums | None, documents: int, like: Tensor) -> Tensor:
