@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout, document_layout
 from tost_lm.ops.naive import running_dtype
-from tost_lm.ops.slots.chunks import CHUNK_TOKENS, Chunks
+from tost_lm.ops.slots.chunks import Chunks
 from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_head, tokens_of_chunk
+from tost_lm.sizes import SLOT_CHUNK_TOKENS
 
-TOKENS = tl.constexpr(CHUNK_TOKENS)
+TOKENS = tl.constexpr(SLOT_CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)
 """Written tokens at a time. A thread holds whole rows of both factors of a product, so longer sums would spill."""
 CHANNELS = 32
@@ -49,7 +50,7 @@ class TritonChunks(Chunks):
         return _Read.apply(read_MHS, write_MHS, value_MHD, before_KHSE, log_decay_H, layout)
 
     def _layout(self, device: torch.device) -> Layout:
-        return document_layout((0, *accumulate(self.lengths)), CHUNK_TOKENS, device)
+        return document_layout((0, *accumulate(self.lengths)), SLOT_CHUNK_TOKENS, device)
 
 
 class _Sums(torch.autograd.Function):
