@@ -1,0 +1,59 @@
+"""The compared models: the mixer of each layer, by name."""
+
+from benchmarks.forms.mixers import Form
+
+CONTROL_EVERY = 32
+
+MEAN = Form(decay="learned")
+FULL = MEAN.model_copy(update={"conv": True, "centred": True, "gate": "channel", "norm": True})
+SLOTS = Form(channels=0, groups=2, slots=16, values=16, slot_decay="learned", gate="channel", norm=True)
+# Fewer channels carry statistics, so that statistics, slots and convolutions together keep less than 8·C numbers.
+MEMORY = FULL.model_copy(
+    update={"channels": 60, **SLOTS.model_dump(include={"groups", "slots", "values", "slot_decay"})}
+)
+SOFTMAX = Form(mixer="softmax", conv=True)
+WINDOW = SOFTMAX.model_copy(update={"window": 256})
+LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=16)
+
+
+def _with(form: Form, **changes: object) -> list[Form]:
+    return [form.model_copy(update=changes)]
+
+
+# One form for all layers, or a pattern that fills them.
+CATALOG: dict[str, list[Form]] = {
+    "published": [Form(share=True, positions=True)],
+    "published-no-positions": [Form(share=True)],
+    "decay": [MEAN],
+    "decay-conv": _with(MEAN, conv=True),
+    "decay-conv-centred": _with(MEAN, conv=True, centred=True),
+    "statistics-head-gate": _with(FULL, gate="head"),
+    "statistics": [FULL],
+    "statistics-8-heads": _with(FULL, heads=8),
+    "statistics-input-decay": _with(FULL, decay="input"),
+    "slots": [SLOTS],
+    "memory": [MEMORY],
+    "memory-mass-decay": _with(MEMORY, slot_decay="mass"),
+    "memory-no-norm": _with(MEMORY, norm=False),
+    "memory-32-slots": _with(MEMORY, groups=1, slots=32),
+    "memory-no-decay": _with(MEMORY, slot_decay="none"),
+    "memory-wide": _with(MEMORY, channels=96, slots=8),
+    "softmax": [SOFTMAX],
+    "softmax-no-conv": _with(SOFTMAX, conv=False),
+    "window": [WINDOW],
+    "linear": [LINEAR],
+    "linear-fixed": _with(LINEAR, decay="fixed"),
+    "linear-usual-state": _with(LINEAR, slots=16, values=32),
+    "hybrid": [MEMORY, MEMORY, MEMORY, WINDOW],
+    "hybrid-statistics": [FULL, FULL, FULL, WINDOW],
+}
+
+
+def forms_of(name: str, layers: int) -> list[Form]:
+    """The form of each layer. `NAME@control` is the same model without memory of more than CONTROL_EVERY tokens."""
+    name, _, control = name.partition("@")
+    forms = CATALOG[name]
+    if layers < len(forms):  # two layers of a hybrid: its first form and its last
+        forms = [*forms[: layers - 1], forms[-1]]
+    forms = (forms * layers)[:layers]
+    return [form.model_copy(update={"reset_every": CONTROL_EVERY}) for form in forms] if control else forms
