@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from benchmarks.forms.mixers import MIXERS, Form
+from benchmarks.forms.mixers import MIXERS, Form, Statistics
 from tost_lm.evaluation.recall import PUBLISHED_WIDTH
 from tost_lm.model.lm import INITIAL_STD
 
@@ -58,6 +58,9 @@ class FormLM(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 out = math.sqrt(2 * len(forms)) if name.endswith(".out_proj") else 1
                 nn.init.normal_(module.weight, std=std / out)
+        for module in self.modules():
+            if isinstance(module, Statistics):
+                module.start()
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, output_state: bool = False) -> "Output":
         """As `TostLM`, without a state."""

@@ -21,6 +21,7 @@ from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
 TAPS = 4
 """Tokens that a short convolution reads."""
 CHUNK = 32
+COPYING_TEMP = 4.0
 FIRST_HALF_LIFE, LAST_HALF_LIFE = 4, 512
 Decay = Literal["none", "fixed", "learned", "input", "mass"]
 
@@ -41,6 +42,8 @@ class Form(Section):
     """A short causal convolution behind the input projection."""
     centred: bool = False
     """Subtract the mean of the head's members."""
+    means: bool = False
+    """Read the means of the heads' members too, in channels of their own."""
     gate: Literal["none", "head", "channel"] = "none"
     """Sigmoid gate of the output."""
     norm: bool = False
@@ -53,8 +56,13 @@ class Form(Section):
     """Channels of a group's values, or of a head's values of linear attention."""
     slot_decay: Decay = "none"
     """Decay of the slots: of each group, or `mass`: a slot decays as tokens are written to it."""
-    shift: bool = True
-    """Tokens are written under the key of the token before, at first; the convolution of the keys is learned."""
+    lagged: int | None = Field(default=None, ge=0)
+    """Groups whose tokens are written under the key of the token before, at first; the others under their own. The
+    convolution of the keys is learned. Unset: all groups."""
+    copying: bool = False
+    """Begin with a memory that copies: queries as keys, and an output projection that is the transpose of the values'."""
+    skip: bool = False
+    """A further membership of each group, in no slot: a token need not be written."""
     window: int = Field(default=0, ge=0)
     """Window of softmax attention in tokens; 0: none."""
     reset_every: int = Field(default=0, ge=0)
@@ -72,19 +80,23 @@ class Form(Section):
         if self.mixer == "linear":
             keys, values = self.heads * self.slots, self.heads * self.values
             return keys * self.values + (TAPS - 1) * (2 * keys + values) * self.conv
-        numbers = channels * (2 + self.centred + (TAPS - 1) * self.conv) + 2 * self.heads * (channels > 0)
+        numbers = channels * (2 + (self.centred or self.means) + (TAPS - 1) * self.conv) + 2 * self.heads * (
+            channels > 0
+        )
         if keys:
-            numbers += keys * (self.values + (self.slot_decay != "mass")) + (TAPS - 1) * keys
+            numbers += keys * (self.values + (self.slot_decay != "mass")) + (TAPS - 1) * (
+                keys + self.groups * self.skip
+            )
         return numbers
 
 
 class Conv(nn.Module):
-    """A causal convolution per channel that begins as a shift by `lag` tokens."""
+    """A causal convolution per channel that begins as the identity, of the first `lagged` channels as the token before."""
 
-    def __init__(self, channels: int, lag: int = 0):
+    def __init__(self, channels: int, lagged: int = 0):
         super().__init__()
         weight = torch.zeros(channels, TAPS)
-        weight[:, TAPS - 1 - lag] = 1
+        weight[:lagged, TAPS - 2] = weight[lagged:, TAPS - 1] = 1
         self.weight = nn.Parameter(weight)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -134,22 +146,37 @@ class Statistics(nn.Module):
             self.decays = Decays(form.decay, H, width)
             self.centre = nn.Parameter(torch.ones(H)) if form.centred else None
             self.heads_out = HeadsOut(form, width, H, C // H)
+            self.means_out = HeadsOut(form, width, H, C // H) if form.means else None
         if form.groups:
             self.slots = Slots(form, width)
             self.slots_out = HeadsOut(form, width, form.groups, form.values)
-        self.out_proj = nn.Linear(C + form.groups * form.values, width, bias=False)
+        self.out_proj = nn.Linear(C * (1 + form.means) + form.groups * form.values, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         y = []
         if self.channels:
             w_BTHD = self.conv(self.in_proj(x_BTC)).unflatten(-1, (self.form.heads, -1))
-            y.append(self.heads_out(self.statistics(w_BTHD, self.decays(x_BTC)), x_BTC))
+            y_BTHD, means_BTHD = self.statistics(w_BTHD, self.decays(x_BTC))
+            y.append(self.heads_out(y_BTHD, x_BTC))
+            if self.means_out is not None:
+                y.append(self.means_out(means_BTHD, x_BTC))
         if self.form.groups:
             y.append(self.slots_out(self.slots(x_BTC), x_BTC))
         return self.out_proj(torch.cat(y, -1))
 
-    def statistics(self, w_BTHD: Tensor, log_BHT: Tensor) -> Tensor:
-        """The operator, [B, T, H, D]."""
+    @torch.no_grad()
+    def start(self) -> None:
+        """Called after the initialization of all matrices."""
+        if self.form.copying:
+            key = self.slots.key.weight.unflatten(0, (self.form.groups, -1))[:, : self.form.slots]
+            self.slots.query.weight.copy_(key.flatten(0, 1))
+            self.slots.temp.fill_(COPYING_TEMP)
+            values = [self.slots.value.weight] + ([self.in_proj.weight] if self.form.means else [])
+            out = self.out_proj.weight[:, -sum(map(len, values)) :]
+            out.copy_(torch.cat(values[::-1]).mT * (out.std() / values[0].std()))
+
+    def statistics(self, w_BTHD: Tensor, log_BHT: Tensor) -> tuple[Tensor, Tensor]:
+        """The operator and the means M / N, each [B, T, H, D]."""
         w = w_BTHD.transpose(1, 2)
         w_sq, (_, _, T, D) = w.square(), w.shape
         add = lambda v, log: resetting(decayed_sum, v, log=log, chunk=CHUNK, every=self.form.reset_every)
@@ -162,11 +189,12 @@ class Statistics(nn.Module):
             count = add(w.new_ones(len(log_BHT), len(self.temp), T, 1), log_BHT)
             z_BHT = (count * shares).mean(-1) + bias_HT
         pi = (self.temp[:, None] * z_BHT).softmax(1)[..., None]
-        sums = [pi * w_sq, pi, pi * w][: 2 if self.centre is None else 3]
-        sums = add(torch.cat(sums, -1), log_BHT)
-        mass = sums[..., D : D + 1] + MASS_FLOOR
-        centred = w if self.centre is None else w - self.centre[:, None, None] * sums[..., D + 1 :] / mass
-        return (-pi * centred / (1 + sums[..., :D] / mass)).transpose(1, 2)
+        first = [pi * w] if self.centre is not None or self.means_out is not None else []
+        sums = add(torch.cat([pi, pi * w_sq, *first], -1), log_BHT)
+        _, second, means = (sums / (sums[..., :1] + MASS_FLOOR)).split([1, D, len(first) * D], -1)
+        if self.centre is not None:
+            w = w - self.centre[:, None, None] * means
+        return (-pi * w / (1 + second)).transpose(1, 2), means.transpose(1, 2)
 
 
 class HeadsOut(nn.Module):
@@ -186,16 +214,17 @@ class HeadsOut(nn.Module):
 
 
 class Slots(nn.Module):
-    """Means of values in slots: y = Σ_s Π^r_s · M_s / N_s, [B, T, G, U]. A token is written to the slots that the token
-    before it selects, and read from those that its own query selects."""
+    """Means of values in slots: y = Σ_s Π^r_s · M_s / N_s, [B, T, G, U]. A token is written to the slots that its key selects,
+    or that of the token before, and read from those that its query selects."""
 
     def __init__(self, form: Form, width: int):
         super().__init__()
         self.form = form
-        keys = form.groups * form.slots
-        self.key, self.query = (nn.Linear(width, keys, bias=False) for _ in range(2))
+        keys = form.groups * (form.slots + form.skip)
+        self.key = nn.Linear(width, keys, bias=False)
+        self.query = nn.Linear(width, form.groups * form.slots, bias=False)
         self.value = nn.Linear(width, form.groups * form.values, bias=False)
-        self.key_conv = Conv(keys, lag=int(form.shift))
+        self.key_conv = Conv(keys, keys if form.lagged is None else keys // form.groups * form.lagged)
         self.temp = nn.Parameter(torch.full((2, form.groups), 2.0))
         self.decays = Decays("none" if form.slot_decay == "mass" else form.slot_decay, form.groups, width)
         self.rate = nn.Parameter(torch.zeros(form.groups)) if form.slot_decay == "mass" else None
@@ -205,7 +234,7 @@ class Slots(nn.Module):
         heads = lambda x: x.unflatten(-1, (G, -1)).transpose(1, 2)
         scores = heads(self.key_conv(self.key(x_BTC))), heads(self.query(x_BTC))
         write, read = ((temp[:, None, None] * z).softmax(-1) for temp, z in zip(self.temp, scores, strict=True))
-        value = heads(self.value(x_BTC))
+        write, value = write[..., :S], heads(self.value(x_BTC))
         every = self.form.reset_every
         if (
             self.rate is not None

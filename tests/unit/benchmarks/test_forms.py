@@ -14,7 +14,7 @@ from tost_lm.ops import naive
 
 T, WIDTH = 23, 16
 MAIN = Form(
-    heads=2, channels=8, decay="learned", conv=True, centred=True, gate="channel", norm=True,
+    heads=2, channels=8, decay="learned", conv=True, centred=True, means=True, gate="channel", norm=True,
     groups=2, slots=3, values=4, slot_decay="learned",
 )  # fmt: skip
 FORMS = {
@@ -23,6 +23,7 @@ FORMS = {
     "input": Form(decay="input", conv=True, centred=True, norm=True),
     "main": MAIN,
     "mass": MAIN.model_copy(update={"slot_decay": "mass"}),
+    "skip": MAIN.model_copy(update={"skip": True, "slot_decay": "input", "lagged": 1}),
     "slots alone": MAIN.model_copy(update={"channels": 0}),
     "softmax": Form(mixer="softmax", conv=True),
     "window": Form(mixer="softmax", conv=True, window=4),
@@ -53,7 +54,7 @@ def test_without_options_the_form_is_the_published_operator(membership: naive.Me
     w_BTHD = torch.randn(2, T, 4, 5)
     bias_BTH = mixer.denom_bias.T.expand(2, T, 4)
     expected, _ = naive.causal_tssa(w_BTHD, mixer.temp, bias_BTH, membership, naive.TssaState.empty(2, 4, 5, w_BTHD))
-    torch.testing.assert_close(mixer.statistics(w_BTHD, torch.zeros(1, 4, 1)), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mixer.statistics(w_BTHD, torch.zeros(1, 4, 1))[0], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -100,7 +101,8 @@ def recurrence(m: Statistics, x_BTC: Tensor) -> Tensor:
         memory = rho_G11 * memory + write[..., None] * m.slots.value(x_BC).view(B, G, 1, U)
         written = rho_G11[..., 0] * written + write
         u = (read / (written + 1e-8))[..., None] * memory
-        branches = [m.heads_out(y[:, None], x_BC[:, None]), m.slots_out(u.sum(-2)[:, None], x_BC[:, None])]
+        means = m.means_out((first / (mass + 1e-8))[:, None], x_BC[:, None])
+        branches = [m.heads_out(y[:, None], x_BC[:, None]), means, m.slots_out(u.sum(-2)[:, None], x_BC[:, None])]
         outputs.append(m.out_proj(torch.cat(branches, -1)))
     return torch.cat(outputs, 1)
 
