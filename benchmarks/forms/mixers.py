@@ -60,7 +60,7 @@ class Form(Section):
     """Groups whose tokens are written under the key of the token before, at first; the others under their own. The
     convolution of the keys is learned. Unset: all groups."""
     copying: bool = False
-    """Begin with a memory that copies: queries as keys, and an output projection that is the transpose of the values'."""
+    """Begin with a memory that copies: queries equal keys, and the output projection is the values' transpose."""
     skip: bool = False
     """A further membership of each group, in no slot: a token need not be written."""
     window: int = Field(default=0, ge=0)
@@ -91,7 +91,7 @@ class Form(Section):
 
 
 class Conv(nn.Module):
-    """A causal convolution per channel that begins as the identity, of the first `lagged` channels as the token before."""
+    """A causal convolution per channel. It begins as the token before in the first `lagged` channels, else as identity."""
 
     def __init__(self, channels: int, lagged: int = 0):
         super().__init__()
@@ -214,8 +214,10 @@ class HeadsOut(nn.Module):
 
 
 class Slots(nn.Module):
-    """Means of values in slots: y = Σ_s Π^r_s · M_s / N_s, [B, T, G, U]. A token is written to the slots that its key selects,
-    or that of the token before, and read from those that its query selects."""
+    """Means of values in slots: y = Σ_s Π^r_s · M_s / N_s, [B, T, G, U].
+
+    A token is written to the slots that its key selects, or that of the token before. Its query selects what is read.
+    """
 
     def __init__(self, form: Form, width: int):
         super().__init__()
