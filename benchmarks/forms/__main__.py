@@ -116,8 +116,10 @@ def _forms(name: str, layers: int) -> Run:
 
 
 def path_of(run: Run) -> Path:
-    what = f"{run['tokens'] / 1e6:g}M_lr{run['lr']:g}" if run["task"] == "text" else f"{run['pairs']}"
-    return FOLDER / f"{run['task']}_{what}_{run['name']}_{run['seed']}.json"
+    if run["task"] == "mqar":
+        return FOLDER / f"mqar_{run['pairs']}_{run['name']}_{run['seed']}.json"
+    shape = f"{run['layers']}x{run['width']}_{run['batch']}x{run['seq_len']}"
+    return FOLDER / f"text_{run['tokens'] / 1e6:g}M_{shape}_lr{run['lr']:g}_{run['name']}_{run['seed']}.json"
 
 
 def is_finished(run: Run) -> bool:

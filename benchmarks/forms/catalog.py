@@ -32,6 +32,8 @@ CATALOG: dict[str, list[Form]] = {
     "statistics-8-heads": _with(FULL, heads=8),
     "statistics-input-decay": _with(FULL, decay="input"),
     "slots": [SLOTS],
+    "slots-conv": _with(SLOTS, groups=4, slots=8, values=20, value_conv=True, slot_half_life=4),
+    "slots-conv-2": _with(SLOTS, slots=20, value_conv=True, slot_half_life=4),
     "memory": [MEMORY],
     "memory-mass-decay": _with(MEMORY, slot_decay="mass"),
     "memory-no-norm": _with(MEMORY, norm=False),

@@ -22,7 +22,8 @@ TAPS = 4
 """Tokens that a short convolution reads."""
 CHUNK = 32
 COPYING_TEMP = 4.0
-FIRST_HALF_LIFE, LAST_HALF_LIFE = 4, 512
+HALF_LIFE, LAST_HALF_LIFE = 4, 512
+"""First and last of the half-lives that heads begin with."""
 Decay = Literal["none", "fixed", "learned", "input", "mass"]
 
 
@@ -56,6 +57,10 @@ class Form(Section):
     """Channels of a group's values, or of a head's values of linear attention."""
     slot_decay: Decay = "none"
     """Decay of the slots: of each group, or `mass`: a slot decays as tokens are written to it."""
+    slot_half_life: int = Field(default=128, gt=0)
+    """The shortest half-life that groups begin with."""
+    value_conv: bool = False
+    """The same convolution of the values."""
     lagged: int | None = Field(default=None, ge=0)
     """Groups whose tokens are written under the key of the token before, at first; the others under their own. The
     convolution of the keys is learned. Unset: all groups."""
@@ -84,6 +89,7 @@ class Form(Section):
             channels > 0
         )
         if keys:
+            numbers += (TAPS - 1) * values * self.value_conv
             numbers += keys * (self.values + (self.slot_decay != "mass")) + (TAPS - 1) * (
                 keys + self.groups * self.skip
             )
@@ -91,7 +97,7 @@ class Form(Section):
 
 
 class Conv(nn.Module):
-    """A causal convolution per channel. It begins as the token before in the first `lagged` channels, else as identity."""
+    """A causal convolution per channel. It begins as the identity, or in `lagged` channels as the token before."""
 
     def __init__(self, channels: int, lagged: int = 0):
         super().__init__()
@@ -107,19 +113,19 @@ class Conv(nn.Module):
 class Decays(nn.Module):
     """Log-decays of `heads` sums, [B, H, T], or [1, H, 1] if they are constant.
 
-    Half-lives begin as a ladder; the last head never forgets.
+    Half-lives begin as a ladder from the first to the last; one more head never forgets.
     """
 
     forgets: Tensor
 
-    def __init__(self, kind: Decay, heads: int, width: int):
+    def __init__(self, kind: Decay, heads: int, width: int, half_life: int = HALF_LIFE):
         super().__init__()
         self.kind = kind
         steps = torch.arange(heads) / max(1, heads - 2)
-        log_rates = math.log(math.log(2) / FIRST_HALF_LIFE) - steps * math.log(LAST_HALF_LIFE / FIRST_HALF_LIFE)
+        log_rates = math.log(math.log(2) / half_life) - steps * math.log(LAST_HALF_LIFE / half_life)
         self.log_rate = nn.Parameter(log_rates, requires_grad=kind != "fixed") if kind != "none" else None
         self.of_input = nn.Linear(width, heads) if kind == "input" else None
-        self.register_buffer("forgets", torch.arange(heads) < max(1, heads - 1), persistent=False)
+        self.register_buffer("forgets", torch.arange(heads) < heads - 1, persistent=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.log_rate is None:
@@ -227,8 +233,10 @@ class Slots(nn.Module):
         self.query = nn.Linear(width, form.groups * form.slots, bias=False)
         self.value = nn.Linear(width, form.groups * form.values, bias=False)
         self.key_conv = Conv(keys, keys if form.lagged is None else keys // form.groups * form.lagged)
+        self.value_conv = Conv(form.groups * form.values) if form.value_conv else nn.Identity()
         self.temp = nn.Parameter(torch.full((2, form.groups), 2.0))
-        self.decays = Decays("none" if form.slot_decay == "mass" else form.slot_decay, form.groups, width)
+        decay = "none" if form.slot_decay == "mass" else form.slot_decay
+        self.decays = Decays(decay, form.groups, width, form.slot_half_life)
         self.rate = nn.Parameter(torch.zeros(form.groups)) if form.slot_decay == "mass" else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -236,7 +244,7 @@ class Slots(nn.Module):
         heads = lambda x: x.unflatten(-1, (G, -1)).transpose(1, 2)
         scores = heads(self.key_conv(self.key(x_BTC))), heads(self.query(x_BTC))
         write, read = ((temp[:, None, None] * z).softmax(-1) for temp, z in zip(self.temp, scores, strict=True))
-        write, value = write[..., :S], heads(self.value(x_BTC))
+        write, value = write[..., :S], heads(self.value_conv(self.value(x_BTC)))
         every = self.form.reset_every
         if (
             self.rate is not None
