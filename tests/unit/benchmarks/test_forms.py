@@ -79,6 +79,7 @@ def test_the_main_form_is_its_recurrence():
 def recurrence(m: Statistics, x_BTC: Tensor) -> Tensor:
     """The main form token by token, from a state of constant size."""
     H, D, G, S, U = 2, 4, 2, 3, 4
+    assert m.means_out is not None
     B = len(x_BTC)
     rho_H1, rho_G11 = m.decays(x_BTC).exp()[0], m.slots.decays(x_BTC).exp()[0][..., None]
     count, energy, second, first, mass = 0.0, 0.0, 0.0, 0.0, 0.0
