@@ -6,10 +6,10 @@
 Every finished run is a file in benchmarks/results/forms, and is not repeated. Ctrl-C loses the run in progress only.
 All models have equal parameters within 0.5 %, and read the same tokens in the same order. Prepare the text first:
 
-    tost prepare tokenizer corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/tokenizer.model \\
-        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000
-    tost prepare shards corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/tokenizer.model \\
-        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards
+    tost prepare tokenizer corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/2048.model \\
+        tokenizer.vocab_size=2048 tokenizer.sample_bytes=10000000
+    tost prepare shards corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/2048.model \\
+        tokenizer.vocab_size=2048 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards-2048
 
 Output: tables of all finished runs, also those of other stages.
 """
@@ -64,8 +64,10 @@ class SweepSection(Section):
 class TextSection(Section):
     """Training on text."""
 
-    shards: Path = Path("runs/forms/shards")
-    """Token shards."""
+    shards: Path = Path("runs/forms")
+    """Folder of the token shards of each vocabulary, shards-1024, …"""
+    vocab_size: int = Field(default=2048, gt=0)
+    """Pieces of the tokenizer. The larger, the more a word read before says about the next token."""
     tokens: int | None = Field(default=None, gt=0)
     """Unset: 1,000,000 in stage `screen`, 3,000,000 in `finals`."""
     seq_len: int = Field(default=512, gt=0)
@@ -118,7 +120,7 @@ def _forms(name: str, layers: int) -> Run:
 def path_of(run: Run) -> Path:
     if run["task"] == "mqar":
         return FOLDER / f"mqar_{run['pairs']}_{run['name']}_{run['seed']}.json"
-    shape = f"{run['layers']}x{run['width']}_{run['batch']}x{run['seq_len']}"
+    shape = f"v{run['vocab_size']}_{run['layers']}x{run['width']}_{run['batch']}x{run['seq_len']}"
     return FOLDER / f"text_{run['tokens'] / 1e6:g}M_{shape}_lr{run['lr']:g}_{run['name']}_{run['seed']}.json"
 
 
@@ -157,11 +159,12 @@ def _text(run: Run, config: FormsConfig) -> dict[str, Any]:
 
     torch.manual_seed(run["seed"])
     T, batch, forms = run["seq_len"], run["batch"], forms_of(run["name"], run["layers"])
-    model = FormLM(forms, run["width"], Shards.open(config.text.shards).vocab_size, T)
+    shards = config.text.shards / f"shards-{run['vocab_size']}"
+    model = FormLM(forms, run["width"], Shards.open(shards).vocab_size, T)
     optim = OptimConfig(lr=run["lr"], min_lr=run["lr"] / 10)
     steps = run["tokens"] // (T * batch)
-    trained = text.train(model, text.split_tokens(config.text.shards, "train"), optim, steps, batch, T, run["seed"])
-    measured = text.measures(model, text.split_tokens(config.text.shards, "valid"), T)
+    trained = text.train(model, text.split_tokens(shards, "train"), optim, steps, batch, T, run["seed"])
+    measured = text.measures(model, text.split_tokens(shards, "valid"), T)
     return {**measured, **_sizes(model, forms, run["width"]), **trained}
 
 

@@ -41,6 +41,7 @@ CATALOG: dict[str, list[Form]] = {
     "memory-no-decay": _with(MEMORY, slot_decay="none"),
     "memory-means": _with(MEMORY, means=True),
     "memory-means-copying": _with(MEMORY, means=True, copying=True),
+    "memory-evidence": _with(MEMORY, groups=4, slots=8, skip=True, evidence=True),
     "memory-copying": _with(MEMORY, copying=True),
     "memory-copying-skip-input": _with(MEMORY, copying=True, skip=True, slot_decay="input"),
     "memory-skip": _with(MEMORY, skip=True),

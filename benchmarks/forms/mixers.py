@@ -66,6 +66,8 @@ class Form(Section):
     convolution of the keys is learned. Unset: all groups."""
     copying: bool = False
     """Begin with a memory that copies: queries equal keys, and the output projection is the values' transpose."""
+    evidence: bool = False
+    """Divide by 1 + N instead of N, so that a slot with little in it reads as little."""
     skip: bool = False
     """A further membership of each group, in no slot: a token need not be written."""
     window: int = Field(default=0, ge=0)
@@ -254,7 +256,9 @@ class Slots(nn.Module):
             memory = resetting(decayed_sum, new, log=log, chunk=CHUNK, every=every).unflatten(1, (G, S))
             return torch.einsum("bgts,bgstu->btgu", read, memory)
         log = self.decays(x_BTC)
-        mass = resetting(decayed_sum, write, log=log, chunk=CHUNK, every=every) + MASS_FLOOR
+        mass = resetting(decayed_sum, write, log=log, chunk=CHUNK, every=every) + (
+            1.0 if self.form.evidence else MASS_FLOOR
+        )
         return resetting(decayed_read, read / mass, write, value, log=log, chunk=CHUNK, every=every).transpose(1, 2)
 
 

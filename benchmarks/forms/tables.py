@@ -10,7 +10,7 @@ from benchmarks.measure import markdown_table
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """97.5 % quantiles of Student's t by number of pairs."""
 REFERENCE = "published"
-SIZES = ("tokens", "layers", "width", "batch", "seq_len")
+SIZES = ("vocab_size", "tokens", "layers", "width", "batch", "seq_len")
 Result = Mapping[str, Any]
 
 
@@ -18,8 +18,8 @@ def tables(results: Sequence[Result]) -> str:
     """Text by number of tokens, and MQAR; means over seeds, best first."""
     parts = []
     read = [r for r in results if r["run"]["task"] == "text"]
-    for (tokens, layers, width, batch, length), group in sorted(_grouped(read, *SIZES).items()):
-        size = f"{layers} layers of width {width}, {tokens / 1e6:g} M tokens, {batch} × {length} a step"
+    for (vocabulary, tokens, layers, width, batch, length), group in sorted(_grouped(read, *SIZES).items()):
+        size = f"{layers} layers of width {width}, {tokens / 1e6:g} M tokens, {batch} × {length} a step, vocabulary {vocabulary:,}"
         parts.append(f"Text, {size}\n\n{text_table(group)}")
     if recalled := [r for r in results if r["run"]["task"] == "mqar"]:
         parts.append(f"MQAR, accuracy at queries by number of pairs\n\n{mqar_table(recalled)}")

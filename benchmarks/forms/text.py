@@ -49,7 +49,7 @@ def train(model: FormLM, tokens: np.ndarray, optim: OptimConfig, steps: int, bat
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))  # a tensor would keep its page of freed logits
+        losses.append(loss.item())  # a tensor would keep its page of freed logits
     seconds = time.perf_counter() - began
     return {
         "tokens_per_second": steps * batch * T / seconds,
