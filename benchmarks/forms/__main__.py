@@ -6,10 +6,10 @@
 Every finished run is a file in benchmarks/results/forms, and is not repeated. Ctrl-C loses the run in progress only.
 All models have equal parameters within 0.5 %, and read the same tokens in the same order. Prepare the text first:
 
-    tost prepare tokenizer corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/2048.model \\
-        tokenizer.vocab_size=2048 tokenizer.sample_bytes=10000000
-    tost prepare shards corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/2048.model \\
-        tokenizer.vocab_size=2048 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards-2048
+    tost prepare tokenizer corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/1024.model \\
+        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000
+    tost prepare shards corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/1024.model \\
+        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards-1024
 
 Output: tables of all finished runs, also those of other stages.
 """
@@ -66,8 +66,8 @@ class TextSection(Section):
 
     shards: Path = Path("runs/forms")
     """Folder of the token shards of each vocabulary, shards-1024, …"""
-    vocab_size: int = Field(default=2048, gt=0)
-    """Pieces of the tokenizer. The larger, the more a word read before says about the next token."""
+    vocab_size: int = Field(default=1024, gt=0)
+    """Pieces of the tokenizer."""
     tokens: int | None = Field(default=None, gt=0)
     """Unset: 1,000,000 in stage `screen`, 3,000,000 in `finals`."""
     seq_len: int = Field(default=512, gt=0)

@@ -19,8 +19,8 @@ def tables(results: Sequence[Result]) -> str:
     parts = []
     read = [r for r in results if r["run"]["task"] == "text"]
     for (vocabulary, tokens, layers, width, batch, length), group in sorted(_grouped(read, *SIZES).items()):
-        size = f"{layers} layers of width {width}, {tokens / 1e6:g} M tokens, {batch} × {length} a step, vocabulary {vocabulary:,}"
-        parts.append(f"Text, {size}\n\n{text_table(group)}")
+        size = f"{layers} layers of width {width}, vocabulary {vocabulary:,}, {batch} × {length} tokens a step"
+        parts.append(f"Text, {tokens / 1e6:g} M tokens: {size}\n\n{text_table(group)}")
     if recalled := [r for r in results if r["run"]["task"] == "mqar"]:
         parts.append(f"MQAR, accuracy at queries by number of pairs\n\n{mqar_table(recalled)}")
     return "\n\n".join(parts)
