@@ -13,7 +13,7 @@ MEMORY = FULL.model_copy(
 )
 SOFTMAX = Form(mixer="softmax", conv=True)
 WINDOW = SOFTMAX.model_copy(update={"window": 256})
-LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=16)
+LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=18)
 
 
 def _with(form: Form, **changes: object) -> list[Form]:
