@@ -1,0 +1,74 @@
+"""The compared models: the mixer of each layer, by name."""
+
+from benchmarks.forms.mixers import Form
+
+CONTROL_EVERY = 32
+
+MEAN = Form(decay="learned")
+FULL = MEAN.model_copy(update={"conv": True, "centred": True, "gate": "channel", "norm": True})
+SLOTS = Form(channels=0, groups=2, slots=16, values=16, slot_decay="learned", gate="channel", norm=True)
+# Fewer channels carry statistics, so that statistics, slots and convolutions together keep less than 8·C numbers.
+MEMORY = FULL.model_copy(
+    update={"channels": 60, **SLOTS.model_dump(include={"groups", "slots", "values", "slot_decay"})}
+)
+SOFTMAX = Form(mixer="softmax", conv=True)
+WINDOW = SOFTMAX.model_copy(update={"window": 256})
+LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=18)
+
+
+def _with(form: Form, **changes: object) -> list[Form]:
+    return [form.model_copy(update=changes)]
+
+
+# One form for all layers, or a pattern that fills them.
+CATALOG: dict[str, list[Form]] = {
+    "published": [Form(share=True, positions=True)],
+    "published-no-positions": [Form(share=True)],
+    "decay": [MEAN],
+    "decay-conv": _with(MEAN, conv=True),
+    "decay-conv-centred": _with(MEAN, conv=True, centred=True),
+    "statistics-head-gate": _with(FULL, gate="head"),
+    "statistics": [FULL],
+    "statistics-8-heads": _with(FULL, heads=8),
+    "statistics-input-decay": _with(FULL, decay="input"),
+    "slots": [SLOTS],
+    "slots-conv": _with(SLOTS, groups=4, slots=8, values=20, value_conv=True, slot_half_life=4),
+    "slots-conv-2": _with(SLOTS, slots=20, value_conv=True, slot_half_life=4),
+    "memory": [MEMORY],
+    "memory-mass-decay": _with(MEMORY, slot_decay="mass"),
+    "memory-no-norm": _with(MEMORY, norm=False),
+    "memory-32-slots": _with(MEMORY, groups=1, slots=32),
+    "memory-no-decay": _with(MEMORY, slot_decay="none"),
+    "memory-means": _with(MEMORY, means=True),
+    "memory-means-copying": _with(MEMORY, means=True, copying=True),
+    "memory-evidence": _with(MEMORY, groups=4, slots=8, skip=True, evidence=True),
+    "memory-copying": _with(MEMORY, copying=True),
+    "memory-copying-skip-input": _with(MEMORY, copying=True, skip=True, slot_decay="input"),
+    "memory-skip": _with(MEMORY, skip=True),
+    "memory-input-decay": _with(MEMORY, slot_decay="input"),
+    "memory-skip-input-decay": _with(MEMORY, skip=True, slot_decay="input"),
+    "memory-4-groups": _with(MEMORY, groups=4, slots=12, values=8),
+    "memory-4-slots": _with(MEMORY, groups=4, slots=4, values=32, skip=True),
+    "memory-half-lagged": _with(MEMORY, groups=4, slots=8, lagged=2, skip=True),
+    "memory-half-lagged-no-skip": _with(MEMORY, groups=4, slots=8, lagged=2),
+    "memory-8-slots": _with(MEMORY, groups=4, slots=8),
+    "memory-wide": _with(MEMORY, channels=96, slots=8),
+    "softmax": [SOFTMAX],
+    "softmax-no-conv": _with(SOFTMAX, conv=False),
+    "window": [WINDOW],
+    "linear": [LINEAR],
+    "linear-fixed": _with(LINEAR, decay="fixed"),
+    "linear-usual-state": _with(LINEAR, slots=16, values=32),
+    "hybrid": [MEMORY, MEMORY, MEMORY, WINDOW],
+    "hybrid-statistics": [FULL, FULL, FULL, WINDOW],
+}
+
+
+def forms_of(name: str, layers: int) -> list[Form]:
+    """The form of each layer. `NAME@control` is the same model without memory of more than CONTROL_EVERY tokens."""
+    name, _, control = name.partition("@")
+    forms = CATALOG[name]
+    if layers < len(forms):  # two layers of a hybrid: its first form and its last
+        forms = [*forms[: layers - 1], forms[-1]]
+    forms = (forms * layers)[:layers]
+    return [form.model_copy(update={"reset_every": CONTROL_EVERY}) for form in forms] if control else forms
