@@ -38,7 +38,7 @@ SCREENED = [
     "statistics-input-decay", "memory-32-slots", "memory-no-norm", "window",
 ]  # fmt: skip
 FINALISTS = [
-    "published", "published-no-positions", "memory", "memory@control", "hybrid", "softmax", "linear",
+    "published", "published-no-positions", "slots", "slots@control", "hybrid", "softmax", "linear",
 ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ SLOTS = Form(channels=0, groups=2, slots=16, values=16, slot_decay="learned", ga
 MEMORY = FULL.model_copy(
     update={"channels": 60, **SLOTS.model_dump(include={"groups", "slots", "values", "slot_decay"})}
 )
+# The S layer of the product, tost_lm.model.slots: a state of 8·C numbers.
+REMEMBERING = SLOTS.model_copy(update={"values": 28, "slot_half_life": 4})
 SOFTMAX = Form(mixer="softmax", conv=True)
 WINDOW = SOFTMAX.model_copy(update={"window": 256})
 LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=18)
@@ -31,7 +33,10 @@ CATALOG: dict[str, list[Form]] = {
     "statistics": [FULL],
     "statistics-8-heads": _with(FULL, heads=8),
     "statistics-input-decay": _with(FULL, decay="input"),
-    "slots": [SLOTS],
+    "slots": [REMEMBERING],
+    "slots-2x16-16": _with(REMEMBERING, values=16),
+    "slots-4x8": _with(REMEMBERING, groups=4, slots=8),
+    "slots-1x32": _with(REMEMBERING, groups=1, slots=32),
     "slots-conv": _with(SLOTS, groups=4, slots=8, values=20, value_conv=True, slot_half_life=4),
     "slots-conv-2": _with(SLOTS, slots=20, value_conv=True, slot_half_life=4),
     "memory": [MEMORY],
@@ -59,7 +64,7 @@ CATALOG: dict[str, list[Form]] = {
     "linear": [LINEAR],
     "linear-fixed": _with(LINEAR, decay="fixed"),
     "linear-usual-state": _with(LINEAR, slots=16, values=32),
-    "hybrid": [MEMORY, MEMORY, MEMORY, WINDOW],
+    "hybrid": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW],
     "hybrid-statistics": [FULL, FULL, FULL, WINDOW],
 }
 

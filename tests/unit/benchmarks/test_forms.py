@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.forms import mixers
+from benchmarks.forms.catalog import CATALOG
 from benchmarks.forms.lm import FormLM
 from benchmarks.forms.mixers import Form, Statistics
 from benchmarks.forms.sums import decayed_read, decayed_sum, resetting
+from tost_lm.model import ModelConfig
+from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.slots import SlotMixer
 from tost_lm.ops import naive
 
 T, WIDTH = 23, 16
@@ -131,3 +135,27 @@ def test_no_decay_is_too_strong():
 def test_forms_have_equally_many_parameters(name: str):
     sizes = [FormLM([form] * 4, 128, 1024, 512).parameter_count() for form in (FORMS["published"], FORMS[name])]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.005)
+
+
+def test_the_slots_are_the_layer_of_the_product():
+    form, C = CATALOG["slots"][0], 12
+    torch.manual_seed(0)
+    theirs = Statistics(form, C, T).double()
+    ours = SlotMixer(ModelConfig(layers=1, heads=form.groups, width=C, pattern="S")).double()
+    slots, out = theirs.slots, theirs.slots_out
+    assert slots.decays.log_rate is not None
+    assert out.gate is not None
+    heads = lambda weight: weight.unflatten(0, (form.groups, -1))
+    parts = [heads(layer.weight) for layer in (slots.key, slots.query, slots.value, out.gate)]
+    with torch.no_grad():
+        ours.in_proj.weight.copy_(torch.cat(parts, 1).flatten(0, 1))
+        ours.out_proj.weight.copy_(theirs.out_proj.weight)
+        ours.conv.copy_(heads(slots.key_conv.weight.normal_()))
+        ours.log_rate.copy_(slots.decays.log_rate)
+        ours.log_rate[-1] = -torch.inf  # here the last head never forgets
+    assert ours.write_temp.tolist() == slots.temp[0].tolist()
+    x_BTC = torch.randn(2, T, C).double()
+    y_BTC, state = ours(x_BTC, None, SequenceInfo.of(x_BTC[..., 0], None, None))
+    torch.testing.assert_close(y_BTC, theirs(x_BTC), rtol=1e-12, atol=1e-12)
+    assert state is not None
+    assert sum(x[0].numel() for x in state) == form.state_numbers(C) == 1024
