@@ -7,7 +7,7 @@ Every finished run is a file in benchmarks/results/forms, and is not repeated. C
 All models have equal parameters within 0.5 %, and read the same tokens in the same order. Prepare the text first:
 
     tost prepare tokenizer corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/1024.model \\
-        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000
+        tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards-1024
     tost prepare shards corpus.source=BOOKS corpus.valid_fraction=0.1 tokenizer.path=runs/forms/1024.model \\
         tokenizer.vocab_size=1024 tokenizer.sample_bytes=10000000 shards.folder=runs/forms/shards-1024
 
