@@ -25,7 +25,10 @@ def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
 @given(calls())
 @settings(max_examples=60, deadline=None)
 def test_equals_the_formulas_in_float64(call: Call):
-    assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-11  # d_temp may nearly cancel
+    found = errors(call.run("chunked"), call.run("naive"))
+    cancelling = found.pop("d_temp"), found.pop("d_bias")  # in the formulas, where one head takes nearly all of a token
+    assert max(found.values()) < 1e-11
+    assert max(cancelling) < 1e-8
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
