@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from tost_lm.ops.naive import MASS_FLOOR, running_dtype
 from tost_lm.ops.sequence_shard import LocalDocuments
@@ -75,17 +74,8 @@ class Chunks:
     def read(
         self, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
     ) -> Tensor:
-        """y of each token, [K, H, L, D], from M and N before its chunk.
-
-        The backward computes groups of chunks again.
-        """
-        H, L = read_KHLS.shape[1:3]
-        at_once = max(1, READ_ELEMENTS // (H * L * L))
-        before = before_KHSE.to(value_KHLD.dtype)
-        parts = zip(*(x.split(at_once) for x in (read_KHLS, write_KHLS, value_KHLD, before)), strict=True)
-        return torch.cat(
-            [checkpoint(_read, *part, log_decay_H, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        )
+        """y of each token, [K, H, L, D], from M and N before its chunk."""
+        return _Read.apply(read_KHLS, write_KHLS, value_KHLD, before_KHSE.to(value_KHLD.dtype), log_decay_H)  # pyright: ignore[reportReturnType]
 
 
 def scan_chunks(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -160,20 +150,85 @@ def _products(log_Hij: Tensor, x_jHSE: Tensor) -> Tensor:
     return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE.where(finite, 0)).masked_fill(broken, torch.nan)
 
 
-def _read(
-    read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-) -> Tensor:
-    # A dense product would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
-    broken_KHL = 0 * (write_KHLS.detach().sum(-1) + value_KHLD.detach().sum(-1))
-    is_broken = not value_KHLD.is_cpu or not bool(broken_KHL.sum().isfinite())
-    if is_broken:
-        write_KHLS, value_KHLD = (x.where(x.isfinite(), 0) for x in (write_KHLS, value_KHLD))
-    age_LL = torch.arange(read_KHLS.shape[2], device=read_KHLS.device)
-    age_LL = age_LL[:, None] - age_LL
-    mask_HLL = (log_decay_H[:, None, None] * age_LL).masked_fill(age_LL < 0, -torch.inf).exp()
-    faded_HL1 = (log_decay_H[:, None] * (age_LL[:, :1].mT + 1)).exp()[..., None]
-    memory_KHSD, mass_KH1S = before_KHSE[..., :-1], before_KHSE[..., None, :, -1]
-    mass_KHLS = mask_HLL @ write_KHLS + faded_HL1 * mass_KH1S
-    share_KHLS = read_KHLS / (mass_KHLS + MASS_FLOOR)
-    y_KHLD = ((share_KHLS @ write_KHLS.mT) * mask_HLL) @ value_KHLD + (faded_HL1 * share_KHLS) @ memory_KHSD
-    return y_KHLD + broken_KHL.cumsum(-1)[..., None] if is_broken else y_KHLD
+class _Read(torch.autograd.Function):
+    """The read in closed form, some chunks at once. Its backward computes N and the shares r/N again."""
+
+    @staticmethod
+    def forward(
+        ctx, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
+    ):
+        ctx.save_for_backward(read_KHLS, write_KHLS, value_KHLD, before_KHSE, log_decay_H)
+        decays, y_KHLD = _Decays(log_decay_H, read_KHLS.shape[2]), torch.empty_like(value_KHLD)
+        for k in _at_once(read_KHLS):
+            part = _Part(decays, read_KHLS[k], write_KHLS[k], value_KHLD[k], before_KHSE[k])
+            y = (part.product_kHLL * decays.mask_HLL) @ part.value + part.faded_share @ part.memory
+            y_KHLD[k] = y if part.broken_kHL is None else y + part.broken_kHL.cumsum(-1)[..., None]
+        return y_KHLD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_KHLD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs = read_KHLS, write_KHLS, value_KHLD, before_KHSE, log_decay_H = ctx.saved_tensors
+        decays = _Decays(log_decay_H, read_KHLS.shape[2])
+        d_read_KHLS, d_write_KHLS, d_value_KHLD, d_before_KHSE = (torch.empty_like(x) for x in inputs[:4])
+        d_log_decay_H = torch.zeros_like(log_decay_H)
+        for k in _at_once(read_KHLS):
+            part = _Part(decays, read_KHLS[k], write_KHLS[k], value_KHLD[k], before_KHSE[k])
+            dy = dy_KHLD[k]
+            d_product = (dy @ part.value.mT).mul_(decays.mask_HLL)
+            from_memory = decays.faded_HL1 * (dy @ part.memory.mT)
+            d_share = d_product @ part.write + from_memory
+            d_read_KHLS[k] = d_share / part.mass
+            d_mass = -d_read_KHLS[k] * part.share
+            d_write_KHLS[k] = d_product.mT @ part.share + _weighted(decays.mask_HLL.mT, d_mass)
+            # d log ρ: each term times the tokens between writing and reading
+            passed = from_memory * part.share + d_mass * decays.faded_HL1 * part.mass_before
+            aged = d_mass * _weighted(decays.aged_HLL, part.write)
+            d_log_decay_H += (decays.since_L1 * passed + aged).sum((0, 2, 3))
+            d_product_sums_HLL = torch.linalg.vecdot(d_product, part.product_kHLL, dim=0)
+            d_log_decay_H += (decays.age_LL * d_product_sums_HLL).sum((1, 2))
+            d_value_KHLD[k] = part.product_kHLL.mul_(decays.mask_HLL).mT @ dy
+            d_before_KHSE[k, ..., :-1] = part.faded_share.mT @ dy
+            d_before_KHSE[k, ..., -1] = (decays.faded_HL1 * d_mass).sum(-2)
+        return d_read_KHLS, d_write_KHLS, d_value_KHLD, d_before_KHSE, d_log_decay_H
+
+
+class _Decays:
+    """ρ^(i − j) from the token j that writes to the token i that reads, and from the chunk's start."""
+
+    def __init__(self, log_decay_H: Tensor, L: int):
+        token_L = torch.arange(L, device=log_decay_H.device)
+        age_LL = token_L[:, None] - token_L
+        self.mask_HLL = (log_decay_H[:, None, None] * age_LL).masked_fill(age_LL < 0, -torch.inf).exp()
+        self.since_L1 = (token_L + 1)[:, None]
+        self.faded_HL1 = (log_decay_H[:, None, None] * self.since_L1).exp()
+        self.age_LL = age_LL.clamp_min(0)
+        self.aged_HLL = self.age_LL * self.mask_HLL
+
+
+class _Part:
+    """Some chunks, with what both passes need of them."""
+
+    def __init__(self, decays: _Decays, read: Tensor, write: Tensor, value: Tensor, before_kHSE: Tensor):
+        # A dense product would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
+        broken_kHL = 0 * (write.sum(-1) + value.sum(-1))
+        self.broken_kHL = broken_kHL if not value.is_cpu or not bool(broken_kHL.sum().isfinite()) else None
+        if self.broken_kHL is not None:
+            write, value = (x.where(x.isfinite(), 0) for x in (write, value))
+        self.write, self.value = write, value
+        self.memory, self.mass_before = before_kHSE[..., :-1], before_kHSE[..., None, :, -1]
+        self.mass = _weighted(decays.mask_HLL, write) + decays.faded_HL1 * self.mass_before + MASS_FLOOR
+        self.share = read / self.mass
+        self.faded_share = decays.faded_HL1 * self.share
+        self.product_kHLL = self.share @ write.mT
+
+
+def _weighted(weight_Hij: Tensor, x_KHjX: Tensor) -> Tensor:
+    """Σ_j weight · x, [K, H, i, X], without a copy of the weights for each chunk."""
+    return torch.einsum("hij,khjx->khix", weight_Hij, x_KHjX)
+
+
+def _at_once(x_KHLX: Tensor) -> list[slice]:
+    K, H, L = x_KHLX.shape[:3]
+    step = max(1, READ_ELEMENTS // (H * L * L))
+    return [slice(start, start + step) for start in range(0, K, step)]
