@@ -12,8 +12,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
-from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SOFTMAX
+from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
+from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.model.slots import initial_log_rates, memberships
 from tost_lm.ops import TssaState, causal_tssa, naive
+from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.ops.short_conv import short_conv
+from tost_lm.ops.slots import slot_memory
 
 WARM_UP_TOKENS = 64
 COPIED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
@@ -69,6 +74,8 @@ def _operator(rival: str) -> Callable[..., Tensor]:
         return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
     if rival == NAIVE:
         return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
+    if rival == SLOTS:
+        return slots_of_layer
     if rival == SOFTMAX:
         return lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)
 
@@ -77,6 +84,17 @@ def _operator(rival: str) -> Callable[..., Tensor]:
         return naive.causal_tssa(w, temp_H, bias_HT.T, "energy-share", state)[0]
 
     return torch.compile(formulas, dynamic=True)
+
+
+def slots_of_layer(
+    value: Tensor, key: Tensor, query: Tensor, weight: Tensor, temp_H: Tensor, log_decay_H: Tensor
+) -> Tensor:
+    """What an S layer computes between its projections, without norm and gate."""
+    B, T, H, S = key.shape
+    local = LocalDocuments.of(None, B, T, None)
+    key_BTE, _ = short_conv(key.flatten(-2), weight, local=local)
+    write = memberships(key_BTE.unflatten(-1, (H, S)), temp_H)
+    return slot_memory(memberships(query, temp_H), write, value, log_decay_H, local=local)[0]
 
 
 def prepared(
@@ -97,6 +115,10 @@ def prepared(
     make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
     if rival == SOFTMAX:
         inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
+    elif rival == SLOTS:
+        layer = ModelConfig(layers=1, heads=heads, width=heads * channels)
+        inputs = [make(batch, tokens, heads, size) for size in (layer.slot_channels, layer.slots, layer.slots)]
+        inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(inputs[0]).exp()]
     else:
         # Initial values of temp and bias in a model.
         w = make(batch, tokens, heads, channels)
