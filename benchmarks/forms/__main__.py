@@ -33,9 +33,9 @@ FOLDER = RESULTS / "forms"
 RECIPE = Path(__file__).parents[2] / "configs" / "eval" / "mqar.toml"
 
 SCREENED = [
-    "memory", "softmax", "linear", "published", "published-no-positions", "statistics", "memory@control", "slots",
-    "memory-mass-decay", "decay", "decay-conv", "decay-conv-centred", "statistics-head-gate", "hybrid",
-    "statistics-input-decay", "memory-32-slots", "memory-no-norm", "window",
+    "published", "published-no-positions", "decay", "decay-conv", "decay-conv-centred", "statistics-head-gate",
+    "statistics", "statistics-input-decay", "memory", "memory-4-slots", "slots", "slots@control", "softmax", "window",
+    "hybrid", "linear", "linear-fixed",
 ]  # fmt: skip
 FINALISTS = [
     "published", "published-no-positions", "slots", "slots@control", "hybrid", "softmax", "linear",
@@ -57,8 +57,6 @@ class SweepSection(Section):
     """Pairs of a key and a value in an example of MQAR."""
     list_only: bool = False
     """Print the runs that are left, and stop."""
-    threads: int = Field(default=1, gt=0)
-    """CPU threads."""
 
 
 class TextSection(Section):
@@ -139,7 +137,7 @@ def main(_: Path | None, config: FormsConfig) -> None:
         return
     import torch
 
-    torch.set_num_threads(config.sweep.threads)
+    torch.set_num_threads(1)
     for run in left:
         result = {"text": _text, "mqar": _mqar}[run["task"]](run, config)
         FOLDER.mkdir(parents=True, exist_ok=True)

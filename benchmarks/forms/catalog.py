@@ -12,7 +12,7 @@ MEMORY = FULL.model_copy(
     update={"channels": 60, **SLOTS.model_dump(include={"groups", "slots", "values", "slot_decay"})}
 )
 # The S layer of the product, tost_lm.model.slots: a state of 8·C numbers.
-REMEMBERING = SLOTS.model_copy(update={"values": 28, "slot_half_life": 4})
+REMEMBERING = SLOTS.model_copy(update={"values": 28})
 SOFTMAX = Form(mixer="softmax", conv=True)
 WINDOW = SOFTMAX.model_copy(update={"window": 256})
 LINEAR = Form(mixer="linear", conv=True, decay="input", slots=8, values=18)
@@ -31,41 +31,20 @@ CATALOG: dict[str, list[Form]] = {
     "decay-conv-centred": _with(MEAN, conv=True, centred=True),
     "statistics-head-gate": _with(FULL, gate="head"),
     "statistics": [FULL],
-    "statistics-8-heads": _with(FULL, heads=8),
     "statistics-input-decay": _with(FULL, decay="input"),
     "slots": [REMEMBERING],
     "slots-2x16-16": _with(REMEMBERING, values=16),
     "slots-4x8": _with(REMEMBERING, groups=4, slots=8),
-    "slots-1x32": _with(REMEMBERING, groups=1, slots=32),
-    "slots-conv": _with(SLOTS, groups=4, slots=8, values=20, value_conv=True, slot_half_life=4),
-    "slots-conv-2": _with(SLOTS, slots=20, value_conv=True, slot_half_life=4),
     "memory": [MEMORY],
-    "memory-mass-decay": _with(MEMORY, slot_decay="mass"),
-    "memory-no-norm": _with(MEMORY, norm=False),
-    "memory-32-slots": _with(MEMORY, groups=1, slots=32),
-    "memory-no-decay": _with(MEMORY, slot_decay="none"),
     "memory-means": _with(MEMORY, means=True),
-    "memory-means-copying": _with(MEMORY, means=True, copying=True),
-    "memory-evidence": _with(MEMORY, groups=4, slots=8, skip=True, evidence=True),
     "memory-copying": _with(MEMORY, copying=True),
-    "memory-copying-skip-input": _with(MEMORY, copying=True, skip=True, slot_decay="input"),
-    "memory-skip": _with(MEMORY, skip=True),
-    "memory-input-decay": _with(MEMORY, slot_decay="input"),
-    "memory-skip-input-decay": _with(MEMORY, skip=True, slot_decay="input"),
-    "memory-4-groups": _with(MEMORY, groups=4, slots=12, values=8),
     "memory-4-slots": _with(MEMORY, groups=4, slots=4, values=32, skip=True),
-    "memory-half-lagged": _with(MEMORY, groups=4, slots=8, lagged=2, skip=True),
-    "memory-half-lagged-no-skip": _with(MEMORY, groups=4, slots=8, lagged=2),
-    "memory-8-slots": _with(MEMORY, groups=4, slots=8),
-    "memory-wide": _with(MEMORY, channels=96, slots=8),
+    "memory-4-slots-128": _with(MEMORY, groups=4, slots=4, values=32, skip=True, slot_half_life=128),
     "softmax": [SOFTMAX],
-    "softmax-no-conv": _with(SOFTMAX, conv=False),
     "window": [WINDOW],
     "linear": [LINEAR],
     "linear-fixed": _with(LINEAR, decay="fixed"),
-    "linear-usual-state": _with(LINEAR, slots=16, values=32),
     "hybrid": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW],
-    "hybrid-statistics": [FULL, FULL, FULL, WINDOW],
 }
 
 

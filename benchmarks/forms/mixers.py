@@ -24,7 +24,7 @@ CHUNK = 32
 COPYING_TEMP = 4.0
 HALF_LIFE, LAST_HALF_LIFE = 4, 512
 """First and last of the half-lives that heads begin with."""
-Decay = Literal["none", "fixed", "learned", "input", "mass"]
+Decay = Literal["none", "fixed", "learned", "input"]
 
 
 class Form(Section):
@@ -56,18 +56,11 @@ class Form(Section):
     values: int = Field(default=0, ge=0)
     """Channels of a group's values, or of a head's values of linear attention."""
     slot_decay: Decay = "none"
-    """Decay of the slots: of each group, or `mass`: a slot decays as tokens are written to it."""
-    slot_half_life: int = Field(default=128, gt=0)
+    """Decay of the slots of each group."""
+    slot_half_life: int = Field(default=HALF_LIFE, gt=0)
     """The shortest half-life that groups begin with."""
-    value_conv: bool = False
-    """The same convolution of the values."""
-    lagged: int | None = Field(default=None, ge=0)
-    """Groups whose tokens are written under the key of the token before, at first; the others under their own. The
-    convolution of the keys is learned. Unset: all groups."""
     copying: bool = False
     """Begin with a memory that copies: queries equal keys, and the output projection is the values' transpose."""
-    evidence: bool = False
-    """Divide by 1 + N instead of N, so that a slot with little in it reads as little."""
     skip: bool = False
     """A further membership of each group, in no slot: a token need not be written."""
     window: int = Field(default=0, ge=0)
@@ -87,24 +80,20 @@ class Form(Section):
         if self.mixer == "linear":
             keys, values = self.heads * self.slots, self.heads * self.values
             return keys * self.values + (TAPS - 1) * (2 * keys + values) * self.conv
-        numbers = channels * (2 + (self.centred or self.means) + (TAPS - 1) * self.conv) + 2 * self.heads * (
-            channels > 0
-        )
+        numbers = channels * (2 + (self.centred or self.means) + (TAPS - 1) * self.conv)
+        numbers += 2 * self.heads * (channels > 0)
         if keys:
-            numbers += (TAPS - 1) * values * self.value_conv
-            numbers += keys * (self.values + (self.slot_decay != "mass")) + (TAPS - 1) * (
-                keys + self.groups * self.skip
-            )
+            numbers += keys * (self.values + 1) + (TAPS - 1) * (keys + self.groups * self.skip)
         return numbers
 
 
 class Conv(nn.Module):
-    """A causal convolution per channel. It begins as the identity, or in `lagged` channels as the token before."""
+    """A causal convolution per channel. It begins as the identity, or as a shift by `lag` tokens."""
 
-    def __init__(self, channels: int, lagged: int = 0):
+    def __init__(self, channels: int, lag: int = 0):
         super().__init__()
         weight = torch.zeros(channels, TAPS)
-        weight[:lagged, TAPS - 2] = weight[lagged:, TAPS - 1] = 1
+        weight[:, TAPS - 1 - lag] = 1
         self.weight = nn.Parameter(weight)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -224,7 +213,7 @@ class HeadsOut(nn.Module):
 class Slots(nn.Module):
     """Means of values in slots: y = Σ_s Π^r_s · M_s / N_s, [B, T, G, U].
 
-    A token is written to the slots that its key selects, or that of the token before. Its query selects what is read.
+    A token is written to the slots that the key of the token before selects, at first. Its query selects what is read.
     """
 
     def __init__(self, form: Form, width: int):
@@ -234,31 +223,19 @@ class Slots(nn.Module):
         self.key = nn.Linear(width, keys, bias=False)
         self.query = nn.Linear(width, form.groups * form.slots, bias=False)
         self.value = nn.Linear(width, form.groups * form.values, bias=False)
-        self.key_conv = Conv(keys, keys if form.lagged is None else keys // form.groups * form.lagged)
-        self.value_conv = Conv(form.groups * form.values) if form.value_conv else nn.Identity()
+        self.key_conv = Conv(keys, lag=1)
         self.temp = nn.Parameter(torch.full((2, form.groups), 2.0))
-        decay = "none" if form.slot_decay == "mass" else form.slot_decay
-        self.decays = Decays(decay, form.groups, width, form.slot_half_life)
-        self.rate = nn.Parameter(torch.zeros(form.groups)) if form.slot_decay == "mass" else None
+        self.decays = Decays(form.slot_decay, form.groups, width, form.slot_half_life)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         G, S = self.form.groups, self.form.slots
         heads = lambda x: x.unflatten(-1, (G, -1)).transpose(1, 2)
         scores = heads(self.key_conv(self.key(x_BTC))), heads(self.query(x_BTC))
         write, read = ((temp[:, None, None] * z).softmax(-1) for temp, z in zip(self.temp, scores, strict=True))
-        write, value = write[..., :S], heads(self.value_conv(self.value(x_BTC)))
+        write, value = write[..., :S], heads(self.value(x_BTC))
         every = self.form.reset_every
-        if (
-            self.rate is not None
-        ):  # a mean of its own decay for each slot: M ← exp(−rate · Π) M + (1 − exp(−rate · Π)) u
-            log = -(self.rate.exp()[:, None, None] * write).mT.flatten(1, 2)
-            new = -torch.expm1(log)[..., None] * value.repeat_interleave(S, 1)
-            memory = resetting(decayed_sum, new, log=log, chunk=CHUNK, every=every).unflatten(1, (G, S))
-            return torch.einsum("bgts,bgstu->btgu", read, memory)
         log = self.decays(x_BTC)
-        mass = resetting(decayed_sum, write, log=log, chunk=CHUNK, every=every) + (
-            1.0 if self.form.evidence else MASS_FLOOR
-        )
+        mass = resetting(decayed_sum, write, log=log, chunk=CHUNK, every=every) + MASS_FLOOR
         return resetting(decayed_read, read / mass, write, value, log=log, chunk=CHUNK, every=every).transpose(1, 2)
 
 

@@ -93,12 +93,12 @@ class _Exchange(torch.autograd.Function):
         ctx, shard: SequenceShard, local: LocalDocuments, advance, per_document, initial_N, added_n, *parameters
     ):
         ctx.shard, ctx.local, ctx.advance, ctx.per_document = shard, local, advance, per_document
-        forward, here = advance(*parameters).forward, shard.split.rank
+        forward, here, crossing = advance(*parameters).forward, shard.split.rank, _crossing(local, 0)
         added_R = shard.all_gather(_rows(added_n, local) if per_document else added_n[-1:])
         before_n = forward(initial_N[local.documents], local.before)
         for rank in local.earlier_ranks:
-            tokens = sum(shard.split.lengths[rank + 1 : here])
-            _add(before_n, 0, added_R[rank], lambda x_n, t=tokens: forward(x_n, [t] * len(x_n)), ctx)
+            row_n = (added_R[rank][local.documents] if per_document else added_R[rank])[crossing]
+            before_n[crossing] += forward(row_n, [sum(shard.split.lengths[rank + 1 : here])] * len(row_n))
         final_N = initial_N.clone()
         if per_document:
             tokens_RN = shard.split.tokens_of(local)
@@ -113,12 +113,12 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx, d_before_n: Tensor, d_final_N: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         before_n, *parameters = ctx.saved_tensors
         shard, local = ctx.shard, ctx.local
-        advance, here = ctx.advance(*parameters), shard.split.rank
+        advance, here, crossing = ctx.advance(*parameters), shard.split.rank, _crossing(local, -1)
         d_before_R = shard.all_gather(_rows(d_before_n, local) if ctx.per_document else d_before_n[:1])
         d_added_n, d_initial_N = torch.zeros_like(before_n), d_final_N
         for rank in local.later_ranks:
-            tokens = sum(shard.split.lengths[here + 1 : rank])
-            _add(d_added_n, -1, d_before_R[rank], lambda x_n, t=tokens: advance.backward(x_n, [t] * len(x_n)), ctx)
+            row_n = (d_before_R[rank][local.documents] if ctx.per_document else d_before_R[rank])[crossing]
+            d_added_n[crossing] += advance.backward(row_n, [sum(shard.split.lengths[here + 1 : rank])] * len(row_n))
         if ctx.per_document:
             tokens_RN = shard.split.tokens_of(local)
             d_added_n += advance.backward(d_final_N, _totals(tokens_RN[here + 1 :], len(d_final_N)))[local.documents]
@@ -130,14 +130,9 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, None, d_initial_N, d_added_n, *d_parameters
 
 
-def _add(x_n: Tensor, crossing: int, row_of_rank: Tensor, moved: Callable[[Tensor], Tensor], ctx) -> None:
-    """Add another rank's row to the document that crosses ranks, or unpacked its rows to all documents."""
-    local = ctx.local
-    received_n = row_of_rank[local.documents] if ctx.per_document else row_of_rank
-    if local.packed:
-        x_n[crossing] += moved(received_n[crossing][None])[0]
-    else:
-        x_n += moved(received_n)
+def _crossing(local: LocalDocuments, packed: int) -> slice:
+    """The documents here that have tokens on earlier ranks (`packed` 0) or on later ranks (−1): unpacked, all."""
+    return slice(packed, packed + 1 or None) if local.packed else slice(None)
 
 
 def _rows(x_n: Tensor, local: LocalDocuments) -> Tensor:

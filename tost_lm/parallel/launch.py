@@ -53,7 +53,7 @@ def start_ranks(command: str, ranks: int) -> None:
     if "RANK" in os.environ or ranks == 1:
         return
     if not find_spec("psutil"):
-        raise ConfigError("several ranks need psutil: pip install 'tost-lm[train]'")
+        raise ConfigError(f"{ranks} ranks need psutil: pip install 'tost-lm[train]', or start one rank")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch

@@ -26,10 +26,7 @@ FORMS = {
     "fixed": Form(decay="fixed", gate="head"),
     "input": Form(decay="input", conv=True, centred=True, norm=True),
     "main": MAIN,
-    "mass": MAIN.model_copy(update={"slot_decay": "mass"}),
-    "skip": MAIN.model_copy(
-        update={"skip": True, "slot_decay": "input", "lagged": 1, "value_conv": True, "evidence": True}
-    ),
+    "skip": MAIN.model_copy(update={"skip": True, "slot_decay": "input"}),
     "slots alone": MAIN.model_copy(update={"channels": 0}),
     "softmax": Form(mixer="softmax", conv=True),
     "window": Form(mixer="softmax", conv=True, window=4),
