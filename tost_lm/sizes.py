@@ -12,11 +12,14 @@ DEVICE_CHUNK_ELEMENTS = 1 << 22
 TRITON_CHUNK_TOKENS = 32
 """Tokens of a chunk in the Triton kernels: those of one channel fit the registers of one thread."""
 
-SLOT_CHUNK_TOKENS = 64
-"""Tokens of a chunk of slot memory."""
+SLOT_CHUNK_TOKENS = 32
+"""Tokens of a chunk of slot memory in PyTorch."""
 
-SLOT_SCAN_CHUNKS = 64
-"""Chunks of slot memory that are scanned at once."""
+TRITON_SLOT_CHUNK_TOKENS = 64
+"""Tokens of a chunk of slot memory in Triton."""
+
+SLOT_GROUP_ELEMENTS = 1 << 18
+"""Elements of the [L, L] masks of the chunks of slot memory that PyTorch computes at once: they fit a core's cache."""
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments."""

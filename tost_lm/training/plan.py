@@ -15,7 +15,7 @@ from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES, SLOT_CHUNK_TOKENS, SLOT_SCAN_CHUNKS
+from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     ELEMENT_BYTES,
@@ -32,7 +32,7 @@ from tost_lm.training.plan_memory import (
 )
 
 OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
-SLOT_OPERATIONS, SCAN_OPERATIONS = 278, 60  # in an S layer, and for the chunks that are scanned at once
+SLOT_OPERATIONS = 110  # in an S layer: 103 and the 6 kernels of slot memory
 
 
 class Collectives(NamedTuple):
@@ -159,16 +159,15 @@ def recomputed_flops(config: PlanConfig) -> float:
 
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers."""
-    scans = math.ceil(config.tile_tokens / config.parallel.sequence / (SLOT_CHUNK_TOKENS * SLOT_SCAN_CHUNKS))
     slots = layers_by_letter(config.model)["S"] / config.model.layers
-    return (1 - slots) * OPERATIONS + slots * (SLOT_OPERATIONS + SCAN_OPERATIONS * scans)
+    return (1 - slots) * OPERATIONS + slots * SLOT_OPERATIONS
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`).
 
-    In S layers, which run in PyTorch, each stored tensor is written and read forward; the backward reads it, and writes
-    and reads its gradient.
+    In S layers each stored tensor is written and read forward; the backward reads it, and writes and reads its
+    gradient.
     """
     e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
     forward, backward, layers = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H, layers_by_letter(config.model)

@@ -22,11 +22,12 @@ there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) p
 statistics 16, and the input of the last norm e·C.
 
 An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
-input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4, memberships 8, and, by chunk, both
-memberships and the writes as they fade 12. Per token and value channel: values by chunk 8, what was read 4, and e each
-for norm, scale, gate and the output projection's input. In float32, the read scores keep the memory of the input
-projection's output, 8·H·(S + V); in bfloat16, their copy takes 4·H·S. M and N before each chunk of 64 tokens are stored
-in float64 and in float32, 12·H·S·(V + 1), and with several sequence ranks in float64 again.
+input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
+value channel: what was read 4, and e each for norm, scale, gate and the output projection's input. Values and, in
+float32, read scores keep the memory of the input projection's output, 2·e·H·(S + V); in bfloat16 the scores' copy takes
+4·H·S. On a GPU there are also float32 values, 4·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
+1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks they are
+stored twice. The norm stores 4·H.
 
 The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
@@ -60,7 +61,15 @@ from typing import NamedTuple, TypeVar
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter, parameters
-from tost_lm.sizes import CPU_CHUNK_ELEMENTS, LOGITS_BYTES, SLOT_CHUNK_TOKENS, TRITON_CHUNK_TOKENS, bucket_elements
+from tost_lm.sizes import (
+    CPU_CHUNK_ELEMENTS,
+    LOGITS_BYTES,
+    SLOT_CHUNK_TOKENS,
+    SLOT_GROUP_ELEMENTS,
+    TRITON_CHUNK_TOKENS,
+    TRITON_SLOT_CHUNK_TOKENS,
+    bucket_elements,
+)
 from tost_lm.training.config import PretrainConfig
 
 REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
@@ -279,10 +288,15 @@ def slot_bytes_per_token(config: PretrainConfig) -> float:
     """Bytes per token that an S layer stores between its projections."""
     model, ranks, e = config.model, config.parallel.sequence, ELEMENT_BYTES[config.train.dtype]
     slots, values = model.heads * model.slots, model.heads * model.slot_channels
-    scores = 8 * (slots + values) if e == 4 else 4 * slots
-    states = (20 if ranks > 1 else 12) * slots * (model.slot_channels + 1)
-    chunk = min(SLOT_CHUNK_TOKENS, config.tile_tokens / ranks)
-    return (24 + e) * slots + (8 + 4 * e) * values + scores + states / chunk + 8 * model.heads + 8
+    projected = 2 * e * (slots + values) + (4 * slots if e == 2 else 0)
+    state = slots * (model.slot_channels + 1)
+    states = (2 if ranks > 1 else 1) * state
+    if config.run.device == "cpu":
+        at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
+        in_operator = 8 * (states / min(at_once, micro_batch_tokens(config)) + state / (config.tile_tokens / ranks))
+    else:
+        in_operator = 4 * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, config.tile_tokens / ranks)
+    return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

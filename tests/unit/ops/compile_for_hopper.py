@@ -23,7 +23,7 @@ from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
 from tost_lm.ops.sequence_shard import LocalDocuments
 from tost_lm.ops.slots import memory
-from tost_lm.ops.slots.triton import TritonChunks
+from tost_lm.ops.slots import triton as slot_kernels
 from tost_lm.ops.triton import tiles
 
 kernels = []
@@ -67,7 +67,7 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership) -> None:
 
 
 def call_slot_memory(H: int, S: int, D: int) -> None:
-    memory._kernels = lambda write, value: TritonChunks
+    memory._kernels = lambda write, value: slot_kernels
     read, write, value = (torch.zeros(1, 130, H, X, requires_grad=True) for X in (S, S, D))
     local = LocalDocuments.of(torch.tensor([0, 100, 130]), 1, 130, None)
     y, _ = memory.slot_memory(read, write, value, torch.zeros(H), local=local)

@@ -151,8 +151,8 @@ def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
 
 def test_slot_layers_launch_operations_for_the_chunks_that_are_scanned_at_once():
     assert plan.operations_per_layer(planned(BASE)) == 80
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 278 + 60
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 278 + 60) / 2
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 110
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 110) / 2
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():

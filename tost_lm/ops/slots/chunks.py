@@ -1,204 +1,168 @@
-"""Slot memory in chunks of tokens: a sum over each chunk, a scan over the chunks of a document, and the read.
+"""Slot memory in PyTorch, chunk by chunk, with its closed-form backward; it stores its inputs and few states.
 
-Shapes as in `tost_lm.ops.slots`.
+A group of chunks at a time is laid out head by head, so that it stays in a core's cache. What its chunks add to M and N
+is summed, scanned over the chunks, and read. The backward computes this again, last group first, from the state before
+the group.
+
+Shapes as in `tost_lm.ops.slots`; k chunks of a group, L tokens in a chunk, n documents on this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from tost_lm.ops.naive import MASS_FLOOR, running_dtype
-from tost_lm.ops.sequence_shard import LocalDocuments
-from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_SCAN_CHUNKS
+from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS
 
-READ_ELEMENTS = 2**20
-"""Elements of the [L, L] masks of the chunks that are read at once: they fit into a core's cache."""
+
+def slot_memory_chunks(
+    read_MHS: Tensor, write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor,
+    lengths: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [M, H, D], and M and N after each document, [n, H, S, E], from those before it."""
+    return _SlotMemory.apply(read_MHS, write_MHS, value_MHD, initial_nHSE, log_decay_H, lengths)  # pyright: ignore[reportReturnType]
+
+
+def final_state(
+    write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """M and N after each document, without the reads."""
+    return _SlotMemory.apply(None, write_MHS, value_MHD, initial_nHSE, log_decay_H, lengths)[1]  # pyright: ignore
+
+
+class _SlotMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        read_MHS: Tensor | None,
+        write_MHS: Tensor,
+        value_MHD: Tensor,
+        initial_nHSE: Tensor,
+        log_decay_H: Tensor,
+        lengths: Sequence[int],
+    ):
+        y_MHD, final_nHSE = torch.empty_like(value_MHD), torch.empty_like(initial_nHSE)
+        state_HSE, states, decays = initial_nHSE[0], [], _Decays(log_decay_H, lengths)
+        ctx.groups, ctx.decays = list(_groups(lengths, len(log_decay_H))), decays
+        for group in ctx.groups:
+            states.append(state_HSE)
+            write, value = group.split(write_MHS), group.split(value_MHD)
+            before_kHSE, after_kHSE = group.scan(_Sums(write, value, group, decays), initial_nHSE, state_HSE)
+            state_HSE = after_kHSE[-1]
+            for chunk, after_HSE in zip(group.chunks, after_kHSE, strict=True):
+                if chunk.is_last:
+                    final_nHSE[chunk.document] = after_HSE
+            if read_MHS is not None:
+                group.join(y_MHD, _Read(group.split(read_MHS), write, value, before_kHSE, decays).output())
+        ctx.save_for_backward(read_MHS, write_MHS, value_MHD, initial_nHSE, torch.stack(states))
+        return (y_MHD if read_MHS is not None else None), final_nHSE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_MHD: Tensor, d_final_nHSE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        read_MHS, write_MHS, value_MHD, initial_nHSE, states = ctx.saved_tensors
+        d_read_MHS = None if read_MHS is None else torch.empty_like(read_MHS)
+        d_write_MHS, d_value_MHD = torch.empty_like(write_MHS), torch.empty_like(value_MHD)
+        d_initial_nHSE, d_state_HSE = torch.empty_like(d_final_nHSE), d_final_nHSE[0]
+        decays = ctx.decays
+        d_log_decay_H = torch.zeros_like(decays.running_H)
+        for group, state_HSE in zip(reversed(ctx.groups), states.flip(0), strict=True):
+            write, value = group.split(write_MHS), group.split(value_MHD)
+            sums = _Sums(write, value, group, decays)
+            before_kHSE, _ = group.scan(sums, initial_nHSE, state_HSE)
+            if read_MHS is None:
+                d_write, d_value, d_before_kHSE = 0, 0, torch.zeros_like(before_kHSE)
+            else:
+                part = _Read(group.split(read_MHS), write, value, before_kHSE, decays)
+                d_read, d_write, d_value, d_before_kHSE, d_log = part.backward(group.split(dy_MHD))
+                group.join(d_read_MHS, d_read)
+                d_log_decay_H += d_log
+            d_sums = []
+            for i, chunk in reversed(list(enumerate(group.chunks))):
+                if chunk.is_last:
+                    d_state_HSE = d_final_nHSE[chunk.document]
+                d_sums.append(d_state_HSE)
+                faded_HSE = sums.faded_kH11[i] * d_state_HSE
+                d_log_decay_H += chunk.tokens * (before_kHSE[i] * faded_HSE).sum((-2, -1))
+                d_state_HSE = faded_HSE + d_before_kHSE[i]
+                if chunk.is_first:
+                    d_initial_nHSE[chunk.document] = d_state_HSE
+            d_written, d_valued, d_log = sums.backward(torch.stack(d_sums[::-1]))
+            d_log_decay_H += d_log
+            group.join(d_write_MHS, d_written + d_write)
+            group.join(d_value_MHD, d_valued + d_value)
+        return d_read_MHS, d_write_MHS, d_value_MHD, d_initial_nHSE, d_log_decay_H.to(decays.log_H.dtype), None
+
+
+class _Chunk(NamedTuple):
+    """Consecutive tokens of a document."""
+
+    document: int
+    tokens: int
+    is_first: bool
+    is_last: bool
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """The chunks of the n documents on this rank, document after document; the last of each is padded with zeros."""
+class _Group:
+    """Consecutive chunks."""
 
-    tokens: int
-    """L."""
-    lengths: tuple[int, ...]
-    """Tokens of each document."""
+    tokens: slice
+    chunks: tuple[_Chunk, ...]
 
-    @classmethod
-    def of(cls, local: LocalDocuments) -> "Chunks":
-        return cls(min(SLOT_CHUNK_TOKENS, max(local.lengths)), local.lengths)
+    def split(self, x_MHX: Tensor) -> Tensor:
+        """[k, H, L, X] in the statistics dtype; shorter chunks are padded with zeros."""
+        sizes = [chunk.tokens for chunk in self.chunks]
+        x_mHX = x_MHX[self.tokens].to(statistics_dtype(x_MHX))
+        if len(set(sizes)) == 1:
+            return x_mHX.unflatten(0, (len(sizes), -1)).transpose(1, 2).contiguous()
+        return pad_sequence(list(x_mHX.split(sizes)), batch_first=True).transpose(1, 2).contiguous()
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Chunks of each document."""
-        return tuple(-(-length // self.tokens) for length in self.lengths)
-
-    def split(self, x_BTHX: Tensor) -> Tensor:
-        """[K, H, L, X]."""
-        flat_MHX = x_BTHX.flatten(0, 1)
-        if len(set(self.lengths)) == 1:
-            rows = flat_MHX.unflatten(0, (len(self.lengths), -1))
-            x = pad(rows, (0, 0, 0, 0, 0, -self.lengths[0] % self.tokens)).flatten(0, 1)
+    def join(self, x_MHX: Tensor, x_kHLX: Tensor) -> None:
+        """Write them back into x."""
+        rows_kLHX, x_mHX = x_kHLX.transpose(1, 2), x_MHX[self.tokens]
+        if len(x_mHX) == len(rows_kLHX) * rows_kLHX.shape[1]:
+            x_mHX.unflatten(0, rows_kLHX.shape[:2]).copy_(rows_kLHX)
         else:
-            documents = flat_MHX.split(self.lengths)
-            x = torch.cat([pad(d, (0, 0, 0, 0, 0, -len(d) % self.tokens)) for d in documents])
-        return x.unflatten(0, (-1, self.tokens)).transpose(1, 2).contiguous()
+            torch.cat([row[: chunk.tokens] for row, chunk in zip(rows_kLHX, self.chunks, strict=True)], out=x_mHX)
 
-    def join(self, x_KHLX: Tensor, rows: Sequence[int]) -> Tensor:
-        """The inverse of `split`: [B, T, H, X] with `rows` = (B, T)."""
-        flat = x_KHLX.transpose(1, 2).flatten(0, 1)
-        if len(set(self.lengths)) == 1:
-            documents = flat.unflatten(0, (len(self.lengths), -1))[:, : self.lengths[0]].flatten(0, 1)
-        else:
-            padded = flat.split([count * self.tokens for count in self.counts])
-            documents = torch.cat([x[:length] for x, length in zip(padded, self.lengths, strict=True)])
-        return documents.unflatten(0, (rows[0], rows[1]))
-
-    def length_of_each(self, device: torch.device) -> Tensor:
-        """Tokens of each chunk, [K]."""
-        sizes = [min(self.tokens, length - start) for length in self.lengths for start in range(0, length, self.tokens)]
-        return torch.tensor(sizes, device=device)
-
-    def sums(self, write_KHLS: Tensor, value_KHLD: Tensor, log_decay_H: Tensor) -> Tensor:
-        """What each chunk adds to M and N by its end, [K, H, S, E]."""
-        L = write_KHLS.shape[2]
-        left_KL = self.length_of_each(write_KHLS.device)[:, None] - 1 - torch.arange(L, device=write_KHLS.device)
-        faded_KHL = (log_decay_H[:, None] * left_KL.clamp_min(0)[:, None]).exp()
-        faded_KHSL = (write_KHLS * faded_KHL[..., None]).mT
-        return torch.cat([faded_KHSL @ value_KHLD, faded_KHSL.sum(-1, keepdim=True)], -1)
-
-    def read(
-        self, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-    ) -> Tensor:
-        """y of each token, [K, H, L, D], from M and N before its chunk."""
-        return _Read.apply(read_KHLS, write_KHLS, value_KHLD, before_KHSE.to(value_KHLD.dtype), log_decay_H)  # pyright: ignore[reportReturnType]
+    def scan(self, sums: "_Sums", initial_nHSE: Tensor, state_HSE: Tensor) -> tuple[Tensor, Tensor]:
+        """The states before and after each chunk, [k, H, S, E], from that before the first one."""
+        before, after = [], []
+        for chunk, faded_H11, sums_HSE in zip(self.chunks, sums.faded_kH11, sums.total_kHSE, strict=True):
+            before.append(initial_nHSE[chunk.document] if chunk.is_first else state_HSE)
+            state_HSE = torch.addcmul(sums_HSE, faded_H11, before[-1])
+            after.append(state_HSE)
+        return torch.stack(before), torch.stack(after)
 
 
-def scan_chunks(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """M and N before each chunk, [K, H, S, E], and after each document, [n, H, S, E], in the dtype of running sums."""
-    running = running_dtype(sums_KHSE.device)
-    return _Scan.apply(sums_KHSE.to(running), initial_nHSE, log_decay_H.to(running), chunks)  # pyright: ignore[reportReturnType]
-
-
-class _Scan(torch.autograd.Function):
-    """state_{c + 1} = ρ^length_c · state_c + sums_c over the chunks of each document."""
-
-    @staticmethod
-    def forward(ctx, sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, chunks: Chunks):
-        before_KHSE = _before(sums_KHSE, initial_nHSE, log_decay_H, chunks.counts, chunks.tokens)
-        _, last_n, faded_K = _ends(chunks, log_decay_H)
-        ctx.save_for_backward(before_KHSE, log_decay_H)
-        ctx.chunks = chunks
-        return before_KHSE, faded_K[last_n] * before_KHSE[last_n] + sums_KHSE[last_n]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_before_KHSE: Tensor, d_final_nHSE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        before_KHSE, log_decay_H = ctx.saved_tensors
-        chunks = ctx.chunks
-        first_n, last_n, faded_K = _ends(chunks, log_decay_H)
-        d_KHSE = d_before_KHSE.index_add(0, last_n, faded_K[last_n] * d_final_nHSE)
-        newest_first = _before(
-            d_KHSE.flip(0), torch.zeros_like(d_final_nHSE), log_decay_H, chunks.counts[::-1], chunks.tokens
-        )
-        d_sums_KHSE = newest_first.flip(0).index_copy(0, last_n, d_final_nHSE)
-        several_n = (first_n != last_n).view(-1, 1, 1, 1)
-        d_initial_nHSE = d_KHSE[first_n] + several_n * faded_K[first_n] * d_sums_KHSE[first_n]
-        lengths_K1 = chunks.length_of_each(d_KHSE.device)[:, None]
-        passed_KH = (faded_K * before_KHSE * d_sums_KHSE).sum((-2, -1))
-        return d_sums_KHSE, d_initial_nHSE, (lengths_K1 * passed_KH).sum(0), None
-
-
-def _ends(chunks: Chunks, log_decay_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and the last chunk of each document, [n], and the decay over each chunk, [K, H, 1, 1]."""
-    device = log_decay_H.device
-    last_n = torch.tensor(chunks.counts, device=device).cumsum(0) - 1
-    faded_KH = (chunks.length_of_each(device)[:, None] * log_decay_H).exp()
-    return torch.cat([last_n.new_zeros(1), last_n[:-1] + 1]), last_n, faded_KH[..., None, None]
-
-
-def _before(sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
-    """The state before each chunk, SLOT_SCAN_CHUNKS of them at once. All but the last of a document have L tokens."""
-    device, log_chunk_H = sums_KHSE.device, tokens * log_decay_H
-    document_K = torch.repeat_interleave(torch.tensor(counts, device=device))
-    number_K = torch.cat([torch.arange(count, device=device) for count in counts])  # in its document
-    before, entering = [], initial_nHSE[:1]
-    for rows in torch.arange(len(sums_KHSE), device=device).split(SLOT_SCAN_CHUNKS):
-        sums, document, number = sums_KHSE[rows], document_K[rows], number_K[rows]
-        i = torch.arange(len(rows), device=device)
-        earlier = (document[:, None] == document) & (i[:, None] > i)
-        log_Hij = (log_chunk_H[:, None, None] * (i[:, None] - 1 - i)).masked_fill(~earlier, -torch.inf)
-        # A row starts from the state before its document, or before the first of these rows.
-        origin = initial_nHSE[document].where((number <= i)[:, None, None, None], entering)
-        faded = (log_chunk_H * torch.minimum(number, i)[:, None]).exp()[..., None, None]
-        before.append(_products(log_Hij, sums) + faded * origin)
-        entering = log_chunk_H.exp()[:, None, None] * before[-1][-1:] + sums[-1:]
-    return torch.cat(before)
-
-
-def _products(log_Hij: Tensor, x_jHSE: Tensor) -> Tensor:
-    """Σ_j exp(log) · x. A number that is not finite does not reach rows whose weight is 0 as 0 · NaN."""
-    finite = x_jHSE.isfinite()
-    if x_jHSE.is_cpu and bool(finite.all()):
-        return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE)
-    weighs, is_broken = (log_Hij > -torch.inf).to(x_jHSE.dtype), (~finite).to(x_jHSE.dtype)
-    broken = torch.einsum("hij,jhse->ihse", weighs, is_broken) > 0
-    return torch.einsum("hij,jhse->ihse", log_Hij.exp(), x_jHSE.where(finite, 0)).masked_fill(broken, torch.nan)
-
-
-class _Read(torch.autograd.Function):
-    """The read in closed form, some chunks at once. Its backward computes N and the shares r/N again."""
-
-    @staticmethod
-    def forward(
-        ctx, read_KHLS: Tensor, write_KHLS: Tensor, value_KHLD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-    ):
-        ctx.save_for_backward(read_KHLS, write_KHLS, value_KHLD, before_KHSE, log_decay_H)
-        decays, y_KHLD = _Decays(log_decay_H, read_KHLS.shape[2]), torch.empty_like(value_KHLD)
-        for k in _at_once(read_KHLS):
-            part = _Part(decays, read_KHLS[k], write_KHLS[k], value_KHLD[k], before_KHSE[k])
-            y = (part.product_kHLL * decays.mask_HLL) @ part.value + part.faded_share @ part.memory
-            y_KHLD[k] = y if part.broken_kHL is None else y + part.broken_kHL.cumsum(-1)[..., None]
-        return y_KHLD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_KHLD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs = read_KHLS, write_KHLS, value_KHLD, before_KHSE, log_decay_H = ctx.saved_tensors
-        decays = _Decays(log_decay_H, read_KHLS.shape[2])
-        d_read_KHLS, d_write_KHLS, d_value_KHLD, d_before_KHSE = (torch.empty_like(x) for x in inputs[:4])
-        d_log_decay_H = torch.zeros_like(log_decay_H)
-        for k in _at_once(read_KHLS):
-            part = _Part(decays, read_KHLS[k], write_KHLS[k], value_KHLD[k], before_KHSE[k])
-            dy = dy_KHLD[k]
-            d_product = (dy @ part.value.mT).mul_(decays.mask_HLL)
-            from_memory = decays.faded_HL1 * (dy @ part.memory.mT)
-            d_share = d_product @ part.write + from_memory
-            d_read_KHLS[k] = d_share / part.mass
-            d_mass = -d_read_KHLS[k] * part.share
-            d_write_KHLS[k] = d_product.mT @ part.share + _weighted(decays.mask_HLL.mT, d_mass)
-            # d log ρ: each term times the tokens between writing and reading
-            passed = from_memory * part.share + d_mass * decays.faded_HL1 * part.mass_before
-            aged = d_mass * _weighted(decays.aged_HLL, part.write)
-            d_log_decay_H += (decays.since_L1 * passed + aged).sum((0, 2, 3))
-            d_product_sums_HLL = torch.linalg.vecdot(d_product, part.product_kHLL, dim=0)
-            d_log_decay_H += (decays.age_LL * d_product_sums_HLL).sum((1, 2))
-            d_value_KHLD[k] = part.product_kHLL.mul_(decays.mask_HLL).mT @ dy
-            d_before_KHSE[k, ..., :-1] = part.faded_share.mT @ dy
-            d_before_KHSE[k, ..., -1] = (decays.faded_HL1 * d_mass).sum(-2)
-        return d_read_KHLS, d_write_KHLS, d_value_KHLD, d_before_KHSE, d_log_decay_H
+def _groups(lengths: Sequence[int], heads: int) -> Iterator[_Group]:
+    chunks = [
+        _Chunk(n, min(SLOT_CHUNK_TOKENS, length - start), start == 0, start + SLOT_CHUNK_TOKENS >= length)
+        for n, length in enumerate(lengths)
+        for start in range(0, length, SLOT_CHUNK_TOKENS)
+    ]
+    at_once, start = max(1, SLOT_GROUP_ELEMENTS // (heads * SLOT_CHUNK_TOKENS**2)), 0
+    for k in range(0, len(chunks), at_once):
+        group = tuple(chunks[k : k + at_once])
+        end = start + sum(chunk.tokens for chunk in group)
+        yield _Group(slice(start, end), group)
+        start = end
 
 
 class _Decays:
     """ρ^(i − j) from the token j that writes to the token i that reads, and from the chunk's start."""
 
-    def __init__(self, log_decay_H: Tensor, L: int):
+    def __init__(self, log_decay_H: Tensor, lengths: Sequence[int]):
+        L = min(SLOT_CHUNK_TOKENS, max(lengths))
         token_L = torch.arange(L, device=log_decay_H.device)
         age_LL = token_L[:, None] - token_L
+        self.log_H, self.running_H = log_decay_H, log_decay_H.to(running_dtype(log_decay_H.device))
         self.mask_HLL = (log_decay_H[:, None, None] * age_LL).masked_fill(age_LL < 0, -torch.inf).exp()
         self.since_L1 = (token_L + 1)[:, None]
         self.faded_HL1 = (log_decay_H[:, None, None] * self.since_L1).exp()
@@ -206,29 +170,78 @@ class _Decays:
         self.aged_HLL = self.age_LL * self.mask_HLL
 
 
-class _Part:
-    """Some chunks, with what both passes need of them."""
+class _Sums:
+    """What the chunks of a group add to M and N by their end, [k, H, S, E], in the dtype of running sums."""
 
-    def __init__(self, decays: _Decays, read: Tensor, write: Tensor, value: Tensor, before_kHSE: Tensor):
+    def __init__(self, write_kHLS: Tensor, value_kHLD: Tensor, group: _Group, decays: _Decays):
+        tokens_k1 = torch.tensor([chunk.tokens for chunk in group.chunks], device=write_kHLS.device)[:, None]
+        token_L = torch.arange(write_kHLS.shape[2], device=write_kHLS.device)
+        self.left_k1L = (tokens_k1 - 1 - token_L).clamp_min(0)[:, None]
+        self.faded_kHL1 = (decays.log_H[:, None] * self.left_k1L).exp()[..., None]
+        self.value, self.written = value_kHLD, write_kHLS * self.faded_kHL1
+        self.total_kHSE = _joined(self.written.mT @ value_kHLD, self.written.sum(2), decays)
+        self.faded_kH11 = (tokens_k1 * decays.running_H).exp()[..., None, None]
+
+    def backward(self, d_total_kHSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of write, value and log ρ."""
+        d_total_kHSE = d_total_kHSE.to(self.value.dtype)
+        d_memory, d_mass = d_total_kHSE[..., :-1], d_total_kHSE[..., None, :, -1]
+        d_written = (self.value @ d_memory.mT).add_(d_mass)
+        d_log_decay_H = (self.left_k1L * torch.linalg.vecdot(d_written, self.written)).sum((0, 2))
+        return d_written.mul_(self.faded_kHL1), self.written @ d_memory, d_log_decay_H
+
+
+class _Read:
+    """What the chunks of a group read, with what both passes need."""
+
+    def __init__(self, read: Tensor, write: Tensor, value: Tensor, before_kHSE: Tensor, decays: _Decays):
+        L = read.shape[2]
+        self.mask_HLL, self.faded_HL1 = decays.mask_HLL[:, :L, :L], decays.faded_HL1[:, :L]
+        self.decays = decays
         # A dense product would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
         broken_kHL = 0 * (write.sum(-1) + value.sum(-1))
         self.broken_kHL = broken_kHL if not value.is_cpu or not bool(broken_kHL.sum().isfinite()) else None
         if self.broken_kHL is not None:
             write, value = (x.where(x.isfinite(), 0) for x in (write, value))
-        self.write, self.value = write, value
+        self.write, self.value, before_kHSE = write, value, before_kHSE.to(value.dtype)
         self.memory, self.mass_before = before_kHSE[..., :-1], before_kHSE[..., None, :, -1]
-        self.mass = _weighted(decays.mask_HLL, write) + decays.faded_HL1 * self.mass_before + MASS_FLOOR
+        self.mass = _weighted(self.mask_HLL, write).add_(self.faded_HL1 * self.mass_before).add_(MASS_FLOOR)
         self.share = read / self.mass
-        self.faded_share = decays.faded_HL1 * self.share
+        self.faded_share = self.faded_HL1 * self.share
         self.product_kHLL = self.share @ write.mT
 
+    def output(self) -> Tensor:
+        """y, [k, H, L, D]; overwrites the products."""
+        y_kHLD = (self.product_kHLL.mul_(self.mask_HLL) @ self.value).add_(self.faded_share @ self.memory)
+        return y_kHLD if self.broken_kHL is None else y_kHLD + self.broken_kHL.cumsum(-1)[..., None]
 
-def _weighted(weight_Hij: Tensor, x_KHjX: Tensor) -> Tensor:
-    """Σ_j weight · x, [K, H, i, X], without a copy of the weights for each chunk."""
-    return torch.einsum("hij,khjx->khix", weight_Hij, x_KHjX)
+    def backward(self, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of read, write, value, the states before and log ρ; overwrites the products."""
+        L, decays = dy.shape[2], self.decays
+        d_product = (dy @ self.value.mT).mul_(self.mask_HLL)
+        from_memory = (dy @ self.memory.mT).mul_(self.faded_HL1)
+        d_read = (d_product @ self.write).add_(from_memory).div_(self.mass)
+        d_mass = -d_read * self.share
+        d_write = (d_product.mT @ self.share).add_(_weighted(self.mask_HLL.mT, d_mass))
+        # d log ρ: each term times the tokens between writing and reading
+        passed = from_memory.mul_(self.share).addcmul_(d_mass, self.faded_HL1 * self.mass_before)
+        aged = d_mass * _weighted(decays.aged_HLL[:, :L, :L], self.write)
+        d_log_decay_H = passed.mul_(decays.since_L1[:L]).add_(aged).sum((0, 2, 3))
+        d_product_sums_HLL = torch.linalg.vecdot(d_product, self.product_kHLL, dim=0)
+        d_log_decay_H += (decays.age_LL[:L, :L] * d_product_sums_HLL).sum((1, 2))
+        d_value = self.product_kHLL.mul_(self.mask_HLL).mT @ dy
+        d_before = _joined(self.faded_share.mT @ dy, d_mass.mul_(self.faded_HL1).sum(2), decays)
+        return d_read, d_write, d_value, d_before, d_log_decay_H
 
 
-def _at_once(x_KHLX: Tensor) -> list[slice]:
-    K, H, L = x_KHLX.shape[:3]
-    step = max(1, READ_ELEMENTS // (H * L * L))
-    return [slice(start, start + step) for start in range(0, K, step)]
+def _joined(memory_kHSD: Tensor, mass_kHS: Tensor, decays: _Decays) -> Tensor:
+    """[k, H, S, E] in the dtype of running sums."""
+    D = memory_kHSD.shape[-1]
+    joined = memory_kHSD.new_empty(*mass_kHS.shape, D + 1, dtype=decays.running_H.dtype)
+    joined[..., :D], joined[..., D] = memory_kHSD, mass_kHS
+    return joined
+
+
+def _weighted(weight_Hij: Tensor, x_kHjX: Tensor) -> Tensor:
+    """Σ_j weight · x, [k, H, i, X], without a copy of the weights for each chunk."""
+    return torch.einsum("hij,khjx->khix", weight_Hij, x_kHjX)

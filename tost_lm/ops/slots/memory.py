@@ -1,6 +1,7 @@
 """The public operator: slot memory with state in and state out, and its step for decoding."""
 
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
-from tost_lm.ops.slots.chunks import Chunks, scan_chunks
+from tost_lm.ops.slots import chunks
 
 
 class SlotSums(NamedTuple):
@@ -57,23 +58,22 @@ def slot_memory(
     dtype = statistics_dtype(value)
     N = len(local.whole_lengths)
     with torch.autocast(value.device.type, enabled=False):
+        compute = _kernels(write, value) or chunks
+        read, write, values = (x.flatten(0, 1) for x in (read, write, value))
+        initial = _joined(initial_state, value.new_empty(N, *write.shape[1:], value.shape[-1]))
         log_decay = log_decay.to(dtype)
-        chunks = (_kernels(write, value) or Chunks).of(local)
-        read, write, values = (chunks.split(x.to(dtype)) for x in (read, write, value))
-        per_document = not local.packed or initial_state is not None or output_final_state
-        initial = _joined(initial_state, N, value.new_empty(N, *write.shape[1:2], write.shape[-1], value.shape[-1]))
-        sums = chunks.sums(write, values, log_decay)
         if shard is None:
-            before, final = scan_chunks(sums, initial, log_decay, chunks)
+            y, final = compute.slot_memory_chunks(read, write, values, initial, log_decay, local.lengths)
         else:
-            here = scan_chunks(sums, torch.zeros_like(initial[local.documents]), log_decay, chunks)[1]
-            running_decay = log_decay.to(here.dtype)
-            carried, final = exchange(shard, local, Decay, initial, here, running_decay, per_document=per_document)
-            before, _ = scan_chunks(sums, carried, log_decay, chunks)
-        y = chunks.join(chunks.read(read, write, values, before, log_decay), value.shape[:2])
-    if not output_final_state:
-        return y.to(value.dtype), None
-    return y.to(value.dtype), SlotSums(final[..., :-1], final[..., -1])
+            added = compute.final_state(
+                write, values, torch.zeros_like(initial[local.documents]), log_decay, local.lengths
+            )
+            per_document = not local.packed or initial_state is not None or output_final_state
+            running_decay = log_decay.to(added.dtype)
+            before, final = exchange(shard, local, Decay, initial, added, running_decay, per_document=per_document)
+            y, _ = compute.slot_memory_chunks(read, write, values, before, log_decay, local.lengths)
+    y = y.view_as(value)
+    return y, SlotSums(final[..., :-1], final[..., -1]) if output_final_state else None
 
 
 def slot_memory_step(
@@ -103,17 +103,17 @@ def slot_memory_step(
     return y_NHD.to(value.dtype), SlotSums(memory, mass)
 
 
-def _kernels(write: Tensor, value: Tensor) -> type[Chunks] | None:
-    """The chunks in Triton if its kernels support the tensors."""
+def _kernels(write: Tensor, value: Tensor) -> ModuleType | None:
+    """The functions of `chunks` in Triton, if its kernels support the tensors."""
     fits = write.shape[-1] <= 64 and value.shape[-1] <= 256 and value.dtype != torch.float64
     if not (value.is_cuda and fits and find_spec("triton")):
         return None
-    from tost_lm.ops.slots.triton import TritonChunks  # an optional package, and slow to import
+    from tost_lm.ops.slots import triton  # an optional package, and slow to import
 
-    return TritonChunks
+    return triton
 
 
-def _joined(state: SlotSums | None, documents: int, like: Tensor) -> Tensor:
+def _joined(state: SlotSums | None, like: Tensor) -> Tensor:
     """M and N side by side, [N, H, S, E], in the dtype of running sums."""
     running = running_dtype(like.device)
     if state is None:

@@ -1,10 +1,13 @@
-"""Slot memory in Triton, for NVIDIA GPUs: what a chunk adds to M and N, and the read, with closed-form gradients.
+"""Slot memory in Triton, for NVIDIA GPUs: what a chunk adds to M and N, the scan over chunks, and the read, with
+closed-form gradients.
 
 A program computes one head of a chunk of 64 tokens in float32. It reads and writes the tokens where they lie, [M, H, X]
-with M = B·T, and recomputes N and the shares r/N in the backward. Products are IEEE float32, without tensor cores.
+with M = B·T, and recomputes N and the shares r/N in the backward. Products are IEEE float32, without tensor cores. The
+scan is float64.
 
-Shapes as in `tost_lm.ops.slots`. Inside a kernel: T tokens of a chunk, always `TOKENS`; S slots and D channels, padded
-to powers of two (`S_`, `D_`). Wide heads take `D_` channels at a time. Padding is 0 and adds nothing to any sum.
+Shapes as in `tost_lm.ops.slots`; K chunks. Inside a kernel: T tokens of a chunk, always `TOKENS`; S slots and D
+channels, padded to powers of two (`S_`, `D_`). Wide heads take `D_` channels at a time. Padding is 0 and adds nothing
+to any sum.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
@@ -20,37 +23,42 @@ from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout, document_layout
 from tost_lm.ops.naive import running_dtype
-from tost_lm.ops.slots.chunks import Chunks
 from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_head, tokens_of_chunk
-from tost_lm.sizes import SLOT_CHUNK_TOKENS
+from tost_lm.sizes import TRITON_SLOT_CHUNK_TOKENS
 
-TOKENS = tl.constexpr(SLOT_CHUNK_TOKENS)
+TOKENS = tl.constexpr(TRITON_SLOT_CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)
 """Written tokens at a time. A thread holds whole rows of both factors of a product, so longer sums would spill."""
 CHANNELS = 32
 """Channels at a time, for the same reason."""
+ELEMENTS = tl.constexpr(128)
+"""Elements of a head's M and N that a program scans over the chunks, one in each thread."""
 
 
-class TritonChunks(Chunks):
-    """The chunks of the n documents on this rank. Tokens stay in place: `split` gives x_MHX."""
+def slot_memory_chunks(
+    read_MHS: Tensor, write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor,
+    lengths: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [M, H, D], and M and N after each document, [n, H, S, E], from those before it."""
+    read, write, value = (x.float().contiguous() for x in (read_MHS, write_MHS, value_MHD))
+    layout = _layout(lengths, value)
+    before_KHSE, final_nHSE = _Scan.apply(
+        _Sums.apply(write, value, log_decay_H, layout), initial_nHSE, log_decay_H, layout
+    )
+    return _Read.apply(read, write, value, before_KHSE, log_decay_H, layout).to(value_MHD.dtype), final_nHSE
 
-    def split(self, x_BTHX: Tensor) -> Tensor:
-        return x_BTHX.flatten(0, 1).contiguous()
 
-    def join(self, x_MHX: Tensor, rows: Sequence[int]) -> Tensor:
-        return x_MHX.unflatten(0, (rows[0], rows[1]))
+def final_state(
+    write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """M and N after each document, without the reads."""
+    write, value = (x.float().contiguous() for x in (write_MHS, value_MHD))
+    layout = _layout(lengths, value)
+    return _Scan.apply(_Sums.apply(write, value, log_decay_H, layout), initial_nHSE, log_decay_H, layout)[1]
 
-    def sums(self, write_MHS: Tensor, value_MHD: Tensor, log_decay_H: Tensor) -> Tensor:
-        return _Sums.apply(write_MHS, value_MHD, log_decay_H, self._layout(value_MHD.device))
 
-    def read(
-        self, read_MHS: Tensor, write_MHS: Tensor, value_MHD: Tensor, before_KHSE: Tensor, log_decay_H: Tensor
-    ) -> Tensor:
-        layout = self._layout(value_MHD.device)
-        return _Read.apply(read_MHS, write_MHS, value_MHD, before_KHSE, log_decay_H, layout)
-
-    def _layout(self, device: torch.device) -> Layout:
-        return document_layout((0, *accumulate(self.lengths)), SLOT_CHUNK_TOKENS, device)
+def _layout(lengths: Sequence[int], like: Tensor) -> Layout:
+    return document_layout((0, *accumulate(lengths)), TOKENS.value, like.device)
 
 
 class _Sums(torch.autograd.Function):
@@ -74,6 +82,31 @@ class _Sums(torch.autograd.Function):
             d_write_MHS, d_value_MHD, d_log_decay_KH,
         )  # fmt: skip
         return d_write_MHS, d_value_MHD, d_log_decay_KH.sum(0), None
+
+
+class _Scan(torch.autograd.Function):
+    """M and N before each chunk, float32, and after each document."""
+
+    @staticmethod
+    def forward(ctx, sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, layout: Layout):
+        before_KHSE = torch.empty_like(sums_KHSE, dtype=torch.float32)
+        final_nHSE = torch.empty_like(initial_nHSE)
+        _launch_scan(scan_kernel, layout, log_decay_H, sums_KHSE, initial_nHSE, before_KHSE, final_nHSE)
+        ctx.save_for_backward(before_KHSE, log_decay_H)
+        ctx.layout = layout
+        return before_KHSE, final_nHSE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_before_KHSE: Tensor, d_final_nHSE: Tensor):
+        before_KHSE, log_decay_H = ctx.saved_tensors
+        d_sums_KHSE = torch.empty_like(d_before_KHSE, dtype=d_final_nHSE.dtype)
+        d_initial_nHSE, d_log_decay_nHSE = torch.empty_like(d_final_nHSE), torch.empty_like(d_final_nHSE)
+        _launch_scan(
+            scan_backward_kernel, ctx.layout, log_decay_H, before_KHSE, d_before_KHSE, d_final_nHSE,
+            d_sums_KHSE, d_initial_nHSE, d_log_decay_nHSE,
+        )  # fmt: skip
+        return d_sums_KHSE, d_initial_nHSE, d_log_decay_nHSE.sum((0, 2, 3)).to(log_decay_H.dtype), None
 
 
 class _Read(torch.autograd.Function):
@@ -114,6 +147,15 @@ def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *
         kernel[(len(layout.start_K) * H,)](
             *(x.contiguous() for x in (layout.start_K, layout.end_K, write_MHS, value_MHD, *tensors)),
             H=H, S=S, D=D, S_=S_, D_=D_, num_warps=8, num_stages=1,
+        )  # fmt: skip
+
+
+def _launch_scan(kernel: Any, layout: Layout, log_decay_H: Tensor, *tensors: Tensor) -> None:
+    H, X = len(log_decay_H), tensors[0][0, 0].numel()
+    with torch.cuda.device_of(log_decay_H):
+        kernel[(layout.documents * H * triton.cdiv(X, ELEMENTS.value),)](
+            *(x.contiguous() for x in (layout.start_K, layout.end_K, layout.first_chunk_N1, log_decay_H, *tensors)),
+            H=H, X=X, num_warps=ELEMENTS.value // 32,
         )  # fmt: skip
 
 
@@ -158,6 +200,45 @@ def sums_backward_kernel(
         store_tile(d_value_MHD + token * D, dot(faded_TS, d_memory_SD), tokens, H * D, d, D, TOKENS, D_)
     store_tile(d_write_MHS + token * S, d_faded_TS * fade_T[:, None], tokens, H * S, 0, S, TOKENS, S_)
     tl.store(d_log_decay_KH + k * H + h, tl.sum(left_T * tl.sum(faded_TS * d_faded_TS, axis=1), axis=0))
+
+
+@triton.jit
+def scan_kernel(
+    start_K, end_K, first_chunk_N1, log_decay_H, sums_KHX, initial_nHX, before_KHX, final_nHX,
+    H: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    n, h, x_X, real_X = elements_of_state(H, X)
+    log_decay = tl.load(log_decay_H + h).to(tl.float64)
+    state_X = tl.load(initial_nHX + (n * H + h) * X + x_X, mask=real_X, other=0.0)
+    for k in range(tl.load(first_chunk_N1 + n), tl.load(first_chunk_N1 + n + 1)):
+        _, tokens = tokens_of_chunk(k, start_K, end_K)
+        places_X = (k * H + h) * X + x_X
+        tl.store(before_KHX + places_X, state_X.to(tl.float32), mask=real_X)
+        state_X = tl.exp(log_decay * tokens) * state_X + tl.load(sums_KHX + places_X, mask=real_X, other=0.0)
+    tl.store(final_nHX + (n * H + h) * X + x_X, state_X, mask=real_X)
+
+
+@triton.jit
+def scan_backward_kernel(
+    start_K, end_K, first_chunk_N1, log_decay_H, before_KHX, d_before_KHX, d_final_nHX,
+    d_sums_KHX, d_initial_nHX, d_log_decay_nHX,
+    H: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    n, h, x_X, real_X = elements_of_state(H, X)
+    log_decay = tl.load(log_decay_H + h).to(tl.float64)
+    first, end = tl.load(first_chunk_N1 + n), tl.load(first_chunk_N1 + n + 1)
+    d_state_X = tl.load(d_final_nHX + (n * H + h) * X + x_X, mask=real_X, other=0.0)
+    d_log_decay_X = tl.zeros((ELEMENTS,), tl.float64)
+    for i in range(end - first):
+        k = end - 1 - i
+        _, tokens = tokens_of_chunk(k, start_K, end_K)
+        places_X = (k * H + h) * X + x_X
+        tl.store(d_sums_KHX + places_X, d_state_X, mask=real_X)
+        faded_X = tl.exp(log_decay * tokens) * d_state_X
+        d_log_decay_X += tokens * faded_X * tl.load(before_KHX + places_X, mask=real_X, other=0.0)
+        d_state_X = faded_X + tl.load(d_before_KHX + places_X, mask=real_X, other=0.0)
+    tl.store(d_initial_nHX + (n * H + h) * X + x_X, d_state_X, mask=real_X)
+    tl.store(d_log_decay_nHX + (n * H + h) * X + x_X, d_log_decay_X, mask=real_X)
 
 
 @triton.jit
@@ -238,6 +319,14 @@ def read_backward_kernel(
             d_value_JD = dot(tl.trans(weight_TJ), dy_TD)
             store_tile(d_value_MHD + (token + j * H) * D, d_value_JD, tokens - j, H * D, d, D, BLOCK, D_)
     tl.store(d_log_decay_KH + k * H + h, tl.sum(d_log_decay_T, axis=0))
+
+
+@triton.jit
+def elements_of_state(H: tl.constexpr, X: tl.constexpr):
+    """This program's document, int64, its head, the elements of its state that it scans, and which are no padding."""
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(X, ELEMENTS)
+    x_X = (program % blocks * ELEMENTS) + tl.arange(0, ELEMENTS)
+    return program // blocks // H, program // blocks % H, x_X, x_X < X
 
 
 @triton.jit
