@@ -45,6 +45,8 @@ CATALOG: dict[str, list[Form]] = {
     "linear": [LINEAR],
     "linear-fixed": _with(LINEAR, decay="fixed"),
     "hybrid": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW],
+    # The hybrid of the product, whose softmax attention has no convolution.
+    "hybrid-plain": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW.model_copy(update={"conv": False})],
 }
 
 

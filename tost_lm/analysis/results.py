@@ -13,6 +13,7 @@ from tost_lm.analysis.coding_rate import branch_rates, layer_rates, summarize_ra
 from tost_lm.analysis.coloured_text import coloured_page
 from tost_lm.analysis.influence import influence
 from tost_lm.analysis.memberships import ByPosition, after_context, by_position
+from tost_lm.analysis.slots import read_ages
 from tost_lm.analysis.stream import LARGE_NORM_MEDIANS, stream_statistics
 from tost_lm.analysis.subspaces import layer_subspaces, means
 from tost_lm.analysis.text import WORD_CLASSES, HeldoutText, word_classes
@@ -145,6 +146,11 @@ def influences(of: Analysis) -> dict[str, Any]:
     """Influence of replaced tokens by distance."""
     found = influence(of.model, of.sequences, of.text.document_of, SWAPS)
     return {"swaps": SWAPS * len(of.sequences), **found._asdict()}
+
+
+def slots(of: Analysis) -> dict[str, Any]:
+    """Half-lives of slot layers, and the ages of what they read."""
+    return read_ages(of.model, of.sequences, of.text.document_of)._asdict()
 
 
 def ablations(of: Analysis) -> dict[str, Any]:

@@ -14,28 +14,39 @@ GATE_CHANNELS = 16
 """G layers: rank of the projection to the forget gates (arXiv 2312.06635, section 4.4)."""
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
-# gpt2-base-layerscale is the softmax model that the released train.py builds, with it. tost-base-long is ours: the size
-# of none of its weights depends on a number of positions (docs/experiments.md).
+# gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The slots and hybrid presets are
+# ours, at the same sizes (docs/experiments.md).
 _BASE = {"layers": 12, "heads": 12, "width": 768}
+_MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
+_LARGE = {"layers": 36, "heads": 20, "width": 1280}
+_SLOTS = {"pattern": "S", "positions": "none", "layer_scale": 1.0}
+_HYBRID = {**_SLOTS, "pattern": "SSSA", "window": 256}
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
-    "tost-medium": {"pattern": "T", "layers": 24, "heads": 16, "width": 1024},
-    "tost-large": {"pattern": "T", "layers": 36, "heads": 20, "width": 1280},
-    "tost-base-long": {"pattern": "T", **_BASE, "positions": "none", "denom_bias": "head"},
+    "tost-medium": {"pattern": "T", **_MEDIUM},
+    "tost-large": {"pattern": "T", **_LARGE},
+    "slots-base": {**_SLOTS, **_BASE},
+    "slots-medium": {**_SLOTS, **_MEDIUM},
+    "slots-large": {**_SLOTS, **_LARGE},
+    "hybrid-base": {**_HYBRID, **_BASE},
+    "hybrid-medium": {**_HYBRID, **_MEDIUM},
+    "hybrid-large": {**_HYBRID, **_LARGE},
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "rope_theta": 0.0},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "rope_theta": 0.0},
 }
+Preset = Literal[
+    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "hybrid-base",
+    "hybrid-medium", "hybrid-large", "gpt2-base", "gpt2-base-layerscale",
+]  # fmt: skip
 
 
 class ModelConfig(Section):
     """A decoder-only transformer: pre-norm blocks of a token mixer and a GELU MLP, and a head tied to the embedding."""
 
-    preset: (
-        Literal["tost-base", "tost-medium", "tost-large", "gpt2-base", "gpt2-base-layerscale", "tost-base-long"] | None
-    ) = None
-    """Sets pattern, layers, heads, width, layer_scale and rope_theta to published values. tost-base-long is tost-base with positions and denom_bias that do not limit the sequence length. Settings that are given explicitly override the preset."""
+    preset: Preset | None = None
+    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers at the same sizes; in a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, A softmax attention, G gated linear attention. With TTTA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention, G gated linear attention. With SSSA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
     layers: int = Field(gt=0)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -99,8 +110,8 @@ class ModelConfig(Section):
     def _letters_are_mixers(cls, pattern: str) -> str:
         if not pattern or set(pattern) - set(MIXERS):
             raise ValueError(
-                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory), A (softmax attention) and G (gated linear "
-                "attention)"
+                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory), A (softmax attention) "
+                "and G (gated linear attention)"
             )
         return pattern
 

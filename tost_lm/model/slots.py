@@ -33,6 +33,21 @@ class SlotState(NamedTuple):
     """The last K − 1 keys before the convolution, [N, K − 1, H·S]."""
 
 
+class Projected(NamedTuple):
+    """Memberships, values and gates of some tokens, and the last K − 1 keys of each document if they are asked for."""
+
+    read: Tensor
+    """[B, T, H, S]."""
+    write: Tensor
+    """[B, T, H, S]."""
+    value: Tensor
+    """[B, T, H, V]."""
+    gate: Tensor
+    """[B, T, H, V], before the sigmoid."""
+    taps: Tensor | None
+    """[N, K − 1, H·S]."""
+
+
 class SlotMixer(nn.Module):
     """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
     selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
@@ -62,16 +77,8 @@ class SlotMixer(nn.Module):
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
-        S, V = self.slots, self.channels
-        heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
         state = info.pad_state(state)
-        key_BTE, taps = short_conv(
-            key.flatten(-2), self.conv.flatten(0, 1), local=info.local, initial_NPC=state.taps if state else None,
-            output_final_state=bool(info.output_state), shard=info.shard,
-        )  # fmt: skip
-        write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
-        read_BTHS = memberships(query, self.read_temp)
+        read_BTHS, write_BTHS, value_BTHV, gate_BTHV, taps = self.project(x_BTC, state, info)
         sums = SlotSums(state.memory, state.mass) if state else None
         log_decay_H = self.log_decay()
         if sums is not None and max(info.local.lengths) == 1 and info.shard is None:
@@ -83,12 +90,24 @@ class SlotMixer(nn.Module):
                 read_BTHS, write_BTHS, value_BTHV, log_decay_H, local=info.local, initial_state=sums,
                 output_final_state=bool(info.output_state), shard=info.shard,
             )  # fmt: skip
-        y_BTHV = rms_norm(y_BTHV, (V,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
+        y_BTHV = rms_norm(y_BTHV, (self.channels,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
         if not info.output_state:
             return self.out_proj(y_BTHV.flatten(-2)), None
         assert sums is not None
         assert taps is not None
         return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(sums.memory, sums.mass, taps))
+
+    def project(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> "Projected":
+        """What the tokens read and write; `state` has a row for each document."""
+        S, V = self.slots, self.channels
+        heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
+        key_BTE, taps = short_conv(
+            key.flatten(-2), self.conv.flatten(0, 1), local=info.local, initial_NPC=state.taps if state else None,
+            output_final_state=bool(info.output_state), shard=info.shard,
+        )  # fmt: skip
+        write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
+        return Projected(memberships(query, self.read_temp), write_BTHS, value_BTHV, gate_BTHV, taps)
 
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""
@@ -104,6 +123,6 @@ def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:
 
 def initial_log_rates(heads: int) -> Tensor:
     """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, and a last head that hardly forgets."""
-    ladder = torch.linspace(math.log(SHORTEST_HALF_LIFE), math.log(LONGEST_HALF_LIFE), max(1, heads - 1))
-    log_half_life = torch.cat([ladder, torch.tensor([math.log(LASTING_HALF_LIFE)])])[-heads:]
-    return math.log(math.log(2)) - log_half_life
+    ratio = (LONGEST_HALF_LIFE / SHORTEST_HALF_LIFE) ** (1 / max(1, heads - 2))
+    half_lives = [*(SHORTEST_HALF_LIFE * ratio**h for h in range(heads - 1)), LASTING_HALF_LIFE]
+    return torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives])

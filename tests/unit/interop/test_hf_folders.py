@@ -117,11 +117,12 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
     assert requests(run) == requests(tmp_path / "hf") == requests(tmp_path / "theirs")
 
 
+@pytest.mark.parametrize("pattern", ["TA", "SA"])
 @pytest.mark.parametrize("largest", ["50GB", "20KB"])
 def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str, pattern: str
 ):
-    model = TostForCausalLM.from_run(make_export())
+    model = TostForCausalLM.from_run(make_export(pattern=pattern))
     expected = model(tokens).logits
     model.save_pretrained(tmp_path / "saved", max_shard_size=largest)
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) == 1) == (largest == "50GB")

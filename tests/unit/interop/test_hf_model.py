@@ -68,7 +68,7 @@ LEFT_PADDED[1, :9] = 0
 LEFT_PADDED[2, :4] = 0
 
 
-@pytest.mark.parametrize("preset", [None, "tost-base-long", "gpt2-base"])
+@pytest.mark.parametrize("preset", [None, "slots-base", "gpt2-base"])
 def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
     model = model_config(preset=preset, window=3, bias=True, rope_theta=500)
     config = TostConfig.of(model, eos_token_id=7)

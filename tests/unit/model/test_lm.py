@@ -17,10 +17,11 @@ def config(**settings) -> ModelConfig:
     ("preset", "millions"),
     [
         ("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59),
-        ("gpt2-base-layerscale", 123.61),
+        ("gpt2-base-layerscale", 123.61), ("slots-base", 108.14), ("slots-medium", 298.59), ("slots-large", 643.41),
+        ("hybrid-base", 112.00), ("hybrid-medium", 312.34), ("hybrid-large", 675.65),
     ],
 )  # fmt: skip
-def test_presets_have_the_published_parameter_counts(preset: str, millions: float):
+def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: str, millions: float):
     with torch.device("meta"):
         model = TostLM(validate(ModelConfig, {"preset": preset}, "test"))
     assert round(model.parameter_count() / 1e6, 2) == millions

@@ -73,7 +73,7 @@ def test_the_authors_recipe_follows_the_released_program():
 
 
 def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
-    path = recipe("base_recommended")
+    path = CONFIGS / "pretrain/owt_hybrid_base.toml"
     paper, config = load_config(PretrainConfig, recipe("base")), load_config(PretrainConfig, path)
     assert config.train.steps * config.batch_tokens == paper.train.steps * paper.batch_tokens
     assert config.model.position_limit is None
@@ -82,7 +82,7 @@ def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
             update={"train": config.train.model_copy(update={"micro_batch_size": micro_batch})}
         ).accumulation(8 * nodes)
     for size in ("medium", "large"):
-        words = [f"model.preset=tost-{size}", "train.micro_batch_size=4", "run.name=larger"]
+        words = [f"model.preset=hybrid-{size}", "train.micro_batch_size=4", "run.name=larger"]
         assert memory_problem(load_config(PlanConfig, path, words)) is None
 
 

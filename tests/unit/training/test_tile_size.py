@@ -14,7 +14,7 @@ from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import largest_tile, peak_moment
 from tost_lm.training.tiled import tile
 
-RECIPE = Path(__file__).parents[3] / "configs/pretrain/tost_base_128k.toml"
+RECIPE = Path(__file__).parents[3] / "configs/pretrain/hybrid_base_128k.toml"
 
 
 def recipe(*overrides: str) -> PretrainConfig:
@@ -24,7 +24,7 @@ def recipe(*overrides: str) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.window=0"], "memory.tile_tokens: the A layers of model.pattern 'TTTTTA' attend to all earlier tokens"),
+        (["model.window=0"], "memory.tile_tokens: the A layers of model.pattern 'SSSA' attend to all earlier tokens"),
         (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
         (["train.truncate_tokens=1024"], "set one of them"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),

@@ -1,4 +1,4 @@
-"""Analysis of the TSSA layers of a trained model: memberships, coding rates, subspaces, influence, ablations.
+"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, influence, ages, ablations.
 
     tost eval analyze runs/demo
 
@@ -6,8 +6,9 @@ Memberships Π: concentration by position; variance explained by position, word,
 of each head; change after more context. Layers: the coding rate R_c of the tokens and its variational form R_var,
 before and after the layer's branch, also for each retained checkpoint; subspaces of the heads; frequent and rare tokens
 and token norms in the residual stream; influence of a replaced token by distance; loss with ablations of the operator.
+Slot layers: half-lives, and the effective memory length of each head, the mean age of what it reads.
 Writes results.json to eval/memberships@3, tokens (with text.html, a text coloured by head), coding_rate@2, subspaces,
-stream, influence and ablations@2. docs/analysis.md explains the results.
+stream, influence, ablations@2 and slots. docs/analysis.md explains the results.
 """
 
 import time
@@ -33,19 +34,30 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         CODING_RATE,
         INFLUENCE,
         MEMBERSHIPS,
+        SLOTS,
         STREAM,
         SUBSPACES,
         TOKENS,
         Subject,
     )
     from tost_lm.files import sha256_file
-    from tost_lm.model.checkpoint import MANIFEST, step_folders
+    from tost_lm.model.checkpoint import MANIFEST, read_model_config, step_folders
 
     subject = Subject.find(path)
+    model = read_model_config(subject.checkpoint)
+    names = [SLOTS] if "S" in model.pattern else []
+    if "T" in model.pattern and model.heads > 1:
+        names = [MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, *names]
+    if not names:
+        raise ConfigError(
+            f"{subject.home}: no slot layer, and no TSSA layer with several heads: model.pattern={model.pattern}, "
+            f"model.heads={model.heads}; give a model with such a layer"
+        )
+    if model.max_positions < 2:
+        raise ConfigError(f"{subject.home}: sequences are too short: model.max_positions=1; give another model")
     shards = subject.open_shards(config.heldout.shards)
     kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
     identity = subject.identity(config, shards)
-    names = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS)
     identities: dict[str, dict[str, Any]] = dict.fromkeys(names, identity)
     identities[CODING_RATE] = {**identity, "kept": {folder.name: sha256_file(folder / MANIFEST) for folder in kept}}
     wanted = [name for name in names if not subject.reusable(name, identities[name])]
@@ -54,7 +66,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
 
     from tost_lm.analysis import results
 
-    analysis = _open(subject, shards, config)
+    analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     page = subject.results_path(TOKENS).with_name("text.html")
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
@@ -65,6 +77,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         STREAM: (results.stream, _print_stream),
         INFLUENCE: (results.influences, _print_influence),
         ABLATIONS: (results.ablations, _print_ablations),
+        SLOTS: (results.slots, _print_slots),
     }
     for name in wanted:
         measure, print_found = analyses[name]
@@ -74,13 +87,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         subject.write_results(name, identities[name], started, found)
 
 
-def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analysis":
-    """The model and its held-out text.
-
-    Raises:
-        ConfigError: the model has no TSSA layer with several heads, or only one position.
-        DataError: the held-out text is too short.
-    """
+def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
+    """The model and its held-out text. Raises DataError if that is too short."""
     import tost_lm
     from tost_lm.analysis.results import Analysis, fitting_contexts
     from tost_lm.analysis.text import read_text, unigram_information
@@ -88,14 +96,8 @@ def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analy
 
     device, settings = pick_device(), config.memberships
     model = tost_lm.load(subject.checkpoint, device)
-    if "T" not in model.config.pattern or model.config.heads < 2:
-        raise ConfigError(
-            f"{subject.home}: no TSSA layer with several heads: model.pattern={model.config.pattern}, "
-            f"model.heads={model.config.heads}; give a model with such a layer"
-        )
-    if model.config.max_positions < 2:
-        raise ConfigError(f"{subject.home}: sequences are too short: model.max_positions=1; give another model")
-    contexts = fitting_contexts(model.config, settings.context_tokens, settings.probe_tokens)
+    amounts = settings.context_tokens if with_contexts else []
+    contexts = fitting_contexts(model.config, amounts, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.max_positions, max(contexts, default=0))
     return Analysis(model, text.to(device), shards.tokenizer(), unigram_information(shards))
 
@@ -175,6 +177,15 @@ def _print_ablations(found: dict[str, Any]) -> None:
     for loss in others:
         change = with_error(loss["change"], loss["standard_error"], "+.4f")
         print(f"{loss['name']:<17}{loss['nats_per_token']:.4f}  ({change})")
+
+
+def _print_slots(found: dict[str, Any]) -> None:
+    print("half-life of each head of slot layers, and mean age of what it reads by its position, in tokens:")
+    print(f"{'positions up to':<30}" + "".join(f"{end:>10,}" for end in found["position_ends"]))
+    for layer, heads in enumerate(zip(found["half_life"], found["age"], strict=True), start=1):
+        for head, (half_life, ages) in enumerate(zip(*heads, strict=True), start=1):
+            name = f"slot layer {layer} head {head}"
+            print(f"{name:<20}{half_life:>10,.3g}" + "".join(f"{age:>10,.1f}" for age in ages))
 
 
 def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float | None]], form: str = ".3f") -> None:

@@ -10,6 +10,7 @@ from tost_lm.evaluation.report.analysis.ablations import ablations
 from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
 from tost_lm.evaluation.report.analysis.influence import influence
 from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
+from tost_lm.evaluation.report.analysis.slots import slots
 from tost_lm.evaluation.report.analysis.stream import stream
 from tost_lm.evaluation.report.analysis.subspaces import subspaces
 from tost_lm.evaluation.report.analysis.tokens import tokens
@@ -59,6 +60,7 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield stream(run, page)
     yield influence(run, page)
     yield ablations(run, page)
+    yield slots(run, page)
     yield length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
