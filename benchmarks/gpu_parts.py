@@ -138,7 +138,7 @@ def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> 
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
     paths = ["tests/gpu"]
     if device == "cuda":
-        paths.append("tests/unit/ops/test_slot_kernels.py")
+        paths += ["tests/unit/ops/test_slot_kernels.py", "tests/unit/ops/test_cross_entropy_triton.py"]
         paths += ["tests/unit/model/test_gated.py"] if find_spec("fla") else []
     options = ["--tb=short", "--durations=5", *(["-n", "8"] if find_spec("xdist") else [])]
     limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))

@@ -1,7 +1,11 @@
 """Sizes that the code and the resource plan of a run share. This module does not import torch."""
 
 LOGITS_BYTES = 1 << 28
-"""Bytes of logits that the loss holds at once, at most."""
+"""Bytes of logits that the loss holds at once on a CPU, at most."""
+
+DEVICE_LOGITS_BYTES = 1 << 30
+"""The same on other devices: so many that adding up the gradients of the head's weight costs little. A fixed number, so
+that the order of sums, and every bit of a resumed run, does not depend on the memory that is free."""
 
 CPU_CHUNK_ELEMENTS = 1 << 19
 """Elements of w in a chunk of the operator on a CPU: enough to hide the overhead of calls, few enough for the cache."""

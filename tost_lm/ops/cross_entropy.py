@@ -2,12 +2,15 @@
 
 Tokens are processed in tiles whose logits fit a budget of bytes. The gradients of a tile are computed in the forward,
 while its logits exist, because the backward only scales them by the gradient of the sum. Computing the logits again in
-the backward would add a third to the work of the head. Without gradients, the vocabulary is split into tiles as well
-on a CPU, where that is faster: a running maximum and sum combine their log-sum-exps.
+the backward would add a third to the work of the head. Without gradients, the vocabulary is split into tiles as well on
+a CPU, where that is faster: a running maximum and sum combine their log-sum-exps. On a GPU, a Triton kernel turns
+logits into loss and gradient in place.
 
 Shapes: M tokens, C channels, V vocabulary entries on this rank; m tokens and v entries of a tile.
 """
 
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.sizes import LOGITS_BYTES
+from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
 IGNORED_LABEL = -100
 CPU_SCORED_TOKENS, CPU_SCORED_BYTES = 2048, 1 << 23  # a tile without gradients; its logits stay in a cache
@@ -69,10 +72,11 @@ def linear_cross_entropy(
         shard: the vocabulary is split over ranks. Labels are ids of the whole vocabulary, and x is the same on all
             ranks. The gradient of x covers this rank's entries only: sum it over ranks.
         logits_bytes: budget of a tile's logits, exceeded only if one token needs more (without gradients on a CPU: one
-            vocabulary entry). None: LOGITS_BYTES, or less where that is faster.
+            vocabulary entry). None: LOGITS_BYTES or DEVICE_LOGITS_BYTES, or less where that is faster.
     """
     if torch.is_grad_enabled():
-        total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes or LOGITS_BYTES)  # pyright: ignore[reportGeneralTypeIssues]
+        logits_bytes = logits_bytes or _budget(x_MC)
+        total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportGeneralTypeIssues]
         return CrossEntropy(total, nats_M, None)
     counted_M = labels_M != IGNORED_LABEL
     scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
@@ -80,10 +84,25 @@ def linear_cross_entropy(
     return CrossEntropy(nats_M.sum(), nats_M, is_top_M)
 
 
-def logit_tile_tokens(vocab_size: int, dtype: torch.dtype, logits_bytes: int = LOGITS_BYTES) -> int:
-    """Tokens whose logits fit the budget, in `dtype` and, where that is narrower, in float32 as well."""
-    wide = max(4, dtype.itemsize)
-    return max(1, logits_bytes // (vocab_size * (wide + (dtype.itemsize if dtype.itemsize < wide else 0))))
+def logit_tile_tokens(
+    vocab_size: int, dtype: torch.dtype, logits_bytes: int = LOGITS_BYTES, *, in_place: bool = False
+) -> int:
+    """Tokens whose logits fit the budget, in `dtype` and, where it is narrower and not `in_place`, also in float32."""
+    copies = 4 if dtype.itemsize < 4 and not in_place else 0
+    return max(1, logits_bytes // (vocab_size * (dtype.itemsize + copies)))
+
+
+def _budget(x: Tensor) -> int:
+    return LOGITS_BYTES if x.is_cpu else DEVICE_LOGITS_BYTES
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The kernels, if they support the device and the dtype."""
+    if not x.is_cuda or x.dtype == torch.float64 or not find_spec("triton"):
+        return None
+    from tost_lm.ops import cross_entropy_triton  # an optional package, and slow to import
+
+    return cross_entropy_triton
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -94,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
         nats_M = torch.empty_like(labels_M, dtype=dtype)
-        tokens = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes)
+        tokens = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes, in_place=bool(_kernels(x_MC)))
         for start in range(0, len(x_MC), tokens):
             tile = slice(start, start + tokens)
             nats_M[tile] = _loss_of_tile(x_MC, weight_VC, labels_M, tile, shard, gradients)
@@ -115,11 +134,13 @@ def _score(
     x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
     """Nats, and whether the label has the largest logit; all labels are counted."""
-    if x_MC.device.type == "cpu":
+    in_place, V = bool(_kernels(x_MC)), len(weight_VC)
+    if x_MC.is_cpu and not in_place:
         tokens = min(CPU_SCORED_TOKENS, max(1, len(x_MC)))
         entries = logit_tile_tokens(tokens, x_MC.dtype, logits_bytes or CPU_SCORED_BYTES)
     else:
-        tokens, entries = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes or LOGITS_BYTES), len(weight_VC)
+        tokens = logit_tile_tokens(V, x_MC.dtype, logits_bytes or _budget(x_MC), in_place=in_place)
+        entries = V
     nats_M = torch.empty_like(labels_M, dtype=statistics_dtype(x_MC))
     is_top_M = torch.empty_like(labels_M, dtype=torch.bool)
     for start in range(0, len(x_MC), tokens):
@@ -133,7 +154,19 @@ def _score_tile(
 ) -> tuple[Tensor, Tensor]:
     """`_score` of a tile of tokens, with the logits of `entries` vocabulary entries at once."""
     row_m = _weight_row(labels_m, shard)
-    label_m = torch.zeros_like(labels_m, dtype=statistics_dtype(x_mC))
+    if kernels := _kernels(x_mC):
+        log_sum_m, label_m, largest_m = kernels.log_sums(linear(x_mC, weight_VC), row_m)
+    else:
+        log_sum_m, label_m, largest_m = _log_sums(x_mC, weight_VC, row_m, entries)
+    if shard is not None:
+        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
+        largest_m = shard.max_logit(largest_m)
+    return log_sum_m - label_m, label_m >= largest_m
+
+
+def _log_sums(x_mC: Tensor, weight_VC: Tensor, row_m: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log-sum-exp, the label's logit (0 if its row is not here) and the largest logit of each token."""
+    label_m = torch.zeros_like(row_m, dtype=statistics_dtype(x_mC))
     sum_m1 = torch.zeros_like(label_m)[:, None]
     largest_m1 = torch.full_like(sum_m1, torch.finfo(sum_m1.dtype).min)  # −inf − (−inf) would be NaN
     for first in range(0, len(weight_VC), entries):
@@ -143,11 +176,7 @@ def _score_tile(
         label_m += p_mv.gather(1, index_m1)[:, 0].where(is_here_m, 0)
         before_m1, largest_m1 = largest_m1, torch.maximum(largest_m1, p_mv.amax(1, keepdim=True))
         sum_m1 = sum_m1 * (before_m1 - largest_m1).exp_() + p_mv.sub_(largest_m1).exp_().sum(1, keepdim=True)
-    log_sum_m, largest_m = (sum_m1.log() + largest_m1)[:, 0], largest_m1[:, 0]
-    if shard is not None:
-        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-        largest_m = shard.max_logit(largest_m)
-    return log_sum_m - label_m, label_m >= largest_m
+    return (sum_m1.log() + largest_m1)[:, 0], label_m, largest_m1[:, 0]
 
 
 def _loss_of_tile(
@@ -160,29 +189,62 @@ def _loss_of_tile(
 ) -> Tensor:
     """Nats of the tile's tokens [m]; adds its gradients to `gradients`."""
     x_mC, labels_m = x_MC[tile], labels_M[tile]
-    logits_mV = linear(x_mC, weight_VC)
-    compute_dtype = logits_mV.dtype
-    p_mV = logits_mV.to(statistics_dtype(x_MC))
-    del logits_mV
-    counted_m = labels_m != IGNORED_LABEL
-    is_here_m, index_m1 = _index(_weight_row(labels_m, shard), len(weight_VC))
+    counted_m, row_m = labels_m != IGNORED_LABEL, _weight_row(labels_m, shard)
+    loss = _loss_in_place if _kernels(x_mC) else _loss
+    log_sum_m, label_m, d_mV = loss(x_mC, weight_VC, row_m, counted_m, shard, gradients is not None)
+    if gradients is not None:
+        d_x_MC, d_weight_VC = gradients
+        d_x_MC[tile] = d_mV @ weight_VC
+        if d_mV.dtype == d_weight_VC.dtype:
+            d_weight_VC.addmm_(d_mV.T, x_mC)
+        else:
+            d_weight_VC += d_mV.T @ x_mC
+    return (log_sum_m - label_m).where(counted_m, 0)
+
+
+def _loss_in_place(
+    x_mC: Tensor,
+    weight_VC: Tensor,
+    row_m: Tensor,
+    counted_m: Tensor,
+    shard: VocabularyShard | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log-sum-exp, the label's logit, and the gradient if it is asked for, in place of the logits."""
+    kernels, logits_mV = _kernels(x_mC), linear(x_mC, weight_VC)
+    assert kernels is not None
+    if shard is None and with_gradient:
+        log_sum_m, label_m = kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m)
+        return log_sum_m, label_m, logits_mV
+    log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)
+    if shard is not None:
+        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
+    if with_gradient:
+        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m)
+    return log_sum_m, label_m, logits_mV
+
+
+def _loss(
+    x_mC: Tensor,
+    weight_VC: Tensor,
+    row_m: Tensor,
+    counted_m: Tensor,
+    shard: VocabularyShard | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_loss_in_place`, in the statistics dtype until the gradient is rounded."""
+    p_mV = linear(x_mC, weight_VC).to(statistics_dtype(x_mC))
+    is_here_m, index_m1 = _index(row_m, p_mV.shape[1])
     label_m = p_mV.gather(1, index_m1)[:, 0].where(is_here_m, 0)
     largest_m1 = p_mV.amax(1, keepdim=True)
     sum_m1 = p_mV.sub_(largest_m1).exp_().sum(1, keepdim=True)
     log_sum_m = (sum_m1.log() + largest_m1)[:, 0]
     if shard is not None:
         log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if gradients is not None:
-        d_x_MC, d_weight_VC = gradients
-        d_mV = p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
-        d_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(d_mV.dtype))
-        d_mV = d_mV.to(compute_dtype)
-        d_x_MC[tile] = d_mV @ weight_VC
-        if compute_dtype == d_weight_VC.dtype:
-            d_weight_VC.addmm_(d_mV.T, x_mC)
-        else:
-            d_weight_VC += d_mV.T @ x_mC
-    return (log_sum_m - label_m).where(counted_m, 0)
+    if with_gradient:
+        p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
+        p_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(p_mV.dtype))
+    return log_sum_m, label_m, p_mV.to(x_mC.dtype)
 
 
 def _weight_row(labels_m: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -15,11 +15,12 @@ from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER, LOGITS_BYTES
+from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     ELEMENT_BYTES,
     largest_tile,
+    logit_tiles,
     micro_batch_tokens,
     parameters_per_rank,
     peak_moment,
@@ -27,7 +28,6 @@ from tost_lm.training.plan_memory import (
     slot_bytes_per_token,
     slot_state_bytes,
     stage_of,
-    tokens_in_memory,
     weights_and_optimizer,
 )
 
@@ -180,9 +180,8 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
 
     Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
     LayerScale 2 and 6, GELU 8 and 12. In bfloat16 the residual stream is float32: conversions 3 and 6, residual sum
-    5 and 6. The loss, in units of V bytes: maximum, difference, exponential, sum and gradient
-    in float32 32, conversion to and from bfloat16 12, and the sum of its weight's gradient over tiles of logits 8 (in
-    bfloat16 10) per tile and channel.
+    5 and 6. The loss, in units of V bytes: its kernel 3·e (`ops.cross_entropy_triton`), and the sum of its weight's
+    gradient over tiles of logits 8 (in bfloat16 10) per tile and channel.
     """
     e, model = ELEMENT_BYTES[config.train.dtype], config.model
     forward, backward = (5, 6) if e == 4 else (10, 15)
@@ -190,9 +189,7 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
         forward, backward = forward + 2, backward + 6
     half = forwards(config) * forward + backward
     mlp_half = mlp_forwards(config) * (forward + 8) + backward + 12
-    vocabulary = model.vocab_size / config.parallel.tensor
-    tile = min(tokens_in_memory(config), LOGITS_BYTES / (vocabulary * (4 if e == 4 else 6)))
-    loss = (32 + 8 * model.width / tile) if e == 4 else (44 + 10 * model.width / tile)
+    loss = 3 * e + (8 if e == 4 else 10) * model.width / logit_tiles(config).tokens
     return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
 
 
@@ -246,8 +243,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
     yield Collectives("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
-    loss_calls = math.ceil(M * model.vocab_size / ranks * (4 if config.train.dtype == "float32" else 6) / LOGITS_BYTES)
-    yield Collectives("loss", "all-gather", k * loss_calls, k * 8 * M, ranks, 1)
+    yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
     yield Collectives(
         "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
     )

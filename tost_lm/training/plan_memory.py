@@ -42,10 +42,11 @@ rank and row. One whole block exists during its backward, and the gradients in i
 layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys and values
 in an A layer.
 
-**Loss**: the logits of a tile and their gradient take at most 2²⁸ bytes, in float32 and, with bfloat16 weights, also in
-bfloat16. The tile also takes e·C per token. The forward computes the gradient of the head's weight, 4·V·C/t. With
-bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's input and its gradient take 2·e·C per token for
-any t. The weight's gradient exists until the embedding's gradient is added to it.
+**Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
+float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
+gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's
+input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the embedding's gradient is
+added to it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
@@ -63,6 +64,7 @@ from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter, parameters
 from tost_lm.sizes import (
     CPU_CHUNK_ELEMENTS,
+    DEVICE_LOGITS_BYTES,
     LOGITS_BYTES,
     SLOT_CHUNK_TOKENS,
     SLOT_GROUP_ELEMENTS,
@@ -304,12 +306,32 @@ def _mlp_bytes_per_token(config: PretrainConfig) -> float:
     return ((11 if model.layer_scale else 10) * e * model.width + 8) / config.parallel.tensor
 
 
+class LogitTiles(NamedTuple):
+    """The portions of tokens whose logits exist at once."""
+
+    logit_bytes: int
+    """Of a logit and its gradient: on a GPU they share their memory, on a CPU there is a float32 copy in bfloat16."""
+    calls: int
+    """Portions in a micro-batch."""
+    tokens: float
+    """Of a portion."""
+
+
+def logit_tiles(config: PretrainConfig) -> LogitTiles:
+    """The portions of the loss on a sequence rank."""
+    e, on_cpu, tokens = ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu", tokens_in_memory(config)
+    logit_bytes = 4 + e if on_cpu and e < 4 else e
+    in_budget = (LOGITS_BYTES if on_cpu else DEVICE_LOGITS_BYTES) * config.parallel.tensor
+    in_budget /= logit_bytes * config.model.vocab_size
+    return LogitTiles(logit_bytes, math.ceil(micro_batch_tokens(config) / in_budget), min(tokens, in_budget))
+
+
 def loss_bytes(config: PretrainConfig) -> float:
     """Bytes of logits, their gradients and the head's gradients in the forward."""
     C, e, tokens = config.model.width, ELEMENT_BYTES[config.train.dtype], tokens_in_memory(config)
-    vocabulary, logit_bytes = config.model.vocab_size / config.parallel.tensor, 4 if e == 4 else 4 + e
-    tile = min(tokens, LOGITS_BYTES / (logit_bytes * vocabulary))
-    return (logit_bytes * vocabulary + e * C) * tile + logit_bytes * vocabulary * C + 2 * e * C * tokens
+    vocabulary, tiles = config.model.vocab_size / config.parallel.tensor, logit_tiles(config)
+    head_gradients = (4 if e == 4 else 4 + e) * vocabulary * C
+    return (tiles.logit_bytes * vocabulary + e * C) * tiles.tokens + head_gradients + 2 * e * C * tokens
 
 
 def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, float]]:

@@ -1,7 +1,7 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS` and, for slot memory, `python compile_for_hopper.py slots
-H S D` print a JSON list: what ptxas reports of each kernel.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS`, for slot memory `python compile_for_hopper.py slots H S
+D` and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list: what ptxas reports of each kernel.
 """
 
 import json
@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tost_lm.ops import cross_entropy_triton
 from tost_lm.ops import triton as phases
 from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
@@ -74,6 +75,13 @@ def call_slot_memory(H: int, S: int, D: int) -> None:
     y.sum().backward()
 
 
+def call_loss(dtype: torch.dtype, V: int) -> None:
+    logits_mV, row_m, log_sum_m = torch.zeros(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    cross_entropy_triton.log_sums(logits_mV, row_m)
+    cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m)
+    cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0)
+
+
 if __name__ == "__main__":
     hopper = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -82,7 +90,9 @@ if __name__ == "__main__":
     )
     driver.set_active(hopper)  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
-    if sys.argv[1] == "slots":
+    if sys.argv[1] == "loss":
+        call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "slots":
         call_slot_memory(*map(int, sys.argv[2:]))
     else:
         dtype, H, D, membership, few_chunks = sys.argv[1:]

@@ -48,7 +48,7 @@ def test_memory_of_bfloat16_by_stage():
     assert {moment.optimizer for moment in by_stage.values()} == {12 * part}
     assert [by_stage[stage].gradients for stage in (1, 2, 3)] == [4 * N, 4 * part, 4 * part]
     # A tile's logits; the gradient of the head's weight, and the tile's; the head's input and its gradient.
-    in_portion = 2**28 + 2 * 768 * 2**28 / (6 * 50304)
+    in_portion = 2**30 + 2 * 768 * 2**30 / (2 * 50304)
     assert {moment.loss for moment in by_stage.values()} == {in_portion + 6 * 50304 * 768 + 2 * 2 * 768 * TOKENS}
     assert by_stage[1].activations == (12 * LAYER + 2 * 768) * TOKENS
 
@@ -68,21 +68,24 @@ def test_buffers_of_gradients_by_stage_and_dtype():
     assert {moment.buffers for moment in large[:1]} == {4 * largest}
 
 
+def loss_of_one_portion(tokens: float, words: float) -> float:
+    return 2 * words * tokens + 6 * words * 768 + 3 * 2 * 768 * tokens
+
+
 def test_ranks_that_share_the_model_or_the_tokens_hold_less():
     whole, tokens, heads = (
         at("at the loss", words) for words in ("run.name=x", "parallel.sequence=2", "parallel.tensor=2")
     )
-    assert tokens.loss == whole.loss - 2 * 768 * TOKENS
+    assert tokens.loss == loss_of_one_portion(TOKENS / 2, 50304)
     assert tokens.activations == whole.activations / 2
-    # Half the words: twice the tokens in a tile.
-    assert heads.loss == pytest.approx(whole.loss - 3 * 50304 * 768 + 2 * 768 * 2**28 / (6 * 50304))
+    assert heads.loss == loss_of_one_portion(TOKENS, 50304 / 2)
     assert heads.weights < whole.weights * 0.51
     assert heads.activations == whole.activations / 2
 
 
 def test_a_portion_of_logits_is_as_large_as_the_loss_makes_it():
     few = "train.micro_batch_size=1", "train.global_batch_size=8", "train.seq_len=512"
-    assert at("at the loss", *few).loss == 6 * 50304 * 512 + 6 * 50304 * 768 + 3 * 2 * 768 * 512
+    assert at("at the loss", *few).loss == loss_of_one_portion(512, 50304)
 
 
 def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
