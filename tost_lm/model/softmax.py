@@ -10,6 +10,9 @@ from tost_lm.model.attention import causal_attention
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import SequenceInfo, apply_rotary
 
+KeysAndValues = tuple[Tensor, Tensor]
+"""Each [B, H, S, D]."""
+
 
 class KeyValueState(NamedTuple):
     """Keys (after the rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
@@ -34,45 +37,84 @@ class SoftmaxMixer(nn.Module):
         q, k, v = self.in_proj(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if info.rotary is not None:
             q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
-        if info.shard is not None:
-            # Each rank keeps its queries and gathers the keys and values of all ranks, in one exchange.
-            k, v = info.shard.gather(torch.cat([k, v], -1)).chunk(2, -1)
+        up_to_here, sequence = self._around(k, v, info)
         attend = self._attend_rows if info.cu_seqlens is None else self._attend_packed
-        y_BHTD, state = attend(q, k, v, state, info)
+        y_BHTD, state = attend(q, up_to_here, sequence, state, info)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), state
 
+    def _around(self, k: Tensor, v: Tensor, info: SequenceInfo) -> tuple[KeysAndValues, KeysAndValues]:
+        """Keys and values up to this rank's last token, and up to the sequence's last.
+
+        Each rank keeps its queries and gathers, in one exchange, what others attend to: all tokens, or with a window
+        the last window − 1 of each rank. What is left out is in no window.
+        """
+        if info.shard is None:
+            return (k, v), (k, v)
+        split, kv_BHTD = info.shard.split, torch.cat([k, v], -1)
+        # The state of each packed document needs keys from the middle of shards.
+        if not self.window or (info.cu_seqlens is not None and info.output_state is True):
+            sequence = info.shard.gather(kv_BHTD)
+            up_to_here = sequence[:, :, : split.end]
+        else:
+            kept = [min(length, max(1, self.window - 1)) for length in split.lengths]
+            sequence = info.shard.gather(_last(kv_BHTD, kept[split.rank]), kept)
+            up_to_here = torch.cat([sequence[:, :, : sum(kept[: split.rank])], kv_BHTD], 2)
+        return _halves(up_to_here), _halves(sequence)
+
     def _attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, info: SequenceInfo
+        self,
+        q: Tensor,
+        up_to_here: KeysAndValues,
+        sequence: KeysAndValues,
+        state: KeyValueState | None,
+        info: SequenceInfo,
     ) -> tuple[Tensor, KeyValueState | None]:
-        local = info.local
-        later = local.whole_lengths[0] - local.before[0] - q.shape[2]
         if state is not None:
-            k, v = _append(state, max(info.start_positions), k, v)
+            tokens, alone = max(info.start_positions), info.shard is None
+            up_to_here = _append(state, tokens, up_to_here)
+            sequence = up_to_here if alone else _append(state, tokens, sequence)
         before_B = info.position[:, 0] if info.position.dim() == 2 else None
-        y = causal_attention(q, _without_last(k, later), _without_last(v, later), self.window, before_B)
-        return y, KeyValueState(self._in_window(k), self._in_window(v)) if info.output_state else None
+        y = causal_attention(q, *self._in_reach(up_to_here, q), self.window, before_B)
+        return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, info: SequenceInfo
+        self,
+        q: Tensor,
+        up_to_here: KeysAndValues,
+        sequence: KeysAndValues,
+        state: KeyValueState | None,
+        info: SequenceInfo,
     ) -> tuple[Tensor, KeyValueState | None]:
-        local = info.local
-        keys, values = list(k.split(local.whole_lengths, 2)), list(v.split(local.whole_lengths, 2))
-        if state is not None:
-            for n, start in enumerate(info.start_positions[: len(state.key)]):
-                row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
-                keys[n], values[n] = _append(row, start, keys[n], values[n])
-        here = local.documents
+        local, N = info.local, len(info.local.whole_lengths)
+
+        def with_state(n: int, of_document: KeysAndValues) -> KeysAndValues:
+            if state is None or n >= len(state.key):
+                return of_document
+            row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
+            return _append(row, info.start_positions[n], of_document)
+
+        # Of earlier ranks' tokens, only the first document here has some.
+        earlier = up_to_here[0].shape[2] - q.shape[2]
+        before = min(earlier, local.before[0])
+        sizes = [before + local.lengths[0], *local.lengths[1:]]
+        documents = zip(*(_last(x, before + q.shape[2]).split(sizes, 2) for x in up_to_here), strict=True)
         ys = []
-        for q_n, k_n, v_n, whole, before in zip(
-            q.split(local.lengths, 2), keys[here], values[here], local.whole_lengths[here], local.before, strict=True
-        ):
-            later = whole - before - q_n.shape[2]
-            ys.append(causal_attention(q_n, _without_last(k_n, later), _without_last(v_n, later), self.window))
+        for n, q_n, of_document in zip(range(N)[local.documents], q.split(local.lengths, 2), documents, strict=True):
+            k_n, v_n = self._in_reach(with_state(n, of_document), q_n)
+            ys.append(causal_attention(q_n, k_n, v_n, self.window))
         if not info.output_state:
             return torch.cat(ys, 2), None
-        documents = slice(-1, None) if info.output_state == "last" else slice(None)
-        states = (_right_aligned([self._in_window(x) for x in rows[documents]]) for rows in (keys, values))
+        if info.output_state == "last":
+            ends = [with_state(N - 1, _last_of_both(sequence, local.whole_lengths[-1]))]
+        else:
+            whole = zip(*(x.split(local.whole_lengths, 2) for x in sequence), strict=True)
+            ends = [with_state(n, of_document) for n, of_document in enumerate(whole)]
+        states = (_right_aligned([self._in_window(end[i]) for end in ends]) for i in (0, 1))
         return torch.cat(ys, 2), KeyValueState(*states)
+
+    def _in_reach(self, kv: KeysAndValues, q: Tensor) -> KeysAndValues:
+        """Without what is before the first query's window."""
+        return _last_of_both(kv, q.shape[2] + self.window - 1) if self.window else kv
 
     def _in_window(self, x_BHSD: Tensor) -> Tensor:
         """The keys or values that later tokens attend to, copied so that the memory of the others can be freed."""
@@ -82,15 +124,22 @@ class SoftmaxMixer(nn.Module):
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
 
 
-def _without_last(x_BHSD: Tensor, tokens: int) -> Tensor:
-    """Without the tokens of later ranks."""
-    return x_BHSD[:, :, : x_BHSD.shape[2] - tokens] if tokens else x_BHSD
+def _last(x_BHSD: Tensor, tokens: int) -> Tensor:
+    return x_BHSD[:, :, max(0, x_BHSD.shape[2] - tokens) :]
 
 
-def _append(state: KeyValueState, tokens: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(kv_BHSD: Tensor) -> KeysAndValues:
+    k, v = kv_BHSD.chunk(2, -1)
+    return k, v
+
+
+def _last_of_both(kv: KeysAndValues, tokens: int) -> KeysAndValues:
+    return _last(kv[0], tokens), _last(kv[1], tokens)
+
+
+def _append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
     """Append keys and values to those of `state`, without its padding if no row has more than `tokens` tokens."""
-    skip = max(0, state.key.shape[2] - tokens)
-    return torch.cat([state.key[:, :, skip:], k], 2), torch.cat([state.value[:, :, skip:], v], 2)
+    return torch.cat([_last(state.key, tokens), kv[0]], 2), torch.cat([_last(state.value, tokens), kv[1]], 2)
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:

@@ -155,8 +155,8 @@ class SequenceShard(Protocol):
         """
         ...
 
-    def gather(self, x_BHTD: Tensor) -> Tensor:
-        """All tokens of the sequence, [B, H, T, D] of every rank in rank order, differentiable."""
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:

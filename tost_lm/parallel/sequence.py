@@ -1,9 +1,9 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention gathers keys and values. A TSSA layer gathers one row of statistics twice forward and twice backward,
-at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients in reverse order. Each rank sums the rows of earlier
-ranks (backward: of later ranks) in a fixed order, so all ranks compute the same state. Shapes as in
-`tost_lm.ops.phases`; R ranks.
+Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer gathers one row
+of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients in
+reverse order. Each rank sums the rows of earlier ranks (backward: of later ranks) in a fixed order, so all ranks
+compute the same state. Shapes as in `tost_lm.ops.phases`; R ranks.
 """
 
 from collections.abc import Sequence
@@ -55,9 +55,9 @@ class RankShard:
             totals.append(outside + row_R.sum(0) if per_document else outside)
         return carries, totals
 
-    def gather(self, x_BHTD: Tensor) -> Tensor:
-        """All tokens of the sequence, [B, H, T, D], in rank order; differentiable."""
-        return _Gather.apply(x_BHTD, self.axis, self.split)  # pyright: ignore[reportReturnType]
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """As `SequenceShard.gather`."""
+        return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """As `SequenceShard.all_gather`."""
@@ -77,16 +77,16 @@ class _Gather(torch.autograd.Function):
     """Pads shards to the longest for the collective. Sums gradients in float32 or higher."""
 
     @staticmethod
-    def forward(ctx, x_BHTD: Tensor, axis: Axis, split: SequenceSplit) -> Tensor:
-        ctx.axis, ctx.split = axis, split
-        longest = max(split.lengths)
+    def forward(ctx, x_BHTD: Tensor, axis: Axis, lengths: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.lengths = axis, lengths
+        longest = max(lengths)
         shards = all_gather(pad(x_BHTD, (0, 0, 0, longest - x_BHTD.shape[2])), axis)().unbind(0)
-        return torch.cat([shard[:, :, :length] for shard, length in zip(shards, split.lengths, strict=True)], 2)
+        return torch.cat([shard[:, :, :length] for shard, length in zip(shards, lengths, strict=True)], 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        longest = max(ctx.split.lengths)
-        shards = [pad(shard, (0, 0, 0, longest - shard.shape[2])) for shard in d_BHTD.split(ctx.split.lengths, 2)]
+        longest = max(ctx.lengths)
+        shards = [pad(shard, (0, 0, 0, longest - shard.shape[2])) for shard in d_BHTD.split(ctx.lengths, 2)]
         d_shard = reduce_scatter(torch.stack(shards).to(statistics_dtype(d_BHTD)), ctx.axis)
-        return d_shard[:, :, : ctx.split.lengths[ctx.axis.rank]].to(d_BHTD.dtype), None, None
+        return d_shard[:, :, : ctx.lengths[ctx.axis.rank]].to(d_BHTD.dtype), None, None

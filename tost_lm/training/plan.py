@@ -19,6 +19,7 @@ from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     ELEMENT_BYTES,
+    gathered_tokens,
     largest_tile,
     logit_tiles,
     micro_batch_tokens,
@@ -251,7 +252,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
-    gradients backward (`slot_state_bytes`), and keys and values of A layers.
+    gradients backward (`slot_state_bytes`), and keys and values of A layers (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice.
     """
@@ -264,11 +265,14 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
     yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     if layers["A"]:
-        key_value, calls = 2 * micro_batch_tokens(config) * model.width / tensor, k * layers["A"] * tiles(config)
-        e, times = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        again = 1 + fraction_computed_twice(config)
-        yield Collectives("keys and values", "all-gather", calls * again, times * again * e * key_value, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", calls, times * 4 * key_value * ranks, ranks, tensor)
+        starts = range(0, config.row_tokens, config.tile_tokens)
+        of_tiles = [gathered_tokens(config, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
+        again = of_tiles[:-1] if fraction_computed_twice(config) else []
+        times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
+        once, sent = (times * 2 * sum(tokens) * model.width / tensor for tokens in (of_tiles, [*of_tiles, *again]))
+        yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *again]), e * sent, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)
 
 
 def host_bytes(config: PlanConfig) -> float:

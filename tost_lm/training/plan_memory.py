@@ -17,7 +17,8 @@ moments. Stage 0, which one replica in float32 always runs, has no copy and take
 **Activations** are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs
 of two norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
 LayerScale it takes 2 less. An A layer stores q, k and v (3) in place of w. With rotary embedding it stores 5, because v
-keeps the memory of all three. With several sequence ranks it stores k and v of the whole sequence. In bytes per token
+keeps the memory of all three. With several sequence ranks it stores k and v of the whole sequence; with a window of w
+tokens those of the last w − 1 of each rank, and of its own. In bytes per token
 there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
 statistics 16, and the input of the last norm e·C.
 
@@ -33,9 +34,10 @@ The residual stream is float32: where a block's or a branch's input is stored fo
 
 `memory.mlp_tile_tokens`: the MLP branch stores its input in place of 12. The rest exists for one tile.
 
-`memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is
-2·s in an A layer, the keys and values of all sequence ranks, 4·t bytes in a T layer, and in an S layer a state of each
-rank and row. One whole block exists during its backward, and the gradients in its MLP take 4 more.
+`memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is 2·s
+in an A layer, the keys and values of all sequence ranks (with a window of their last tokens), 4·t bytes in a T layer,
+and in an S layer a state of each rank and row. One whole block exists during its backward, and the gradients in its MLP
+take 4 more.
 
 `memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,
 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H) bytes in a T
@@ -274,16 +276,24 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         row_tokens = config.tile_tokens / ranks
         received = ranks * slot_state_bytes(config) / row_tokens / parallel.tensor if ranks > 1 else 0.0
     else:
-        rotary = bool(model.rope_theta)
-        attention = (1 if rotary else 3) + 2 * ranks if ranks > 1 else (5 if rotary else 3)
+        here = config.tile_tokens / ranks
+        rotary, gathered = bool(model.rope_theta), ranks * gathered_tokens(config, config.tile_tokens) / here
+        beside = 2 * (gathered + 1 if model.window else gathered)  # gathered keys and values, with a window also a copy
+        attention = (1 if rotary else 3) + beside if ranks > 1 else (5 if rotary else 3)
         mixer = e * C * attention + 4 * H
-        received = 2 * ranks * stream if ranks > 1 else 0.0
+        received = 2 * gathered * stream if ranks > 1 else 0.0
     mixer = (3 + scale) * stream + (mixer + 8) / parallel.tensor
     kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
     if config.memory.activation_checkpointing == "none":
         return BlockBytes(kept, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
     return BlockBytes(residual + received, kept - same)
+
+
+def gathered_tokens(config: PretrainConfig, tokens: int) -> float:
+    """Of `tokens` of a row, those on a sequence rank whose keys and values other ranks receive in an A layer."""
+    window, here = config.model.window, tokens / config.parallel.sequence
+    return min(here, max(1, window - 1)) if window else here
 
 
 def slot_bytes_per_token(config: PretrainConfig) -> float:
