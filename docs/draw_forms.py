@@ -2,18 +2,16 @@
 
 python docs/draw_forms.py
 
-Reads the results of `python -m benchmarks.forms` in benchmarks/results/forms: text at 3 M tokens, and MQAR.
+Reads the results of `python -m benchmarks.forms` in benchmarks/results/forms: text at 3 M tokens, a dot for each seed,
+and MQAR.
 """
 
 import json
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-
-from benchmarks.forms.tables import T_QUANTILES
 
 CHECKOUT = Path(__file__).parents[1]
 SHOWN = {"published": "published TSSA", "slots": "slot memory", "hybrid": "hybrid", "softmax": "softmax attention"}
@@ -28,8 +26,8 @@ def draw() -> Figure:
         found = [
             run["context_gain"] for run in runs if (run["run"].get("tokens"), run["run"].get("lr")) == (TOKENS, LR)
         ]
-        half = T_QUANTILES[len(found)] * stdev(found) / sqrt(len(found)) if len(found) > 1 else 0
-        gains.bar(place, mean(found), yerr=half or None, capsize=4, color=f"C{place}")
+        gains.bar(place, mean(found), color=f"C{place}", alpha=0.7)
+        gains.plot([place] * len(found), found, "k.")
         by_pairs = {run["run"]["pairs"]: 100 * run["accuracy"] for run in runs if run["run"]["task"] == "mqar"}
         recall.plot(sorted(by_pairs), [by_pairs[pairs] for pairs in sorted(by_pairs)], marker="o", label=label)
     gains.set_xticks(range(len(SHOWN)), [label.replace(" ", "\n") for label in SHOWN.values()])
