@@ -39,6 +39,7 @@ EXTRAS = {
     "tost_lm.evaluation.report.": {"matplotlib", "markdown_it"},
     "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
     "tost_lm.interop.lm_eval": {"lm_eval"},
+    "tost_lm.ops.cross_entropy_triton": {"triton"},
     "tost_lm.ops.slots.triton": {"triton"},
     "tost_lm.ops.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
