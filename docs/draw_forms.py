@@ -40,7 +40,7 @@ def draw() -> Figure:
     recall.set_xlabel("pairs of key and value")
     recall.set_ylabel("correct answers [%]")
     recall.set_title("associative recall (MQAR)", fontsize=10)
-    recall.legend()
+    recall.legend(loc="center right")
     return figure
 
 
