@@ -190,8 +190,7 @@ def _loss_of_tile(
     """Nats of the tile's tokens [m]; adds its gradients to `gradients`."""
     x_mC, labels_m = x_MC[tile], labels_M[tile]
     counted_m, row_m = labels_m != IGNORED_LABEL, _weight_row(labels_m, shard)
-    loss = _loss_in_place if _kernels(x_mC) else _loss
-    log_sum_m, label_m, d_mV = loss(x_mC, weight_VC, row_m, counted_m, shard, gradients is not None)
+    log_sum_m, label_m, d_mV = _loss(x_mC, weight_VC, row_m, counted_m, shard, gradients is not None)
     if gradients is not None:
         d_x_MC, d_weight_VC = gradients
         d_x_MC[tile] = d_mV @ weight_VC
@@ -202,28 +201,6 @@ def _loss_of_tile(
     return (log_sum_m - label_m).where(counted_m, 0)
 
 
-def _loss_in_place(
-    x_mC: Tensor,
-    weight_VC: Tensor,
-    row_m: Tensor,
-    counted_m: Tensor,
-    shard: VocabularyShard | None,
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, the label's logit, and the gradient if it is asked for, in place of the logits."""
-    kernels, logits_mV = _kernels(x_mC), linear(x_mC, weight_VC)
-    assert kernels is not None
-    if shard is None and with_gradient:
-        log_sum_m, label_m = kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m)
-        return log_sum_m, label_m, logits_mV
-    log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)
-    if shard is not None:
-        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if with_gradient:
-        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m)
-    return log_sum_m, label_m, logits_mV
-
-
 def _loss(
     x_mC: Tensor,
     weight_VC: Tensor,
@@ -232,7 +209,9 @@ def _loss(
     shard: VocabularyShard | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_loss_in_place`, in the statistics dtype until the gradient is rounded."""
+    """log-sum-exp, the label's logit, and the gradient if it is asked for."""
+    if kernels := _kernels(x_mC):
+        return _loss_in_place(kernels, linear(x_mC, weight_VC), row_m, counted_m, shard, with_gradient)
     p_mV = linear(x_mC, weight_VC).to(statistics_dtype(x_mC))
     is_here_m, index_m1 = _index(row_m, p_mV.shape[1])
     label_m = p_mV.gather(1, index_m1)[:, 0].where(is_here_m, 0)
@@ -245,6 +224,21 @@ def _loss(
         p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
         p_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(p_mV.dtype))
     return log_sum_m, label_m, p_mV.to(x_mC.dtype)
+
+
+def _loss_in_place(
+    kernels: ModuleType, logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, shard: VocabularyShard | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_loss`; the gradient takes the place of the logits."""
+    if shard is None and with_gradient:
+        return *kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m), logits_mV
+    log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)
+    if shard is not None:
+        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
+    if with_gradient:
+        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m)
+    return log_sum_m, label_m, logits_mV
 
 
 def _weight_row(labels_m: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -32,10 +32,9 @@ def log_sums(logits_mV: Tensor, row_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return log_sum_m, label_m, largest_m
 
 
-def gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, log_sum_m: Tensor) -> Tensor:
+def gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, log_sum_m: Tensor) -> None:
     """softmax − one-hot of each counted token, 0 of the others, over `logits_mV`."""
     _launch(logits_mV, row_m, counted_m, log_sum_m, log_sum_m, log_sum_m, STATISTICS=False, GRADIENT=True)
-    return logits_mV
 
 
 def log_sums_and_gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +62,8 @@ def loss_kernel(
     m = tl.program_id(0).to(tl.int64)
     logits_V, row, b_B = logits_mV + m * V, tl.load(row_m + m), tl.arange(0, BLOCK)
     if STATISTICS:
+        # Read first: the sums below wait for all threads, and then one of them may write the gradient over this logit.
+        label = tl.load(logits_V + row, mask=(row >= 0) & (row < V), other=0.0).to(tl.float32)
         largest_B, sum_B = tl.full((BLOCK,), LOWEST, tl.float32), tl.zeros((BLOCK,), tl.float32)
         for v in range(0, V, BLOCK):
             real_B = v + b_B < V
@@ -71,8 +72,7 @@ def loss_kernel(
             sum_B = sum_B * tl.exp(before_B - largest_B) + tl.where(real_B, tl.exp(logit_B - largest_B), 0.0)
         largest = tl.max(largest_B, axis=0)
         log_sum = tl.log(tl.sum(sum_B * tl.exp(largest_B - largest), axis=0)) + largest
-        is_here = (row >= 0) & (row < V)
-        tl.store(label_m + m, tl.load(logits_V + row, mask=is_here, other=0.0).to(tl.float32))
+        tl.store(label_m + m, label)
         tl.store(log_sum_m + m, log_sum)
         tl.store(largest_m + m, largest)
     else:

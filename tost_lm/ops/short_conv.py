@@ -67,6 +67,10 @@ def _convolve(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
     """[B, M − P, C]: without the first P tokens, which the convolution only reads."""
     if x_BMC.is_cpu:  # where conv1d takes three times as long
         return _CpuConvolution.apply(x_BMC, weight_CK)  # pyright: ignore[reportReturnType]
+    return _conv1d(x_BMC, weight_CK)
+
+
+def _conv1d(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
     return conv1d(x_BMC.mT, weight_CK[:, None].to(x_BMC.dtype), groups=len(weight_CK)).mT
 
 

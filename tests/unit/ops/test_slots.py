@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tost_lm.ops import short_conv as short_conv_module
 from tost_lm.ops.sequence_shard import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
@@ -126,6 +127,26 @@ def convolved(x_TC: Tensor, weight_CK: Tensor) -> Tensor:
     zeros = x_TC.new_zeros(K - 1, x_TC.shape[1])
     padded = torch.cat([zeros, x_TC])
     return torch.stack([(weight_CK.T * padded[t : t + K]).sum(0) for t in range(T)])
+
+
+def test_a_cpu_convolves_as_torch(monkeypatch: pytest.MonkeyPatch):
+    """Several rows at a time; torch's conv1d serves the other devices."""
+    monkeypatch.setattr(short_conv_module, "CPU_ROWS", 8)
+    exact = [torch.randn(2, 23, 4).double(), torch.randn(4, 3).double()]
+    for dtype in (torch.float32, torch.bfloat16):
+        drawn = [x.to(dtype) for x in exact]
+        results = []
+        for convolve, given in (
+            (short_conv_module._convolve, drawn),
+            (short_conv_module._conv1d, drawn),
+            (short_conv_module._conv1d, [x.double() for x in drawn]),
+        ):
+            leaves = [x.detach().requires_grad_() for x in given]
+            y = convolve(*leaves)
+            results.append((y, *gradients(y, leaves)))
+        for ours, theirs, truth in zip(*results, strict=True):
+            assert ours.dtype == dtype
+            assert_as_accurate(ours, theirs, truth)
 
 
 @pytest.mark.parametrize("offsets", [[0, 1], [0, 3], [0, 20], [0, 1, 2, 5, 12, 20]])
