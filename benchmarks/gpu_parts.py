@@ -136,11 +136,11 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
 
 def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
-    paths = ["tests/gpu"]
+    paths, options = ["tests/gpu"], ["--tb=short", "--durations=5"]  # on a CPU, it skips them all
     if device == "cuda":
         paths += ["tests/unit/ops/test_slot_kernels.py", "tests/unit/ops/test_cross_entropy_triton.py"]
         paths += ["tests/unit/model/test_gated.py"] if find_spec("fla") else []
-    options = ["--tb=short", "--durations=5", *(["-n", "8"] if find_spec("xdist") else [])]
+        options += ["-n", "8"] if find_spec("xdist") else []
     limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "pytest", *paths, *options]
