@@ -87,9 +87,11 @@ def test_a_build_killed_at_20_random_moments_ends_with_the_same_bytes(built: Bui
     import psutil
 
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers=2)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["builds"])  # so that kills hit the build, not its imports
     draws, kills, finished, whole_build, orphans = random.Random(), 0, 0, 3.0, []
     while kills < 20 or not finished:
-        process = get_context("spawn").Process(target=build_in_small_steps, args=(config, built.tokenizer))
+        process = context.Process(target=build_in_small_steps, args=(config, built.tokenizer))
         start = time.monotonic()
         process.start()
         process.join(draws.uniform(0, whole_build) if kills < 20 else None)
