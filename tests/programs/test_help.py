@@ -1,7 +1,10 @@
 """Every program answers --help and a mistake in its settings without torch and the like, in a moment."""
 
+import json
+import shlex
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 from forked import CHECKOUT, ENVIRONMENT
@@ -45,34 +48,67 @@ PATHS = {
     "tost convert": ["ckpt.pt", "convert.folder=x"],
     "python -m benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
 }
-HEAVY = ["torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"]
+HEAVY = {"torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"}
 
 
-def answers(command: str, *lines: list[str]) -> tuple[list[str], list[str]]:
-    """stdout and stderr of the command with each of the lines; after each, its exit code and heavy imports."""
-    start, *words = command.split()
-    module, words = ("tost_lm.cli.main", words) if start == "tost" else (words[1], [])
-    script = (
-        f"import runpy, sys\nfor words in {lines!r}:\n    sys.argv = ['program', *{words!r}, *words]\n"
-        f"    try:\n        runpy.run_module({module!r}, run_name='__main__')\n"
-        f"    except SystemExit as end:\n        print(end.code)\n"
-        f"    print(sorted(set({HEAVY!r}) & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
-    return done.stdout.splitlines(), done.stderr.splitlines()
+ASK = f"""
+import contextlib, io, json, runpy, sys
+
+answers = []
+for module, *words in json.load(sys.stdin):
+    known = set(sys.modules)
+    out, err, code = io.StringIO(), io.StringIO(), None
+    sys.argv = ["program", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    answers.append((out.getvalue(), err.getvalue(), code, sorted({HEAVY!r} & sys.modules.keys() - known)))
+print(json.dumps(answers))
+"""
+
+
+class Answer(NamedTuple):
+    """What a command line printed, its exit code, and the heavy modules that it was the first to import."""
+
+    out: str
+    err: str
+    code: int | None
+    imported: list[str]
+
+
+def mistake(command: str) -> str:
+    """A command line with an unknown setting."""
+    path = PATHS.get(command, [] if command in BENCHMARKS else ["runs/some"])
+    return shlex.join([*command.split(), *path, "--dry-run", "no_such.key=1"])
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    """The answers by command line, from one process, since most of their time would be its start."""
+    launchers = [f"python -m {launcher}" for launcher in LAUNCHERS]
+    lines = [f"{command} --help" for command in [*COMMANDS, *launchers, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
+    lines += map(mistake, COMMANDS)
+    modules = [
+        ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], input=json.dumps(modules), cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    return {line: Answer(*answer) for line, answer in zip(lines, json.loads(done.stdout), strict=True)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_answers_without_heavy_imports(command: str):
-    path = PATHS.get(command, [] if command in BENCHMARKS else ["runs/some"])
-    (*text, code, imported, code_of_mistake, imported_then), errors = answers(
-        command, ["--help"], [*path, "--dry-run", "no_such.key=1"]
-    )
-    assert (imported, imported_then) == ("[]", "[]")
-    assert (code, code_of_mistake) == ("0", "2"), errors
-    assert any(line.startswith(f"usage: {command} ") for line in text)
-    assert len(errors) == 1
-    assert "no_such: unknown key" in errors[0]
+def test_answers_without_heavy_imports(command: str, answers: dict[str, Answer]):
+    help_, refused = answers[f"{command} --help"], answers[mistake(command)]
+    assert help_.imported == refused.imported == []
+    assert (help_.code, refused.code) == (0, 2), refused.err
+    assert any(line.startswith(f"usage: {command} ") for line in help_.out.splitlines())
+    assert help_.err == ""
+    assert refused.err.count("\n") == 1
+    assert "no_such: unknown key" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -82,16 +118,17 @@ def test_answers_without_heavy_imports(command: str):
         ("recipes", "    tost recipes copy owt_tost_base"),
     ],
 )
-def test_the_help_of_commands_without_settings_imports_nothing_heavy(command: str, usage: str):
-    (*text, code, imported), errors = answers(f"tost {command}", ["--help"])
-    assert (code, imported, errors) == ("0", "[]", [])
-    assert usage in "\n".join(text)
+def test_the_help_of_commands_without_settings_imports_nothing_heavy(
+    command: str, usage: str, answers: dict[str, Answer]
+):
+    answer = answers[f"tost {command} --help"]
+    assert (answer.code, answer.imported, answer.err) == (0, [], "")
+    assert usage in answer.out
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_runs_its_command(launcher: str):
-    command = LAUNCHERS[launcher]
-    assert answers(f"python -m {launcher}", ["--help"]) == answers(f"tost {command}", ["--help"])
+def test_a_launcher_runs_its_command(launcher: str, answers: dict[str, Answer]):
+    assert answers[f"python -m {launcher} --help"] == answers[f"tost {LAUNCHERS[launcher]} --help"]
 
 
 def test_all_launchers_are_covered():

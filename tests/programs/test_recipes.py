@@ -1,12 +1,10 @@
 """Recipes by name: listed, copied into the current folder, and taken by the commands."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from forked import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, Forked
 
 from tost_lm.config import read_toml
 from tost_lm.config.recipes import recipes
@@ -14,9 +12,7 @@ from tost_lm.config.recipes import recipes
 
 def tost(*words: str, cwd: Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "tost_lm.cli.main", *words]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return Forked("tost_lm.cli.main", *words, cwd=cwd).finish()
 
 
 def test_every_recipe_has_its_own_name_and_is_listed(tmp_path: Path):

@@ -1,10 +1,7 @@
 """The command `tost`: its lists of commands, mistakes, and a program that it starts."""
 
-import subprocess
-import sys
-
 import pytest
-from forked import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, Forked
 
 from tost_lm.cli.main import ALL, source_of
 from tost_lm.version import VERSION
@@ -12,9 +9,7 @@ from tost_lm.version import VERSION
 
 def tost(*words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "tost_lm.cli.main", *words]
-    done = subprocess.run(command, cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return Forked("tost_lm.cli.main", *words, cwd=CHECKOUT).finish()
 
 
 def test_alone_it_lists_every_command_with_its_purpose():
