@@ -79,6 +79,7 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
 @pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.sequence=2"])
 def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
     words = [*words, layout, "memory.mlp_tile_tokens=8", "evaluation.batch_tokens=100", "run.timeout_seconds=60"]
+    words.append("evaluation.every=4")
     output = run("pretrain.train", *words, cwd=workplace, ranks=2)
     assert output.count("step 8/8  wikitext2@lm-eval  word perplexity ") == 1
     assert_as_afterwards(workplace)
