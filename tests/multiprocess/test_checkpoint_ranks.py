@@ -140,8 +140,8 @@ def test_one_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_use
 
 
 def test_a_kill_in_a_save_loses_no_complete_checkpoint(tmp_path: Path, corpora: Corpora, record_fault: RecordFault):
-    assert_kills_lose_nothing(tmp_path / "run", corpora, kills=5)
-    record_fault("SIGKILL in a save", 5, "the newest complete checkpoint loads")
+    assert_kills_lose_nothing(tmp_path / "run", corpora, kills=3)
+    record_fault("SIGKILL in a save", 3, "the newest complete checkpoint loads")
 
 
 def error_of_poll(training: Training) -> tuple[str, bool | None]:

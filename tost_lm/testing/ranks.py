@@ -78,6 +78,8 @@ def _collect(ranks: list[Any], folder: Path, timeout_s: float) -> list[Any]:
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if any(process.exitcode for process in ranks):
             deadline = min(deadline, time.monotonic() + GRACE_S)
+            if all(_is_stopped(process) for process in ranks if process.is_alive()):
+                break
         multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=0.5)
     outcomes = [_outcome(rank, process, folder, timeout_s) for rank, process in enumerate(ranks)]
     # A rank that died comes first: it is the cause of the other tracebacks.
@@ -85,6 +87,14 @@ def _collect(ranks: list[Any], folder: Path, timeout_s: float) -> list[Any]:
     if failures:
         raise RuntimeError("\n".join(failures))
     return [result for _, result in outcomes]
+
+
+def _is_stopped(process: Any) -> bool:
+    """By SIGSTOP, so that it will not exit (Linux)."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
 
 
 def _outcome(rank: int, process: Any, folder: Path, timeout_s: float) -> tuple[bool, Any]:
