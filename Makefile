@@ -26,7 +26,7 @@ test: env
 	tier() { echo "== $$*"; $(BIN)/python -m pytest "$$@" || failed="$$failed $$1"; }; \
 	tier tests/unit -n 2; \
 	tier tests/multiprocess -n 2 --dist loadfile; \
-	tier tests/faults; \
+	tier tests/faults -n 2; \
 	tier tests/programs -n 2 --dist loadfile; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 

@@ -66,8 +66,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slack_s(in_ci: bool) -> float:
-    """How much later than promised something may happen: CI has quiet cores, another machine may be busy."""
-    return 0 if in_ci else 30
+    """How much later than promised something may happen: in CI two tests share the cores, elsewhere much may run."""
+    return 3 if in_ci else 30
 
 
 @pytest.fixture

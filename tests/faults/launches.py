@@ -157,6 +157,7 @@ def _rank_main(
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
+    dist.barrier()  # gloo fails if a rank ends while another one still connects
     try:
         sys.argv[1:] = words
         run()

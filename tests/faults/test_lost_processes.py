@@ -21,7 +21,8 @@ def test_a_stopped_rank_is_named_with_its_last_step(
     workplace: Path, times: Times, record_fault: RecordFault, slack_s: float
 ):
     draws, longest, records = random.Random(2), 0.0, 0
-    for _ in range(times(5)):
+    count = max(3, times(5))
+    for _ in range(count):
         with launch(workplace, 2, f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000") as running:
             started = max(running.step(), 0)
             at, hung = started + draws.randint(5, 30), draws.randrange(2)
@@ -36,9 +37,9 @@ def test_a_stopped_rank_is_named_with_its_last_step(
             name = rf"rank {hung} \({os.uname().nodename}, pid {running.pids[hung]}\) was lost: it does not answer"
             assert re.match(rf"{name}; its last step was {last} \(\w+, \d+ s ago\)", line), line
             records += (running.run_folder / f"flight_recorder/rank_{1 - hung}").exists()
-    assert records  # a dump may take 1 s, which a slow machine may exceed once
+    assert records  # a dump may take 1 s, which a slow machine may exceed twice
     limit = f"limit {TIMEOUT_S:.0f} s + 2 s"
-    record_fault("hang (SIGSTOP)", times(5), f"named with its last step, after at most {longest:.1f} s ({limit})")
+    record_fault("hang (SIGSTOP)", count, f"named with its last step, after at most {longest:.1f} s ({limit})")
 
 
 def worker_of(running: Launch, rank: int) -> psutil.Process | None:

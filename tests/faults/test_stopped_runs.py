@@ -96,7 +96,7 @@ MANY_MICRO_BATCHES = ("model.width=128", "model.layers=4", "train.micro_batch_si
 
 
 def test_a_stop_in_a_step_abandons_it_after_a_micro_batch(workplace: Path, record_fault: RecordFault):
-    words = (*MANY_MICRO_BATCHES, "train.global_batch_size=200", "train.steps=2")
+    words = (*MANY_MICRO_BATCHES, "train.global_batch_size=100", "train.steps=2")
     train(workplace, 2, *words)
     (workplace / "runs/slow").rename(workplace / "runs/whole")
     with launch(workplace, 2, *words) as running:

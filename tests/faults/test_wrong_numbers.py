@@ -100,7 +100,7 @@ def test_a_flipped_bit_ends_the_run_and_a_restart_works(
 ):
     kinds = ("master weights", "exp_avg of", "exp_avg_sq of")
     for count in range(times(5)):
-        stage, lost, bit = (1, 0, 3, 2, 1)[count % 5], count % 2, (7 * count + 3) % 32
+        stage, lost, bit = (3, 0, 1, 2, 1)[count % 5], count % 2, (7 * count + 3) % 32
         fault = partial(flipped_bit, "" if stage == 0 else kinds[count % 3], bit)
         words = (f"run.name=bits{count}", f"parallel.zero_stage={stage}", "run.sdc_check_interval=2", "train.steps=30")
         with launch(workplace, 2, *words, inject=partial(inject_at, lost, 15, fault)) as running:
