@@ -118,7 +118,7 @@ def test_texts_are_inside_and_tick_labels_apart(charts: Callable[[], Iterable[Ch
     for chart in charts():
         figure = chart.drawing
         canvas = FigureCanvasAgg(figure)
-        canvas.draw()
+        figure.draw_without_rendering()
         extent = lambda text, canvas=canvas: text.get_window_extent(canvas.get_renderer())
         for axes in figure.axes:
             for text in filter(Text.get_text, texts(figure, axes)):
