@@ -32,7 +32,8 @@ test: env
 
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
 test-full: test
-	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/programs/test_lost_rank.py tests/unit/data/test_shards.py
+	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/unit/data/test_shards.py \
+	  tests/programs/test_lost_rank.py tests/programs/test_cluster.py
 
 # Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
 release-check: env
