@@ -20,14 +20,14 @@ demo: env
 clean-demo:
 	rm -rf data/embedded runs/demo
 
-# Runs every tier, even after one failed, then names those that failed.
+# Runs every tier, even after one failed, then names those that failed. With three workers two cores are seldom idle.
 test: env
 	@trap 'exit 130' INT; failed=; \
 	tier() { echo "== $$*"; $(BIN)/python -m pytest "$$@" || failed="$$failed $$1"; }; \
-	tier tests/unit -n 2; \
+	tier tests/unit -n 3; \
 	tier tests/multiprocess -n 2 --dist loadfile; \
 	tier tests/faults -n 2; \
-	tier tests/programs -n 2 --dist loadfile; \
+	tier tests/programs -n 3 --dist loadfile; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
