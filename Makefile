@@ -25,7 +25,7 @@ test: env
 	@trap 'exit 130' INT; failed=; \
 	tier() { echo "== $$*"; $(BIN)/python -m pytest "$$@" || failed="$$failed $$1"; }; \
 	tier tests/unit -n 3; \
-	tier tests/multiprocess -n 2 --dist loadfile; \
+	tier tests/multiprocess -n 3 --dist loadfile; \
 	tier tests/faults -n 2; \
 	tier tests/programs -n 3 --dist loadfile; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
