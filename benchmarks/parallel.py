@@ -36,7 +36,7 @@ from benchmarks.parallel_config import (
 from tost_lm.config import run_program, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
-from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 
 
 class Bytes(NamedTuple):
@@ -75,12 +75,13 @@ def traffic_by_formula(tokens: int, ranks: int, heads: int, channels: int) -> di
     """
     C, others = heads * channels, ranks - 1
     shard = 2 * tokens * C / ranks  # bytes of this rank's keys, or of its values, queries or outputs
-    statistics = 8 * (2 * C + heads)
+    row = 8 * (2 * C + heads)
+    ours = Bytes(row, others * row) if ranks <= ALL_GATHER_RANKS else Bytes(2 * row, 2 * row * others / ranks)
     ring = others * (2 + 4) * shard
     ulysses = 2 * 4 * shard
     states = 2 * 4 * heads * channels**2
     return {
-        OURS: Bytes(statistics, others * statistics),
+        OURS: ours,
         RING: Bytes(ring, ring),
         ULYSSES: Bytes(ulysses, ulysses * others / ranks),
         LASP2: Bytes(states, others * states),
@@ -97,8 +98,9 @@ def traffic_cells(traffic: TrafficConfig) -> list[dict[str, Any]]:
             by_method = traffic_by_formula(tokens, ranks, traffic.heads, traffic.channels)
             counted = tokens <= traffic.count_up_to
             if counted:
+                by_formula = by_method[OURS]
                 sent = bytes_sent_by_a_layer(ranks, tokens, traffic.heads, traffic.channels)
-                by_method[OURS] = Bytes(sent, (ranks - 1) * sent)
+                by_method[OURS] = Bytes(sent, sent / by_formula.sent * by_formula.received)
             cell = {
                 "work": "traffic", "ranks": ranks, "tokens": tokens, "heads": traffic.heads, "counted": counted,
                 "bytes": {name: moved._asdict() for name, moved in by_method.items()},
@@ -128,8 +130,10 @@ def traffic_notes(traffic: TrafficConfig) -> str:
         f"{traffic.channels} channels, C = {C}. Sent: passed to collectives or to a neighbour. Received: from other "
         "ranks. In a ring "
         "all-gather, a rank forwards as much as it receives.\n\n"
-        f"- {OURS}: 4 all-gathers of statistics in float32, 4·(C + C+H) forward and as much backward: 8·(2C+H) sent, "
-        "R − 1 times that received. Counted in torch's dispatcher on gloo ranks; ¹: the formula, not counted.\n"
+        f"- {OURS}: 4 exchanges of statistics in float32, rows of 4·(C + C+H) bytes forward and as much backward: "
+        f"8·(2C+H). Up to {ALL_GATHER_RANKS} ranks, all-gathers: the rows sent, R − 1 times that received. On more "
+        "ranks, two all-to-alls for each: twice the rows sent, of which 1/R stays on its rank. Counted in torch's "
+        "dispatcher on gloo ranks, the mean over ranks; ¹: the formula, not counted.\n"
         f"- {RING} (Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv 2310.01889): keys and "
         "values go round R − 1 times forward, they and their gradients R − 1 times backward, in bfloat16: "
         "(R − 1)·6·2·C·T/R. Every block visits every rank, as published.\n"
@@ -141,8 +145,8 @@ def traffic_notes(traffic: TrafficConfig) -> str:
         "all-gather of the state D×D of each head forward and one of its gradient backward, assumed float32: 2·4·H·D² "
         "sent, R − 1 times that received.\n\n"
         "The methods compute different attention: Ring Attention and Ulysses softmax attention, LASP-2 linear "
-        "attention. Bytes are not time: a TSSA layer waits for four small messages per step, LASP-2 for two, and "
-        "Ring Attention can overlap communication and computation."
+        "attention. Bytes are not time: a TSSA layer waits for four small messages per step (all-to-alls: eight), "
+        "LASP-2 for two, and Ring Attention can overlap communication and computation."
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 from memory_of_training import Measured, Settings, settings_of, train_measured
 
 from tost_lm.config import validate
+from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig
@@ -18,6 +19,7 @@ COUNTED = {
     "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},
     "reduce-scatter": {"reduce_scatter_tensor", "c10d._reduce_scatter_base_"},
     "all-reduce": {"all_reduce", "c10d.allreduce_"},
+    "all-to-all": {"all_to_all_single"},
 }
 FEW_NUMBERS = 128
 TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
@@ -58,6 +60,13 @@ def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
         assert_sent_as_planned(measured, settings)
 
 
+@pytest.mark.parametrize("tile_tokens", [256, 100])
+def test_messages_of_all_to_alls(tile_tokens: int):
+    settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 8}, memory={"tile_tokens": tile_tokens})
+    for measured in run_on_ranks(train_measured, 8, settings):
+        assert_sent_as_planned(measured, settings)
+
+
 def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
     config = planned(settings)
     for kind, names in COUNTED.items():
@@ -67,4 +76,5 @@ def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
 
 
 def planned(settings: Settings) -> PlanConfig:
-    return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": RANKS}}, "test")
+    model_ranks = validate(ParallelConfig, settings["parallel"], "test").model_ranks
+    return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": model_ranks}}, "test")

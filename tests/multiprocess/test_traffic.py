@@ -19,7 +19,7 @@ from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.testing.traffic import Sent
 
 H, C = 2, 8
-KIND = "all_gather_into_tensor"
+KIND, OTHER_KIND = "all_gather_into_tensor", "all_to_all_single"
 STATISTICS_BYTES = 8 * (2 * C + H)  # float32, of one sequence, forward and backward
 PACKED = (0, 1, 500, 511, 513, 1024)  # boundaries at the ends, inside a shard and beside those between two and four
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -101,20 +101,47 @@ def test_a_tssa_layer_sends_its_statistics_four_times_whatever_the_length_and_th
     ]
     for on_rank in run_on_ranks(sent_in_steps, ranks, cases):
         for case, (forward, backward) in zip(cases, on_rank, strict=True):
-            assert [kind for kind, _ in forward] == ["all_gather_into_tensor"] * 2 * case.layers
-            assert [kind for kind, _ in backward] == ["all_gather_into_tensor"] * 2 * case.layers
+            assert [kind for kind, _ in forward] == [KIND] * 2 * case.layers
+            assert [kind for kind, _ in backward] == [KIND] * 2 * case.layers
             total = sum(size for _, size in forward + backward)
             assert total == STATISTICS_BYTES * case.layers * case.sequences, case
 
 
-def test_recomputation_sends_nothing_where_what_was_received_is_kept():
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_above_four_ranks_a_rank_sends_two_rows_for_each_exchange(ranks: int):
+    """First its own row, a slice of the columns to each rank, then its slice of the results of each rank."""
+    cases = [
+        Case(tokens=1024),
+        Case(tokens=1024, layers=2, sequences=3),
+        Case(tokens=1024, offsets=PACKED),
+        Case(tokens=1024, pattern="S"),
+        Case(tokens=1024, pattern="S", offsets=PACKED),
+    ]
+    model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
+    slots = [4 * 3 * H * model.slots, 8 * H * model.slots * (model.slot_channels + 1)]
+    on_ranks = run_on_ranks(sent_in_steps, ranks, cases)
+    for case, *steps in zip(cases, *on_ranks, strict=True):
+        rows = [size * case.sequences for size in (slots if case.pattern == "S" else [4 * C, 4 * (C + H)])]
+        for ways, expected in zip(
+            zip(*steps, strict=True), (rows * case.layers, rows[::-1] * case.layers), strict=True
+        ):
+            assert {kind for way in ways for kind, _ in way} == {OTHER_KIND}
+            for way in ways:
+                assert [size for _, size in way[::2]] == expected
+            # A row on average: where ranks do not divide the columns, the first ranks scan one more.
+            second = zip(*([size for _, size in way[1::2]] for way in ways), strict=True)
+            assert [sum(sizes) for sizes in second] == [ranks * size for size in expected]
+
+
+@pytest.mark.parametrize(("ranks", "collectives"), [(2, 1), (5, 2)])
+def test_recomputation_sends_nothing_where_what_was_received_is_kept(ranks: int, collectives: int):
     cases = [Case(tokens=64, layers=2, pattern="TA", recomputed=recomputed) for recomputed in RECOMPUTED]
-    never, wholly, kept = run_on_ranks(sent_in_steps, 2, cases)[0]
+    never, wholly, kept = run_on_ranks(sent_in_steps, ranks, cases)[0]
     assert kept == never
     forward, backward = wholly
     assert forward == never[0]
-    assert len(forward) == 3
-    # Both gatherings of the TSSA layer and the one of keys and values once more.
+    assert len(forward) == 2 * collectives + 1
+    # Both exchanges of the TSSA layer and the one of keys and values once more.
     assert sorted(backward) == sorted(never[1] + forward)
 
 
@@ -122,7 +149,7 @@ def test_a_softmax_layer_gathers_keys_and_values_and_scatters_their_gradients():
     tokens, ranks = 1024, 4
     [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
     shard_bytes = 4 * 2 * 2 * (tokens // ranks) * C
-    assert forward == [("all_gather_into_tensor", shard_bytes)]
+    assert forward == [(KIND, shard_bytes)]
     assert backward == [("reduce_scatter_tensor", ranks * shard_bytes)]
 
 
@@ -130,7 +157,7 @@ def test_over_tensor_ranks_heads_send_one_number_a_token_and_three_back_and_the_
     tokens = 64
     [(forward, backward)] = run_on_ranks(sent_in_steps, 2, [Case(tokens, sequences=2, tensor=True)])[0]
     # megatron-core's layers gather with torch.distributed's calls.
-    ours = [[size for kind, size in way if kind == "all_gather_into_tensor"] for way in (forward, backward)]
+    ours = [[size for kind, size in way if kind == KIND] for way in (forward, backward)]
     assert ours == [[2 * 4 * tokens, 2 * 2 * 4 * tokens], [2 * 3 * 4 * tokens]]
     # Embedding; in and out of mixer and MLP; head.
     assert [kind for kind, _ in forward if kind.startswith("c10d.")] == [

@@ -37,7 +37,7 @@ class Call:
     heads: HeadSoftmax | None
     """None: all heads are on this rank."""
     per_document: bool
-    """Whether the sums of every document are needed, as in `SequenceShard.exclusive_scan`."""
+    """Whether the sums of every document are needed, as in `tost_lm.ops.exchange.exclusive_scan`."""
 
 
 class Backend(Protocol):

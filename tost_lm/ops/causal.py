@@ -79,7 +79,7 @@ def causal_tssa(
             local=local,
             shard=shard,
             heads=heads,
-            per_document=not local.packed or initial_state is not None or output_final_state,
+            per_document=initial_state is not None or output_final_state,
         )
         y, final_state = _choose(backend, call).run(call)
     return y, final_state if output_final_state else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tost_lm.ops.exchange import Sum, exclusive_scan
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, Phases, Scoring, Statistics
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
@@ -25,7 +26,7 @@ class PhasedBackend:
     shard: SequenceShard | None
     """None: all tokens are here."""
     per_document: bool
-    """Whether the sums of every document are needed, as in `SequenceShard.exclusive_scan`."""
+    """Whether the sums of every document are needed, as in `tost_lm.ops.exchange.exclusive_scan`."""
 
     def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
         return self.phases.chunk_tokens(heads, channels, device)
@@ -73,8 +74,22 @@ class PhasedBackend:
     def _exclusive_scan(
         self, outside_N: Sequence[Tensor], here_n: Sequence[Tensor], *, reverse: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        if self.shard is not None:
-            return self.shard.exclusive_scan(
-                self.local, outside_N, here_n, reverse=reverse, per_document=self.per_document
-            )
-        return [*outside_N], [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]
+        """The sums before (with `reverse`: after) each document's tokens here, and over the whole documents, given
+        those outside the sequence and those over the tokens here."""
+        if self.shard is None:
+            return [*outside_N], [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]
+        sum_nC, total_NC = exclusive_scan(
+            self.shard,
+            self.local,
+            Sum(),
+            torch.cat([here.flatten(1) for here in here_n], 1),
+            reverse=reverse,
+            per_document=self.per_document,
+        )
+        sizes = [here[0].numel() for here in here_n]
+        rows = zip((outside[self.local.documents] for outside in outside_N), sum_nC.split(sizes, 1), strict=True)
+        carry_n = [outside + x.view_as(outside) for outside, x in rows]
+        if total_NC is None:
+            return carry_n, [*outside_N]
+        rows = zip(outside_N, total_NC.split(sizes, 1), strict=True)
+        return carry_n, [outside + x.view_as(outside) for outside, x in rows]

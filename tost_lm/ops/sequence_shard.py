@@ -5,9 +5,9 @@ integers, equal on every rank, so ranks never exchange document boundaries.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -48,20 +48,6 @@ class SequenceSplit:
         """The columns of this rank."""
         return x_BT[:, self.start : self.end]  # pyright: ignore[reportIndexIssue]
 
-    def rank_of(self, token: int) -> int:
-        return bisect_right(list(accumulate(self.lengths)), token)
-
-    def tokens_of(self, local: "LocalDocuments") -> list[list[int]]:
-        """Tokens of each document on each rank, [R][N]."""
-        if not local.packed:
-            return [[length] * len(local.whole_lengths) for length in self.lengths]
-        ends = list(accumulate(self.lengths))
-        offsets = [0, *accumulate(local.whole_lengths)]
-        return [
-            [max(0, min(end, last) - max(end - length, first)) for first, last in pairwise(offsets)]
-            for end, length in zip(ends, self.lengths, strict=True)
-        ]
-
 
 @dataclass(frozen=True)
 class LocalDocuments:
@@ -76,15 +62,17 @@ class LocalDocuments:
     """Tokens of each document on earlier ranks, [n]."""
     whole_lengths: tuple[int, ...]
     """Tokens of each document over all ranks, [N]."""
-    earlier_ranks: range
-    """Ranks that hold earlier tokens of the first document here (unpacked: of all documents)."""
-    later_ranks: range
-    """Ranks that hold later tokens of the last document here (unpacked: of all documents)."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document on this rank, [n]."""
         return tuple(end - start for start, end in pairwise(self.offsets))
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Tokens of each document on later ranks, [n]."""
+        of_documents = zip(self.whole_lengths[self.documents], self.before, self.lengths, strict=True)
+        return tuple(whole - before - here for whole, before, here in of_documents)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, split: SequenceSplit | None) -> "LocalDocuments":
@@ -106,8 +94,6 @@ class LocalDocuments:
                 documents=slice(0, B),
                 before=(split.start,) * B,
                 whole_lengths=(split.tokens,) * B,
-                earlier_ranks=range(split.rank),
-                later_ranks=range(split.rank + 1, len(split.lengths)),
             )
         offsets = read_offsets(cu_seqlens, B, split.tokens)
         first = bisect_right(offsets, split.start) - 1
@@ -119,8 +105,6 @@ class LocalDocuments:
             documents=slice(first, last + 1),
             before=(split.start - offsets[first], *(0 for _ in inner)),
             whole_lengths=tuple(end - start for start, end in pairwise(offsets)),
-            earlier_ranks=range(split.rank_of(offsets[first]), split.rank),
-            later_ranks=range(split.rank + 1, split.rank_of(offsets[last + 1] - 1) + 1),
         )
 
 
@@ -130,35 +114,20 @@ class SequenceShard(Protocol):
     @property
     def split(self) -> SequenceSplit: ...
 
-    def exclusive_scan(
-        self,
-        local: LocalDocuments,
-        outside_N: Sequence[Tensor],
-        here_n: Sequence[Tensor],
-        *,
-        reverse: bool,
-        per_document: bool,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sum over the tokens of earlier ranks (with `reverse`: of later ranks), in one exchange.
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """A function of the rows of all R ranks, column by column, in one exchange. Not differentiable.
 
         Args:
-            local: the documents of this rank.
-            outside_N: the sum before the sequence (with `reverse`: after it), a row for each of its N documents.
-            here_n: sums over the tokens of this rank, a row for each of its n documents.
-            reverse: scan from the last token to the first.
-            per_document: every rank needs the total of every document. Otherwise ranks exchange only the documents
-                that cross ranks, and `outside_N` is 0.
+            row: of this rank, […, C]; one shape on all ranks.
+            function: called with some columns of the rows of all ranks, [R, …, c], and the slice of C that these are.
+                Returns the result of each rank in these columns, [R, …, c]; other sizes than those of `row` are
+                possible.
 
         Returns:
-            For each of the n documents, the sum before (with `reverse`: after) its tokens on this rank. For each of the
-            N, `outside_N` plus the sum over all its tokens (without `per_document`: `outside_N` unchanged).
+            The result of this rank, […, C]. What `function` returns for all ranks alike has the same bits on all.
         """
         ...
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards."""
-        ...
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """x, of one shape on all ranks, of every rank: [R, …]. Not differentiable."""
         ...

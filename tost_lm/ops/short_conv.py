@@ -43,7 +43,7 @@ def short_conv(
         y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
     """
     C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
-    per_document = not local.packed or initial_NPC is not None or output_final_state
+    per_document = initial_NPC is not None or output_final_state
     if initial_NPC is None:
         initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)
     before_nPC, final_NPC = initial_NPC.to(x_BTC.dtype), None

@@ -4,7 +4,7 @@ They are torch's functional collectives: asynchronous operators of the dispatche
 selective activation checkpointing keeps their results. (Recomputation does repeat megatron-core's own collectives.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,12 @@ def all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start gathering x, equally shaped on all R ranks. The returned function waits for the result [R, …]."""
     gathered = OPERATORS.all_gather_into_tensor(x.contiguous(), axis.size, axis.group.group_name)
     return lambda: OPERATORS.wait_tensor(gathered).view(axis.size, *x.shape)
+
+
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """sent[r] of the rows of x [sum(sent), …] go to rank r, received[r] come from it: [sum(received), …], by rank."""
+    exchanged = OPERATORS.all_to_all_single(x.contiguous(), [*received], [*sent], axis.group.group_name)
+    return OPERATORS.wait_tensor(exchanged)
 
 
 def reduce_scatter(x_R: Tensor, axis: Axis) -> Tensor:

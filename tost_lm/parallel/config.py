@@ -8,6 +8,9 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 
+ALL_GATHER_RANKS = 4
+"""Up to so many sequence ranks, one all-gather of statistics has about the bytes of two all-to-alls, in fewer messages."""
+
 
 class LaunchConfig(Section):
     """How the ranks of one node are started. Several nodes need torchrun."""

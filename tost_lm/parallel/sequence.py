@@ -1,12 +1,14 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer gathers one row
-of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients in
-reverse order. Each rank sums the rows of earlier ranks (backward: of later ranks) in a fixed order, so all ranks
-compute the same state. Shapes as in `tost_lm.ops.phases`; R ranks.
+Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer exchanges one
+row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients
+in reverse order. A slot layer does so with its states. Each rank needs the sum over earlier ranks (backward: over later
+ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
+so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Shapes as in
+`tost_lm.ops.phases`; R ranks, C columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceSplit
-from tost_lm.parallel.collectives import all_gather, reduce_scatter
+from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.parallel.collectives import all_gather, all_to_all, reduce_scatter
+from tost_lm.parallel.config import ALL_GATHER_RANKS
 from tost_lm.parallel.mesh import Axis
 
 
@@ -25,52 +28,22 @@ class RankShard:
     def __init__(self, axis: Axis, split: SequenceSplit):
         self.axis, self.split = axis, split
 
-    def exclusive_scan(
-        self,
-        local: LocalDocuments,
-        outside_N: Sequence[Tensor],
-        here_n: Sequence[Tensor],
-        *,
-        reverse: bool,
-        per_document: bool,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """As `SequenceShard.exclusive_scan`: one all-gather of a row per document, or of one row."""
-        if per_document:
-            sent = [_rows_of_all(x, local, len(outside)) for x, outside in zip(here_n, outside_N, strict=True)]
-        else:
-            sent = [x[:1] if reverse else x[-1:] for x in here_n]
-        widths = [x[0].numel() for x in sent]
-        gathered_R = all_gather(torch.cat([x.flatten(1) for x in sent], 1), self.axis)()
-        rows_of_ranks = [row_R.view(-1, *x.shape) for row_R, x in zip(gathered_R.split(widths, -1), sent, strict=True)]
-        others = local.later_ranks if reverse else local.earlier_ranks
-        carries, totals = [], []
-        for outside, here, row_R in zip(outside_N, here_n, rows_of_ranks, strict=True):
-            carry = outside[local.documents].to(torch.promote_types(outside.dtype, here.dtype), copy=True)
-            from_others = row_R[others.start : others.stop].sum(0)
-            if per_document:
-                carry += from_others[local.documents]
-            else:
-                carry[-1 if reverse else 0] += from_others[0]
-            carries.append(carry)
-            totals.append(outside + row_R.sum(0) if per_document else outside)
-        return carries, totals
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """As `SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
+        R, C = self.axis.size, row.shape[-1]
+        if R <= ALL_GATHER_RANKS:
+            return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank]
+        columns = SequenceSplit.even(C, R, self.axis.rank)
+        own = [columns.end - columns.start] * R
+        received = all_to_all(row.flatten(0, -2).T, columns.lengths, own, self.axis)
+        row_R = received.view(R, own[0], row.shape[:-1].numel()).mT.unflatten(1, row.shape[:-1])
+        result_R = function(row_R, slice(columns.start, columns.end))
+        returned = all_to_all(result_R.flatten(1, -2).mT.flatten(0, 1), own, columns.lengths, self.axis)
+        return returned.T.unflatten(0, result_R.shape[1:-1])
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """As `SequenceShard.gather`."""
         return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """As `SequenceShard.all_gather`."""
-        return all_gather(x, self.axis)()
-
-
-def _rows_of_all(x_n: Tensor, local: LocalDocuments, documents: int) -> Tensor:
-    """A row for each document of the whole sequence, 0 for documents without tokens on this rank."""
-    if len(x_n) == documents:
-        return x_n
-    x_N = x_n.new_zeros(documents, *x_n.shape[1:])
-    x_N[local.documents] = x_n
-    return x_N
 
 
 class _Gather(torch.autograd.Function):

@@ -14,11 +14,12 @@ from tost_lm.config import differences
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
-from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     ELEMENT_BYTES,
+    exchanged_rows,
     gathered_tokens,
     largest_tile,
     logit_tiles,
@@ -40,7 +41,7 @@ class Collectives(NamedTuple):
     """The collectives of one kind that a rank calls in a step."""
 
     content: str
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     calls: float
     input_bytes: float
     """Of all these calls on this rank."""
@@ -51,16 +52,23 @@ class Collectives(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that leave the rank, in a ring."""
+        """Bytes that leave the rank, in a ring (all-to-all: directly to each rank)."""
         others = self.ranks - 1
-        factors = {"all-gather": others, "reduce-scatter": others / self.ranks, "all-reduce": 2 * others / self.ranks}
+        factors = {
+            "all-gather": others,
+            "reduce-scatter": others / self.ranks,
+            "all-reduce": 2 * others / self.ranks,
+            "all-to-all": others / self.ranks,
+        }
         return self.input_bytes * factors[self.kind]
 
     def seconds(self, cluster: ClusterConfig) -> float:
-        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network."""
+        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network. In an
+        all-to-all, all ranks of a node do."""
         rate = cluster.link_gb_s
         if self.ranks * self.stride > cluster.gpus_per_node:
-            rate = min(rate, cluster.network_gb_s / min(self.stride, cluster.gpus_per_node))
+            senders = cluster.gpus_per_node if self.kind == "all-to-all" else self.stride
+            rate = min(rate, cluster.network_gb_s / min(senders, cluster.gpus_per_node))
         return self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
 
 
@@ -254,7 +262,8 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
     gradients backward (`slot_state_bytes`), and keys and values of A layers (with a window of a shard's last tokens).
 
-    The forward sends all again for tiles that are computed twice.
+    The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
+    results for other ranks in a second one.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
@@ -263,7 +272,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     in_layers = layers["T"] * 4 * (2 * model.width + model.heads) + layers["S"] * slot_state_bytes(config)
     passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
     calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
-    yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
+    if ranks <= ALL_GATHER_RANKS:
+        yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
+    else:
+        sent = exchanged_rows(config) * statistics
+        yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
     if layers["A"]:
         starts = range(0, config.row_tokens, config.tile_tokens)
         of_tiles = [gathered_tokens(config, min(config.tile_tokens, config.row_tokens - start)) for start in starts]

@@ -36,8 +36,8 @@ The residual stream is float32: where a block's or a branch's input is stored fo
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is 2·s
 in an A layer, the keys and values of all sequence ranks (with a window of their last tokens), 4·t bytes in a T layer,
-and in an S layer a state of each rank and row. One whole block exists during its backward, and the gradients in its MLP
-take 4 more.
+and in an S layer up to 4 states of each row (`exchanged_rows`). One whole block exists during its backward, and the
+gradients in its MLP take 4 more.
 
 `memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,
 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H) bytes in a T
@@ -64,6 +64,7 @@ from typing import NamedTuple, TypeVar
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter, parameters
+from tost_lm.parallel.config import ALL_GATHER_RANKS
 from tost_lm.sizes import (
     CPU_CHUNK_ELEMENTS,
     DEVICE_LOGITS_BYTES,
@@ -274,7 +275,8 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
     elif letter == "S":
         mixer = slot_bytes_per_token(config) - e * C
         row_tokens = config.tile_tokens / ranks
-        received = ranks * slot_state_bytes(config) / row_tokens / parallel.tensor if ranks > 1 else 0.0
+        rows = exchanged_rows(config)
+        received = rows * slot_state_bytes(config) / row_tokens / parallel.tensor if ranks > 1 else 0.0
     else:
         here = config.tile_tokens / ranks
         rotary, gathered = bool(model.rope_theta), ranks * gathered_tokens(config, config.tile_tokens) / here
@@ -288,6 +290,13 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         return BlockBytes(kept, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
     return BlockBytes(residual + received, kept - same)
+
+
+def exchanged_rows(config: PretrainConfig) -> int:
+    """Rows of statistics that a rank receives in an exchange, its own included: of all ranks, or in all-to-alls its
+    columns of all, the sums before it, and with tiles those over all ranks."""
+    ranks = config.parallel.sequence
+    return ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
 
 
 def gathered_tokens(config: PretrainConfig, tokens: int) -> float:

@@ -129,25 +129,37 @@ def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
     assert nothing_shared == {"gradients", "weights"}
     [statistics] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=8")) if "statistics" in x.content]
     # One data rank: 40 micro-batches of 12 sequences, 12 layers.
-    assert statistics.input_bytes == 40 * 12 * 12 * 8 * (2 * 768 + 12)
-    assert (statistics.calls, statistics.sent_bytes) == (40 * 12 * 4, 7 * statistics.input_bytes)
+    once = 40 * 12 * 12 * 8 * (2 * 768 + 12)
+    assert (statistics.kind, statistics.calls, statistics.input_bytes) == ("all-to-all", 40 * 12 * 8, 2 * once)
+    assert statistics.sent_bytes == 7 / 8 * 2 * once
     longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.seq_len=65536")
     assert statistics in plan.collectives(longer)
+    [fewer] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=4")) if "statistics" in x.content]
+    # Two data ranks.
+    assert (fewer.kind, fewer.calls, fewer.input_bytes) == ("all-gather", 20 * 12 * 4, once / 2)
+    assert fewer.sent_bytes == 3 * fewer.input_bytes
+
+
+def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
+    many = planned(BASE, "cluster.nodes=128", "train.micro_batch_size=1", "parallel.sequence=1024")
+    [statistics] = [x for x in plan.collectives(many) if "statistics" in x.content]
+    of_layer = statistics.sent_bytes / (480 * 12)
+    assert of_layer == 1023 / 1024 * 2 * 8 * (2 * 768 + 12)
 
 
 def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
     words = ("model.pattern=TS", "parallel.sequence=8", "model.slots=2", "model.slot_channels=3")
     [statistics] = [x for x in plan.collectives(planned(BASE, *words)) if "statistics" in x.content]
     state = 12 * 2 * (8 * (3 + 1) + 2 * 3)  # M and N in float64, 3 keys in bfloat16
-    assert statistics.input_bytes == 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)
-    assert statistics.calls == 40 * 12 * 4
+    assert statistics.input_bytes == 2 * 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)
+    assert statistics.calls == 40 * 12 * 8
     halves = (*words, "parallel.tensor=2", "parallel.sequence=4")
     [half] = [x for x in plan.collectives(planned(BASE, *halves)) if "statistics" in x.content]
-    assert half.input_bytes == statistics.input_bytes / 2
-    # Three forwards and two backwards of two tiles, in place of one each.
+    assert half.input_bytes == statistics.input_bytes / 4
+    # Three forwards and two backwards of two tiles, in place of one each, and with states three rows in place of two.
     tiles = (*words, "memory.tile_tokens=512")
     [tiled] = [x for x in plan.collectives(planned(BASE, *tiles)) if "statistics" in x.content]
-    assert tiled.input_bytes == 2.5 * statistics.input_bytes
+    assert tiled.input_bytes == 2.5 * 3 / 2 * statistics.input_bytes
     between = plan_memory.tile_states_bytes(planned(BASE, *tiles))
     assert between == 2 * 12 * 6 * (4 * (2 * 768 + 12) + state)
 
@@ -166,6 +178,9 @@ def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
     assert [one.seconds(cluster) for one in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
     assert plan.Collectives("x", "all-reduce", 1, 4e9, 4, 1).sent_bytes == 6e9
     assert plan.Collectives("x", "reduce-scatter", 1, 4e9, 4, 1).sent_bytes == 3e9
+    assert plan.Collectives("x", "all-to-all", 1, 4e9, 4, 1).sent_bytes == 3e9
+    # All eight ranks of a node send to the other one at once.
+    assert plan.Collectives("x", "all-to-all", 1, 50e9 * 16 / 15, 16, 1).seconds(cluster) == pytest.approx(1)
 
 
 def test_what_is_computed_again_takes_time():

@@ -68,12 +68,17 @@ def slot_memory(
             added = compute.final_state(
                 write, values, torch.zeros_like(initial[local.documents]), log_decay, local.lengths
             )
-            per_document = not local.packed or initial_state is not None or output_final_state
-            running_decay = log_decay.to(added.dtype)
-            before, final = exchange(shard, local, Decay, initial, added, running_decay, per_document=per_document)
-            y, _ = compute.slot_memory_chunks(read, write, values, before, log_decay, local.lengths)
+            per_document = initial_state is not None or output_final_state
+            decay_C = log_decay.to(added.dtype).repeat_interleave(added[0, 0].numel())
+            before, final = exchange(
+                shard, local, Decay, initial.flatten(1), added.flatten(1), decay_C, per_document=per_document
+            )
+            y, _ = compute.slot_memory_chunks(read, write, values, before.view_as(added), log_decay, local.lengths)
     y = y.view_as(value)
-    return y, SlotSums(final[..., :-1], final[..., -1]) if output_final_state else None
+    if final is None or not output_final_state:
+        return y, None
+    final = final.view_as(initial)
+    return y, SlotSums(final[..., :-1], final[..., -1])
 
 
 def slot_memory_step(

@@ -1,0 +1,85 @@
+"""What 2 to 8 sequence ranks exchange, by one all-gather and by two all-to-alls, against one process."""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from toy_mixer import rank_shard
+
+from tost_lm.model import ModelConfig
+from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.parallel import sequence
+from tost_lm.testing import run_on_ranks
+from tost_lm.testing.conformance import layer_adapter
+from tost_lm.testing.conformance.adapter import State, Subject
+
+LENGTHS = (1, 2, 9, 1, 1, 5, 2)
+"""Tokens of the first ranks; the last one has the rest of T."""
+T = 40
+OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
+SETTINGS = {"layers": 1, "heads": 2, "width": 4, "positions": "none", "denom_bias": "head", "max_positions": T}
+"""Some of 8 ranks scan none of the 4 columns."""
+
+
+class Found(NamedTuple):
+    """On one rank."""
+
+    error: float
+    where: str
+    states: dict[str, Tensor]
+    """Final states and gradients of initial ones, by name."""
+
+
+def compare_with_one_process() -> list[Found]:
+    return [*compare_layer("T"), *compare_layer("S")]
+
+
+def compare_layer(letter: str) -> list[Found]:
+    subject = Subject(layer_adapter(letter, ModelConfig(pattern=letter, **SETTINGS)), 0)
+    ranks = dist.get_world_size()
+    split = SequenceSplit((*LENGTHS[: ranks - 1], T - sum(LENGTHS[: ranks - 1])), dist.get_rank())
+    found = []
+    for offsets in (None, OFFSETS):
+        B, documents = (2, 2) if offsets is None else (1, len(OFFSETS) - 1)
+        x_BTC = subject.tokens(B, T)
+        for states, output_state in ((None, False), (None, True), (subject.states(documents), True)):
+            whole = partial(subject, offsets=offsets, output_state=output_state)
+            expected = subject.results(whole, x_BTC, states)
+            for sequence.ALL_GATHER_RANKS in (1, ranks):
+                ours = subject.results(partial(on_this_rank, subject, split, offsets, output_state), x_BTC, states)
+                in_states = {name: x for name, x in ours.items() if "state" in name}
+                for name in ours.keys() - in_states.keys():
+                    dist.all_reduce(ours[name])
+                what = f"{letter}, offsets {offsets}, {'with' if output_state else 'without'} states"
+                error, where = max(subject.differences(ours, expected, what))
+                found.append(Found(error, where, in_states))
+    return found
+
+
+def on_this_rank(
+    subject: Subject,
+    split: SequenceSplit,
+    offsets: tuple[int, ...] | None,
+    output_state: bool,
+    x_BTC: Tensor,
+    states: State | None,
+) -> tuple[Tensor, State | None]:
+    """The outputs of this rank's tokens among zeros."""
+    y, final = subject(split.shard(x_BTC), states, offsets, rank_shard(split), output_state)
+    outputs = y.new_zeros(*x_BTC.shape[:2], *y.shape[2:])
+    return outputs.index_copy(1, torch.arange(split.start, split.end), y), final
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
+    first, *others = run_on_ranks(compare_with_one_process, ranks)
+    assert len(first) == 2 * 12
+    for case, of_others in zip(first, zip(*others, strict=True), strict=True):
+        assert case.error < 1e-10, case.where
+        for other in of_others:
+            assert other.states.keys() == case.states.keys()
+            for name, state in case.states.items():
+                assert torch.equal(other.states[name], state), name
