@@ -1,5 +1,6 @@
 """A small hybrid model, trained on any parallel layout, and in one process with whole batches and torch alone."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -114,13 +115,16 @@ def build_engine(
     weights: dict[str, Tensor] | None = None,
     memory: dict[str, Any] | None = None,
     window: int = 0,
+    prepare: Callable[[TostLM], object] = lambda model: None,
 ) -> Any:
-    """DeepSpeed around this rank's shard of the model; `memory` has settings of activation checkpointing."""
+    """DeepSpeed around this rank's shard of the model; `memory` has settings of activation checkpointing, `prepare`
+    changes the model in place."""
     mesh = build_mesh(start_world("cpu"), parallel)
     model = build_model(window=window)
     if weights:
         model.load_state_dict(weights)
     apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))
+    prepare(model)
     return zero.build_engine(
         model,
         build_optimizer(model, optimizer),
@@ -168,9 +172,10 @@ def train_on_layout(
     lengths: tuple[int, ...] = (),
     memory: dict[str, Any] | None = None,
     tile_tokens: int | None = None,
-    window: int = 0,
+    **model: Any,
 ) -> Record:
-    engine = build_engine(parallel, optimizer, grad_clip=grad_clip, memory=memory, window=window)
+    """`model` has arguments of `build_engine`."""
+    engine = build_engine(parallel, optimizer, grad_clip=grad_clip, memory=memory, **model)
     gradients = record_gradients(engine)
     losses, norms = zip(*train_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
     return Record([*losses], [*norms], gradients, dict(zero.full_weights(engine)))

@@ -203,3 +203,25 @@ def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
         "error: train.global_batch_size 4 is not divisible by 3 data ranks × train.micro_batch_size 1 = 3: set "
         "parallel.sequence=3, or train.global_batch_size=6"
     ]  # fmt: skip
+
+
+def test_a_compiled_run_resumes_to_the_bit_and_learns_what_an_eager_run_learns(workplace: Path):
+    words = ["run.toml", "train.steps=4", "checkpoint.interval=2", "train.compile=true"]
+    cache = str(workplace / "compiled")
+    run("pretrain.train", *words, "run.name=whole", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    run("pretrain.train", *words, "run.name=parts", "run.stop_at_step=2", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    run("pretrain.train", *words, "run.name=parts", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert curve(workplace, "parts") == curve(workplace, "whole")
+    assert weights(workplace, "parts", 4) == weights(workplace, "whole", 4)
+    run("pretrain.train", *words[:-1], "run.name=eager", cwd=workplace)
+    losses, eager = ([loss for _, loss, *_ in curve(workplace, name)] for name in ("whole", "eager"))
+    assert losses == pytest.approx(eager, rel=FLOAT32_REORDERED)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [(["parallel.tensor=2"], "tensor 2"), (["parallel.zero_stage=3"], "zero_stage 3")]
+)
+def test_what_cannot_be_compiled_is_refused_in_a_line(workplace: Path, words: list[str], found: str):
+    error = refusal("pretrain.train", "run.toml", "train.compile=true", *words, cwd=workplace)
+    assert f"train.compile does not support parallel.{found}" in error
+    assert "set train.compile = false" in error

@@ -16,7 +16,7 @@ from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.streaming import to_running_dtype
-from tost_lm.model.tssa import TssaMixer
+from tost_lm.model.tssa import TssaMixer, bias_of
 from tost_lm.ops import TssaState
 from tost_lm.ops.naive import memberships, statistics_dtype, token_scores
 
@@ -122,6 +122,6 @@ def layer_scores(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, info
     if state is not None:
         energy_BTHD = energy_BTHD + state.energy[:, None].to(dtype)
         count_BT = count_BT + state.count[:, None]
-    bias_HT = mixer.bias_of(info)
+    bias_HT = bias_of(mixer.denom_bias, info)
     bias_TH = None if bias_HT is None else bias_HT.mT.to(dtype)
     return token_scores(w_sq_BTHD, energy_BTHD, count_BT, mixer.temp.to(dtype), bias_TH, mixer.membership)

@@ -50,7 +50,7 @@ def _ages_of(model: TostLM, tokens_1T: Tensor, ends: list[int]) -> Tensor:
 
     def read(layer: int, mixer: SlotMixer, arguments: Any, _: Any) -> None:
         x_BTC, state, info = arguments
-        found = mixer.project(x_BTC, info.pad_state(state), info)
+        found = mixer.project(x_BTC, state, info)
         start, T = info.start_positions[0], x_BTC.shape[1]
         position_T = torch.arange(start, start + T, dtype=torch.float64, device=x_BTC.device)
         placed_TD = torch.stack([position_T, torch.ones_like(position_T)], -1)

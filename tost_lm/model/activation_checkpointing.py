@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from tost_lm.model.block import Block, CheckpointWrapper
+from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
+
+OPTIONS: Any = {"use_reentrant": False, "preserve_rng_state": False}  # blocks draw no random numbers
 
 
 def apply_activation_checkpointing(
@@ -31,18 +33,12 @@ def apply_activation_checkpointing(
     for block in model.blocks:
         if isinstance(block, Block):
             if activation_checkpointing == "full":
-                block.checkpoint = _checkpointed(context_fn)
+                block.checkpoint = partial(checkpoint, **OPTIONS, context_fn=context_fn)
             if mlp_tile_tokens is not None:
                 block.mlp_checkpoint = partial(_in_tiles, mlp_tile_tokens)
     return model
 
 
-def _checkpointed(context_fn: Callable[[], Any] = noop_context_fn) -> CheckpointWrapper:
-    # Blocks draw no random numbers.
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
-
-
 def _in_tiles(tile_tokens: int, compute: Callable[[Tensor], Tensor], x_BTC: Tensor) -> Tensor:
-    checkpointed = _checkpointed()
     # Split, not sliced: the backward of each slice would allocate a tensor of all tokens.
-    return torch.cat([checkpointed(compute, tile) for tile in x_BTC.split(tile_tokens, 1)], 1)
+    return torch.cat([checkpoint(compute, tile, **OPTIONS) for tile in x_BTC.split(tile_tokens, 1)], 1)

@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 
@@ -40,25 +40,36 @@ def causal_attention(
     for n, q in enumerate(q_BHTD.split(sizes, 2), 1):
         starts.append(start)
         first = max(i for i in range(n + 1) if starts[i] <= max(0, start - window + 1))
-        # The backward computes a tile again instead of storing its mask and its copy of the keys.
-        ys.append(checkpoint(
-            _attend, q, key_tiles[first : n + 1], value_tiles[first : n + 1], start, starts[first], window, first_key,
-            use_reentrant=False, preserve_rng_state=False,
-        ))  # fmt: skip
+        tiles = *key_tiles[first : n + 1], *value_tiles[first : n + 1]
+        ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
         start += q.shape[2]
     return torch.cat(ys, 2)
 
 
+class _Tile(torch.autograd.Function):
+    """The backward computes a tile again instead of storing its mask and its copy of the keys."""
+
+    @staticmethod
+    def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
+        ctx.where = query_start, key_start, window
+        ctx.save_for_backward(first_key, *qkv)
+        return _attend(*ctx.where, first_key, *qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        first_key, *qkv = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        with torch.enable_grad():
+            y_BHTD = _attend(*ctx.where, first_key, *leaves)
+        return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
+
+
 def _attend(
-    q_BHTD: Tensor,
-    keys: tuple[Tensor, ...],
-    values: tuple[Tensor, ...],
-    query_start: int,
-    key_start: int,
-    window: int,
-    first_key: Tensor | None,
+    query_start: int, key_start: int, window: int, first_key: Tensor | None, q_BHTD: Tensor, *keys_and_values: Tensor
 ) -> Tensor:
-    k_BHSD, v_BHSD = torch.cat(keys, 2), torch.cat(values, 2)
+    half = len(keys_and_values) // 2
+    k_BHSD, v_BHSD = torch.cat(keys_and_values[:half], 2), torch.cat(keys_and_values[half:], 2)
     i_T1 = torch.arange(query_start, query_start + q_BHTD.shape[2], device=q_BHTD.device)[:, None]
     j_S = torch.arange(key_start, key_start + k_BHSD.shape[2], device=q_BHTD.device)
     visible = (j_S <= i_T1) & (j_S > i_T1 - window)

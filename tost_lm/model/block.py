@@ -78,9 +78,10 @@ class Block(nn.Module):
         """Wraps the MLP branch, where tokens do not interact: it may call the function on tiles of tokens."""
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
-        return self.checkpoint(self._compute, x_BTC, state, info)
+        return self.checkpoint(self.compute, x_BTC, state, info)
 
-    def _compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
+    def compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
+        """The block without a checkpoint around it; `compile_blocks` replaces it."""
         mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, info)
         return self.mlp_checkpoint(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
 

@@ -5,7 +5,7 @@ layer.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch.nn.functional import logsigmoid, silu
 
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import GATE_CHANNELS, ModelConfig
-from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.positions import SequenceInfo, state_rows
+from tost_lm.ops.registered import Registered
 
 GATE_TEMPERATURE = 16.0
 RECURRENT_TOKENS = 64
@@ -47,22 +48,38 @@ class GatedMixer(nn.Module):
         Raises:
             ConfigError: x is not on a GPU, sequences are split over ranks, or flash-linear-attention is not installed.
         """
-        chunked, recurrent = gated_kernels(x_BTC.device)
-        if info.shard is not None:
-            raise ConfigError("G layers of model.pattern do not support sequence ranks; set parallel.sequence=1")
         q, k, v, r = self.in_proj(x_BTC).split(self.channels, -1)
         gate = logsigmoid(self.gate_out(self.gate_in(x_BTC)).float()) / GATE_TEMPERATURE
         q, k, v, gate = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v, gate))
-        state = info.pad_state(state)
-        attend = recurrent if max(info.local.lengths) <= RECURRENT_TOKENS else chunked
-        o_BTHD, memory = attend(
-            q, k, v, gate,
-            initial_state=None if state is None else state.memory,
-            output_final_state=bool(info.output_state),
-            cu_seqlens=None if info.cu_seqlens is None else info.cu_seqlens.to(x_BTC.device),
-        )  # fmt: skip
+        tensors = [q, k, v, gate, state.memory if state else None, info.state_offsets]
+        o_BTHD, *memory = ATTENTION(info, info.handle, tensors, info.wanted_state)
         y_BTC = self.norm(o_BTHD).flatten(-2) * silu(r)
-        return self.out_proj(y_BTC), info.select_state(GatedState(memory)) if info.output_state else None
+        return self.out_proj(y_BTC), GatedState(*memory) if memory else None
+
+
+def _attend(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    q, k, v, gate, memory, _ = tensors
+    chunked, recurrent = gated_kernels(q.device)
+    if info.shard is not None:
+        raise ConfigError("G layers of model.pattern do not support sequence ranks; set parallel.sequence=1")
+    attend = recurrent if max(info.local.lengths) <= RECURRENT_TOKENS else chunked
+    o_BTHD, memory = attend(
+        q, k, v, gate,
+        initial_state=info.pad_rows(memory),
+        output_final_state=bool(info.output_state),
+        cu_seqlens=None if info.cu_seqlens is None else info.cu_seqlens.to(q.device),
+    )  # fmt: skip
+    return [o_BTHD, info.select_rows(memory)] if info.output_state else [o_BTHD]
+
+
+def _fake(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    _, k, v, *_, offsets = tensors
+    o_BTHD, (B, _, H, D) = v.new_empty(v.shape), v.shape
+    shape = state_rows(B, offsets), H, k.shape[-1], D
+    return [o_BTHD, v.new_empty(shape, dtype=torch.float32)] if wanted_state else [o_BTHD]
+
+
+ATTENTION = Registered("gated_linear_attention", _attend, _fake)
 
 
 def gated_kernels(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:

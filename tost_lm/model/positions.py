@@ -1,20 +1,18 @@
 """Positions of tokens in their documents; sinusoidal and rotary embeddings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tost_lm.ops.registered import handle_for
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 SINUSOIDAL_BASE = 10000.0
 FIRST_BIN = 8
-
-State = TypeVar("State", bound=tuple[Any, ...])
-"""A layer's state: a named tuple of tensors, [N, …] each."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class SequenceInfo:
     """Whether to return the state after the last token: of all documents, or (`last`) of the last packed document."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: not used."""
+    handle: Tensor | None = None
+    """Stands for this information in a compiled graph: `tost_lm.ops.registered`."""
 
     @classmethod
     def of(
@@ -74,7 +74,18 @@ class SequenceInfo:
             position = torch.arange(first_n[0], first_n[0] + T, device=tokens_BT.device)
         else:
             position = torch.tensor(first_n)[:, None] + torch.arange(T)
-        return cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
+        info = cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
+        return replace(info, handle=handle_for(info))
+
+    @property
+    def wanted_state(self) -> str:
+        """`output_state` as an option of an operator; empty: none."""
+        return str(self.output_state or "")
+
+    @property
+    def state_offsets(self) -> Tensor | None:
+        """`cu_seqlens` if its length decides how many rows the returned state has."""
+        return self.cu_seqlens if self.output_state is True else None
 
     @property
     def end_positions(self) -> tuple[int, ...]:
@@ -82,16 +93,20 @@ class SequenceInfo:
         lengths = self.local.whole_lengths
         return tuple(start + length for start, length in zip(self.start_positions, lengths, strict=True))
 
-    def pad_state(self, state: State | None) -> State | None:
-        """Add rows of zeros, the empty state, for the documents that start in this call."""
-        if state is None or len(state[0]) == len(self.start_positions):
-            return state
-        rows = len(self.start_positions) - len(state[0])
-        return type(state)(*(pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, rows)) for x_N in state))
+    def pad_rows(self, state_N: Tensor | None) -> Tensor | None:
+        """A tensor of a state, with rows of zeros for the documents that start in this call."""
+        if state_N is None:
+            return None
+        return pad(state_N, (0, 0) * (state_N.dim() - 1) + (0, len(self.start_positions) - len(state_N)))
 
-    def select_state(self, state: State) -> State:
-        """The rows of a state after this call that `output_state` requests."""
-        return type(state)(*(x_N[-1:] for x_N in state)) if self.output_state == "last" else state
+    def select_rows(self, state_N: Tensor) -> Tensor:
+        """Of a tensor of the state after this call, the rows that `output_state` requests."""
+        return state_N[-1:] if self.output_state == "last" else state_N
+
+
+def state_rows(rows: int, state_offsets: Tensor | None) -> int:
+    """Rows of the state that a call on this many `rows` returns, from what a compiled graph knows."""
+    return rows if state_offsets is None else len(state_offsets) - 1
 
 
 def position_ends(tokens: int) -> list[int]:

@@ -4,15 +4,17 @@ Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value chan
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from tost_lm.model.config import CONV_TAPS, ModelConfig
-from tost_lm.model.positions import SequenceInfo
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.model.positions import SequenceInfo, state_rows
+from tost_lm.ops.naive import running_dtype, statistics_dtype
+from tost_lm.ops.registered import Registered
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_step
 
@@ -44,7 +46,7 @@ class Projected(NamedTuple):
     """[B, T, H, V]."""
     gate: Tensor
     """[B, T, H, V], before the sigmoid."""
-    taps: Tensor | None
+    taps: Tensor | None = None
     """[N, K − 1, H·S]."""
 
 
@@ -77,37 +79,22 @@ class SlotMixer(nn.Module):
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
-        state = info.pad_state(state)
         read_BTHS, write_BTHS, value_BTHV, gate_BTHV, taps = self.project(x_BTC, state, info)
-        sums = SlotSums(state.memory, state.mass) if state else None
-        log_decay_H = self.log_decay()
-        if sums is not None and max(info.local.lengths) == 1 and info.shard is None:
-            read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
-            y_NHV, sums = slot_memory_step(read, write, value, log_decay_H, sums)
-            y_BTHV = y_NHV.view_as(value_BTHV)
-        else:
-            y_BTHV, sums = slot_memory(
-                read_BTHS, write_BTHS, value_BTHV, log_decay_H, local=info.local, initial_state=sums,
-                output_final_state=bool(info.output_state), shard=info.shard,
-            )  # fmt: skip
+        sums = [state.memory, state.mass] if state else [None, None]
+        tensors = [read_BTHS, write_BTHS, value_BTHV, self.log_decay(), *sums, info.state_offsets]
+        y_BTHV, *new_sums = MEMORY(info, info.handle, tensors, info.wanted_state)
         y_BTHV = rms_norm(y_BTHV, (self.channels,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
-        if not info.output_state:
-            return self.out_proj(y_BTHV.flatten(-2)), None
-        assert sums is not None
-        assert taps is not None
-        return self.out_proj(y_BTHV.flatten(-2)), info.select_state(SlotState(sums.memory, sums.mass, taps))
+        return self.out_proj(y_BTHV.flatten(-2)), None if taps is None else SlotState(*new_sums, taps=taps)
 
     def project(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> "Projected":
-        """What the tokens read and write; `state` has a row for each document."""
+        """What the tokens read and write."""
         S, V = self.slots, self.channels
         heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
-        key_BTE, taps = short_conv(
-            key.flatten(-2), self.conv.flatten(0, 1), local=info.local, initial_NPC=state.taps if state else None,
-            output_final_state=bool(info.output_state), shard=info.shard,
-        )  # fmt: skip
+        tensors = [key.flatten(-2), self.conv.flatten(0, 1), state.taps if state else None, info.state_offsets]
+        key_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
-        return Projected(memberships(query, self.read_temp), write_BTHS, value_BTHV, gate_BTHV, taps)
+        return Projected(memberships(query, self.read_temp), write_BTHS, value_BTHV, gate_BTHV, *taps)
 
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""
@@ -119,6 +106,49 @@ def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:
     dtype = statistics_dtype(scores_BTHS)
     with torch.autocast(scores_BTHS.device.type, enabled=False):
         return (temp_H.to(dtype)[:, None] * scores_BTHS.to(dtype)).softmax(-1)
+
+
+def _convolve(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    key_BTE, weight_EK, taps_NPE, _ = tensors
+    y_BTE, final_NPE = short_conv(
+        key_BTE, weight_EK, local=info.local, initial_NPC=info.pad_rows(taps_NPE),
+        output_final_state=bool(info.output_state), shard=info.shard,
+    )  # fmt: skip
+    return [y_BTE] if final_NPE is None else [y_BTE, info.select_rows(final_NPE)]
+
+
+def _fake_convolve(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    key_BTE, weight_EK, _, offsets = tensors
+    y_BTE, (B, _, E) = key_BTE.new_empty(key_BTE.shape), key_BTE.shape
+    shape = state_rows(B, offsets), weight_EK.shape[1] - 1, E
+    return [y_BTE, key_BTE.new_empty(shape)] if wanted_state else [y_BTE]
+
+
+def _remember(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    read_BTHS, write_BTHS, value_BTHV, log_decay_H, *sums, _ = tensors
+    state = None if sums[0] is None else SlotSums(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
+    if state is not None and max(info.local.lengths) == 1 and info.shard is None:
+        read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
+        y_NHV, state = slot_memory_step(read, write, value, log_decay_H, state)
+        y_BTHV = y_NHV.view_as(value_BTHV)
+    else:
+        y_BTHV, state = slot_memory(
+            read_BTHS, write_BTHS, value_BTHV, log_decay_H, local=info.local, initial_state=state,
+            output_final_state=bool(info.output_state), shard=info.shard,
+        )  # fmt: skip
+    return [y_BTHV, *(map(info.select_rows, state) if state and info.output_state else ())]
+
+
+def _fake_remember(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    _, write_BTHS, value_BTHV, *_, offsets = tensors
+    y_BTHV, (B, _, H, V) = value_BTHV.new_empty(value_BTHV.shape), value_BTHV.shape
+    N, S, dtype = state_rows(B, offsets), write_BTHS.shape[-1], running_dtype(value_BTHV.device)
+    sums = [value_BTHV.new_empty(shape, dtype=dtype) for shape in ((N, H, S, V), (N, H, S))]
+    return [y_BTHV, *sums] if wanted_state else [y_BTHV]
+
+
+CONVOLUTION = Registered("short_conv", _convolve, _fake_convolve)
+MEMORY = Registered("slot_memory", _remember, _fake_remember)
 
 
 def initial_log_rates(heads: int) -> Tensor:

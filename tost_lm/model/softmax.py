@@ -1,6 +1,8 @@
 """The softmax mixer: causal attention, full or in a sliding window, with rotary embedding and a cache for decoding."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,8 @@ from torch.nn.functional import pad
 
 from tost_lm.model.attention import causal_attention
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.positions import SequenceInfo, apply_rotary
+from tost_lm.model.positions import SequenceInfo, apply_rotary, state_rows
+from tost_lm.ops.registered import Registered
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Each [B, H, S, D]."""
@@ -37,17 +40,37 @@ class SoftmaxMixer(nn.Module):
         q, k, v = self.in_proj(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if info.rotary is not None:
             q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
-        up_to_here, sequence = self._around(k, v, info)
-        attend = self._attend_rows if info.cu_seqlens is None else self._attend_packed
-        y_BHTD, state = attend(q, up_to_here, sequence, state, info)
-        return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), state
+        y_BTC, *new_state = ATTENTION(
+            info,
+            info.handle,
+            [q, k, v, *(state or (None, None)), info.state_offsets],
+            str(self.window),
+            info.wanted_state,
+        )
+        return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
 
-    def _around(self, k: Tensor, v: Tensor, info: SequenceInfo) -> tuple[KeysAndValues, KeysAndValues]:
+
+@dataclass(frozen=True)
+class _Attention:
+    """Attention of the tokens of one call."""
+
+    window: int
+    info: SequenceInfo
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
+    ) -> tuple[Tensor, KeyValueState | None]:
+        up_to_here, sequence = self._around(k, v)
+        attend = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
+        return attend(q, up_to_here, sequence, state)
+
+    def _around(self, k: Tensor, v: Tensor) -> tuple[KeysAndValues, KeysAndValues]:
         """Keys and values up to this rank's last token, and up to the sequence's last.
 
         Each rank keeps its queries and gathers, in one exchange, what others attend to: all tokens, or with a window
         the last window − 1 of each rank. What is left out is in no window.
         """
+        info = self.info
         if info.shard is None:
             return (k, v), (k, v)
         split, kv_BHTD = info.shard.split, torch.cat([k, v], -1)
@@ -62,13 +85,9 @@ class SoftmaxMixer(nn.Module):
         return _halves(up_to_here), _halves(sequence)
 
     def _attend_rows(
-        self,
-        q: Tensor,
-        up_to_here: KeysAndValues,
-        sequence: KeysAndValues,
-        state: KeyValueState | None,
-        info: SequenceInfo,
+        self, q: Tensor, up_to_here: KeysAndValues, sequence: KeysAndValues, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
+        info = self.info
         if state is not None:
             tokens, alone = max(info.start_positions), info.shard is None
             up_to_here = _append(state, tokens, up_to_here)
@@ -78,14 +97,9 @@ class SoftmaxMixer(nn.Module):
         return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
-        self,
-        q: Tensor,
-        up_to_here: KeysAndValues,
-        sequence: KeysAndValues,
-        state: KeyValueState | None,
-        info: SequenceInfo,
+        self, q: Tensor, up_to_here: KeysAndValues, sequence: KeysAndValues, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
-        local, N = info.local, len(info.local.whole_lengths)
+        info, local, N = self.info, self.info.local, len(self.info.local.whole_lengths)
 
         def with_state(n: int, of_document: KeysAndValues) -> KeysAndValues:
             if state is None or n >= len(state.key):
@@ -122,6 +136,25 @@ class SoftmaxMixer(nn.Module):
         if self.window and dropped > 0:
             return x_BHSD[:, :, dropped:].clone()
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
+
+
+def _attend(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: str) -> list[Tensor]:
+    q, k, v, *state, _ = tensors
+    y_BHTD, new_state = _Attention(int(window), info)(q, k, v, None if state[0] is None else KeyValueState(*state))
+    return [y_BHTD.transpose(1, 2).flatten(-2), *(new_state or ())]
+
+
+def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tensor]:
+    q, *_, offsets = tensors
+    B, H, T, D = q.shape
+    y_BTC = q.new_empty(B, T, H * D)
+    if not wanted_state:
+        return [y_BTC]
+    shape = state_rows(B, offsets), H, torch.library.get_ctx().new_dynamic_size(), D
+    return [y_BTC, q.new_empty(shape), q.new_empty(shape)]
+
+
+ATTENTION = Registered("softmax_attention", _attend, _fake)
 
 
 def _last(x_BHSD: Tensor, tokens: int) -> Tensor:

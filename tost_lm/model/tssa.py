@@ -1,12 +1,17 @@
 """The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
+from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax
+from tost_lm.ops.registered import Registered
 
 
 class TssaMixer(nn.Module):
@@ -26,27 +31,53 @@ class TssaMixer(nn.Module):
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        bias = self.bias_of(info)
-        state = info.pad_state(state)
-        if state is not None and max(info.local.lengths) == 1 and info.shard is None:
-            if bias is not None:
-                bias = bias[..., 0] if info.cu_seqlens is None else bias.T
-            y_NHD, state = tssa_step(
-                w_BTHD.flatten(0, 1), self.temp, bias, state, membership=self.membership, heads=self.softmax
-            )
-            y_BTHD = y_NHD.view_as(w_BTHD)
-        else:
-            y_BTHD, state = causal_tssa(
-                w_BTHD, self.temp, bias, membership=self.membership, initial_state=state,
-                output_final_state=bool(info.output_state), cu_seqlens=info.cu_seqlens, shard=info.shard,
-                heads=self.softmax,
-            )  # fmt: skip
-        return self.out_proj(y_BTHD.flatten(-2)), None if state is None else info.select_state(state)
+        tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 4), info.state_offsets]
+        y_BTHD, *new_state = TSSA(info, info.handle, tensors, self.membership, info.wanted_state, softmax=self.softmax)
+        return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
 
-    def bias_of(self, info: SequenceInfo) -> Tensor | None:
-        """denom_bias of each token: [H, T], or [B, H, T] where rows have different positions."""
-        if self.denom_bias is None:
-            return None
-        if self.denom_bias.dim() == 1:
-            return self.denom_bias[:, None].expand(-1, info.position.shape[-1])
-        return self.denom_bias[:, info.position].movedim(0, -2)
+
+def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:
+    """denom_bias, [H] or [H, positions], of each token: [H, T], or [B, H, T] where rows have different positions."""
+    if denom_bias is None:
+        return None
+    T = info.position.shape[-1]
+    if denom_bias.dim() == 1:
+        return denom_bias[:, None].expand(-1, T)
+    if info.cu_seqlens is None and info.position.dim() == 1:
+        first = info.start_positions[0] + info.local.before[0]
+        return denom_bias[:, first : first + T]
+    return denom_bias[:, info.position].movedim(0, -2)
+
+
+def _mix(
+    info: SequenceInfo, tensors: Sequence[Any], membership: Membership, _wanted: str, softmax: HeadSoftmax | None = None
+) -> list[Tensor]:
+    w_BTHD, temp_H, denom_bias, *sums, _ = tensors
+    bias = bias_of(denom_bias, info)
+    state = None if sums[0] is None else TssaState(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
+    if state is not None and max(info.local.lengths) == 1 and info.shard is None:
+        if bias is not None:
+            bias = bias[..., 0] if info.cu_seqlens is None else bias.T
+        y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, membership=membership, heads=softmax)
+        y_BTHD = y_NHD.view_as(w_BTHD)
+    else:
+        y_BTHD, state = causal_tssa(
+            w_BTHD, temp_H, bias, membership=membership, initial_state=state,
+            output_final_state=bool(info.output_state), cu_seqlens=info.cu_seqlens, shard=info.shard, heads=softmax,
+        )  # fmt: skip
+    return [y_BTHD, *(map(info.select_rows, state) if state and info.output_state else ())]
+
+
+def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str) -> list[Tensor]:
+    w_BTHD, *_, energy, _, _, _, offsets = tensors
+    B, _, H, D = w_BTHD.shape
+    y_BTHD = w_BTHD.new_empty(w_BTHD.shape)
+    if not wanted_state:
+        return [y_BTHD]
+    N = state_rows(B, offsets)
+    dtype = torch.promote_types(statistics_dtype(w_BTHD), w_BTHD.dtype if energy is None else energy.dtype)
+    sums = (w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))
+    return [y_BTHD, *sums, w_BTHD.new_empty(N, dtype=torch.int64)]
+
+
+TSSA = Registered("causal_tssa", _mix, _fake)

@@ -9,9 +9,10 @@ logits into loss and gradient in place.
 Shapes: M tokens, C channels, V vocabulary entries on this rank; m tokens and v entries of a tile.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.registered import Registered
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
 IGNORED_LABEL = -100
@@ -74,6 +76,10 @@ def linear_cross_entropy(
         logits_bytes: budget of a tile's logits, exceeded only if one token needs more (without gradients on a CPU: one
             vocabulary entry). None: LOGITS_BYTES or DEVICE_LOGITS_BYTES, or less where that is faster.
     """
+    if torch.compiler.is_compiling() and shard is None:
+        options = str(torch.is_grad_enabled()), str(logits_bytes or "")
+        total, nats_M, *is_top_M = OPERATOR(None, None, [x_MC, weight_VC, labels_M], *options)
+        return CrossEntropy(total, nats_M.detach(), *is_top_M or [None])
     if torch.is_grad_enabled():
         logits_bytes = logits_bytes or _budget(x_MC)
         total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportGeneralTypeIssues]
@@ -82,6 +88,22 @@ def linear_cross_entropy(
     scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
     nats_M, is_top_M = (torch.zeros_like(labels_M, dtype=x.dtype).masked_scatter_(counted_M, x) for x in scored)
     return CrossEntropy(nats_M.sum(), nats_M, is_top_M)
+
+
+def _run(_: None, tensors: Sequence[Any], with_gradient: str, logits_bytes: str) -> list[Tensor]:
+    with torch.set_grad_enabled(with_gradient == "True"):
+        found = linear_cross_entropy(*tensors, logits_bytes=int(logits_bytes or 0))
+    return [x for x in found if x is not None]
+
+
+def _fake(tensors: Sequence[Any], with_gradient: str, _: str) -> list[Tensor]:
+    x_MC, _, labels_M = tensors
+    nats_M = x_MC.new_empty(len(labels_M), dtype=statistics_dtype(x_MC))
+    found = [nats_M.new_empty(()), nats_M]
+    return found if with_gradient == "True" else [*found, torch.empty_like(labels_M, dtype=torch.bool)]
+
+
+OPERATOR = Registered("linear_cross_entropy", _run, _fake)
 
 
 def logit_tile_tokens(

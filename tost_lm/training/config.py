@@ -67,6 +67,8 @@ class TrainConfig(Section):
     """Of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
     tf32: bool = False
     """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
+    compile: bool = False
+    """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first step takes a minute longer. Not with tensor ranks or ZeRO stage 3."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None
@@ -213,6 +215,12 @@ class PretrainConfig(Section):
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"
+            )
+        if self.train.compile and (self.parallel.tensor > 1 or self.parallel.zero_stage == 3):
+            found = f"tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else "zero_stage 3"
+            raise ValueError(
+                f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
+                f"train.compile = false or parallel.{found.split()[0]} = 1"
             )
         if self.train.seq_len < self.parallel.sequence:
             raise ValueError(

@@ -11,6 +11,7 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.model.checkpoint import step_folder
+from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
 from tost_lm.optim.adamw import build_adamw, learning_rate, warmup_steps
@@ -164,6 +165,8 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
         mlp_tile_tokens=config.memory.mlp_tile_tokens,
         context_fn=checkpoint_context(mesh),
     )
+    if config.train.compile:
+        compile_blocks(model)
     return build_engine(
         model,
         build_adamw(model, config.optim),

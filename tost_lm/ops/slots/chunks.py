@@ -48,7 +48,7 @@ class _SlotMemory(torch.autograd.Function):
     ):
         y_MHD, final_nHSE = torch.empty_like(value_MHD), torch.empty_like(initial_nHSE)
         state_HSE, states, decays = initial_nHSE[0], [], _Decays(log_decay_H, lengths)
-        ctx.groups, ctx.decays = list(_groups(lengths, len(log_decay_H))), decays
+        ctx.groups, ctx.lengths = list(_groups(lengths, len(log_decay_H))), lengths
         for group in ctx.groups:
             states.append(state_HSE)
             write, value = group.split(write_MHS), group.split(value_MHD)
@@ -59,17 +59,17 @@ class _SlotMemory(torch.autograd.Function):
                     final_nHSE[chunk.document] = after_HSE
             if read_MHS is not None:
                 group.join(y_MHD, _Read(group.split(read_MHS), write, value, before_kHSE, decays).output())
-        ctx.save_for_backward(read_MHS, write_MHS, value_MHD, initial_nHSE, torch.stack(states))
+        ctx.save_for_backward(read_MHS, write_MHS, value_MHD, initial_nHSE, log_decay_H, torch.stack(states))
         return (y_MHD if read_MHS is not None else None), final_nHSE
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MHD: Tensor, d_final_nHSE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        read_MHS, write_MHS, value_MHD, initial_nHSE, states = ctx.saved_tensors
+        read_MHS, write_MHS, value_MHD, initial_nHSE, log_decay_H, states = ctx.saved_tensors
         d_read_MHS = None if read_MHS is None else torch.empty_like(read_MHS)
         d_write_MHS, d_value_MHD = torch.empty_like(write_MHS), torch.empty_like(value_MHD)
         d_initial_nHSE, d_state_HSE = torch.empty_like(d_final_nHSE), d_final_nHSE[0]
-        decays = ctx.decays
+        decays = _Decays(log_decay_H, ctx.lengths)
         d_log_decay_H = torch.zeros_like(decays.running_H)
         for group, state_HSE in zip(reversed(ctx.groups), states.flip(0), strict=True):
             write, value = group.split(write_MHS), group.split(value_MHD)

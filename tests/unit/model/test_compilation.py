@@ -1,0 +1,198 @@
+"""Compiled blocks: one graph for each kind of layer, the same numbers, and no new graph for other documents."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.library import opcheck
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.compilation import compile_blocks
+from tost_lm.model.positions import SequenceInfo
+from tost_lm.model.slots import CONVOLUTION, MEMORY
+from tost_lm.model.softmax import ATTENTION
+from tost_lm.model.tssa import TSSA
+from tost_lm.ops import registered
+from tost_lm.ops.cross_entropy import OPERATOR as LOSS
+from tost_lm.testing import assert_close
+from tost_lm.training.tiled import tiled_loss
+
+B, T, VOCAB = 2, 40, 64
+TOKENS_BT = torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
+ROWS = {"unpacked": {}, "packed": {"cu_seqlens": torch.tensor([0, 7, 8, 31, T])}}
+
+
+@pytest.fixture(autouse=True)
+def graphs_without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same graphs run by PyTorch's own kernels: compiling for the processor takes many times as long."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def drawn_model(pattern: str, **settings: Any) -> TostLM:
+    torch.manual_seed(0)
+    shape = {"layers": 2 * len(pattern), "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": 2 * T}
+    window = {"window": 5} if "A" in pattern else {}
+    config = {"pattern": pattern, "layer_scale": 1.0, **shape, **window, **settings}
+    model = TostLM(validate(ModelConfig, config, "test")).double()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("denom_bias"):
+            nn.init.normal_(parameter, 0.5, 0.1)
+    return model
+
+
+def loss_and_gradients(model: TostLM, rows: dict[str, Any], *, with_states: bool) -> dict[str, Tensor]:
+    """With states, of a second call that starts from the states of a first one."""
+    tokens_BT = TOKENS_BT[:1] if rows else TOKENS_BT
+    output = model(tokens_BT, labels=tokens_BT, output_state=with_states, **rows)
+    loss = output.loss
+    if with_states:
+        output = model(tokens_BT, labels=tokens_BT, state=output.state, **rows)
+        statistics = [x for layer in output.state.layers for x in layer if x.is_floating_point()]
+        loss = loss + output.loss + sum(x.square().mean() for x in statistics)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    # Of a loss without states, no gradient reaches some parameters.
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return {"loss": loss, **dict(zip(names, gradients, strict=True))}
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("pattern", ["T", "S", "A", "TSA"])
+def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, rows: str):
+    expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=False)
+    model = compile_blocks(drawn_model(pattern))
+    found = loss_and_gradients(model, ROWS[rows], with_states=False)
+    assert graphs() == len(pattern)  # of two layers of each kind
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-12, name)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("pattern", ["T", "S", "A"])
+def test_states_in_and_out_have_the_same_gradients(pattern: str, rows: str):
+    expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=True)
+    found = loss_and_gradients(compile_blocks(drawn_model(pattern)), ROWS[rows], with_states=True)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-12, name)
+    assert not counters["graph_break"]
+
+
+def test_other_documents_and_other_tokens_need_no_new_graph():
+    model = compile_blocks(drawn_model("TSA"))
+    for cuts in ([0, 7, T], [0, 1, 2, 30, T], [0, T]):
+        loss_and_gradients(model, {"cu_seqlens": torch.tensor(cuts)}, with_states=False)
+    assert graphs() == 3
+    with torch.no_grad():
+        model(TOKENS_BT[:1])
+    assert graphs() == 6
+
+
+@pytest.mark.parametrize("less", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 7}])
+def test_blocks_that_are_computed_again_have_the_same_gradients(less: dict[str, Any]):
+    expected = loss_and_gradients(drawn_model("TSA"), {}, with_states=False)
+    model = compile_blocks(apply_activation_checkpointing(drawn_model("TSA"), **less))
+    found = loss_and_gradients(model, {}, with_states=False)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-12, name)
+    assert not counters["graph_break"]
+
+
+def test_tiles_have_the_same_gradients():
+    def of_tiles(model: TostLM) -> dict[str, Tensor]:
+        loss = tiled_loss(model, TOKENS_BT, TOKENS_BT, tile_tokens=20)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        return {"loss": loss, **dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))}
+
+    expected, model = of_tiles(drawn_model("SA")), compile_blocks(drawn_model("SA"))
+    found, known = of_tiles(model), graphs()
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-12, name)
+    of_tiles(model)
+    assert graphs() == known > 0
+
+
+def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    H, S, D, C = 2, 3, 4, 8
+    shares = [torch.softmax(drawn(1, T, H, S).detach(), -1).requires_grad_() for _ in range(2)]
+    labels = torch.randint(VOCAB, (T,))
+    return {
+        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 5], ["energy-share", ""]),
+        "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
+        "slot_memory": (MEMORY, [*shares, drawn(1, T, H, D), -torch.rand(H).double(), *[None] * 3], [""]),
+        "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
+        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", ""]),
+    }
+
+
+def arguments(tensors: list[Any], options: list[str]) -> tuple[Any, ...]:
+    """As a graph calls the operator."""
+    given = [x for x in tensors if x is not None]
+    info = SequenceInfo.of(TOKENS_BT[:1], None, None, output_state=False)
+    differentiated = [x.requires_grad for x in given]
+    return given, info.handle, [x is not None for x in tensors], differentiated, options
+
+
+@pytest.mark.parametrize("name", cases())
+def test_operators_pass_the_checks_of_torch(name: str):
+    operator, tensors, options = cases()[name]
+    opcheck(getattr(torch.ops.tost_lm, name).default, arguments(tensors, options))
+    assert operator.operator._qualname == f"tost_lm::{name}"
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_waiting_pass_reads_nothing_that_the_graph_may_overwrite(name: str):
+    _, tensors, options = cases()[name]
+    given, handle, are_given, differentiated, options = arguments(tensors, options)
+    operator = getattr(torch.ops.tost_lm, name)
+    expected_results = operator(given, handle, are_given, differentiated, options)[:-1]
+    inputs = [x for x, needed in zip(given, differentiated, strict=True) if needed]
+    gradients = [torch.randn_like(x) for x in expected_results if x.requires_grad]
+    results_with_gradient = [x for x in expected_results if x.requires_grad]
+    expected = torch.autograd.grad(results_with_gradient, inputs, gradients)
+
+    with torch.no_grad():
+        *results, waiting = operator(given, handle, are_given, differentiated, options)
+        in_graph = [x.clone() for x in (*given, *results)]
+        for x in (*given, *results):
+            x.fill_(x.new_tensor(float("nan")) if x.is_floating_point() else 0)
+        needed = [*differentiated, *(False for _ in results), False]
+        has_gradient = [x.requires_grad for x in expected_results]
+        found = torch.ops.tost_lm.backward(waiting, gradients, has_gradient, in_graph, needed[:-1])
+    for x, value in zip(found, expected, strict=True):
+        assert torch.equal(x, value)
+
+
+def test_what_a_handle_stands_for_is_freed_with_it():
+    before = len(registered._OBJECTS)
+    loss_and_gradients(compile_blocks(drawn_model("TS")), {}, with_states=True)
+    torch.compiler.reset()
+    assert len(registered._OBJECTS) == before
+
+
+def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    from torch._inductor import cpp_builder, exc
+
+    def missing() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(ConfigError, match=r"install g\+\+, or set train.compile = false"):
+        compile_blocks(drawn_model("T"))

@@ -1,0 +1,44 @@
+"""Compilation of the blocks with `torch.compile`: what surrounds the token mixer becomes a few fused kernels.
+
+The token mixer is one operator of the graph (`tost_lm.ops.registered`), so a block is one graph, and blocks of a kind
+share it. Graphs differ by layer kind, shapes, whether gradients are computed, and whether there are states.
+"""
+
+import torch
+
+from tost_lm.errors import ConfigError
+from tost_lm.model.block import Block
+from tost_lm.model.lm import TostLM
+
+GRAPHS = 64
+"""Graphs of a process, at most: 3 layer kinds with and without gradients and states, in rows and tiles of a few sizes.
+torch's limit of 8 would be an error."""
+
+
+def compile_blocks(model: TostLM) -> TostLM:
+    """Compile each block of a model, in place. Outputs and gradients change by rounding only.
+
+    Call it after `apply_activation_checkpointing`. The first calls take about ten seconds for each graph.
+
+    Raises:
+        ConfigError: there is no compiler for the device of the model.
+    """
+    _require_compiler(model.embedding.weight.device)
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.compute = torch.compile(block.compute, fullgraph=True)
+    return model
+
+
+def _require_compiler(device: torch.device) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        raise ConfigError("train.compile needs the package triton on a GPU; install it, or set train.compile = false")
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        raise ConfigError("train.compile needs a C++ compiler; install g++, or set train.compile = false") from None
