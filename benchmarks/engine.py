@@ -23,13 +23,18 @@ from tost_lm.training.tiled import TiledLM
 
 
 def engine_of(
-    settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0
-) -> Any:
-    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters."""
+    settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0,
+    prepare: Callable[[TiledLM], object] = lambda model: None,
+) -> Any:  # fmt: skip
+    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters.
+
+    `prepare` changes the model in place.
+    """
     torch.manual_seed(seed)
     optim = optim or OptimConfig()
     with torch.device(device):
         model = TiledLM(settings)
+    prepare(model)
     try:
         os.environ.setdefault("DS_ACCELERATOR", device)
         importlib.import_module("deepspeed")
