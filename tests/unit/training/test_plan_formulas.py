@@ -16,6 +16,7 @@ CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
 N = 110_384_016  # numbers trained by tost-base
 TOKENS = 12 * 1024  # of its micro-batch
+MANY = ("cluster.nodes=8", "parallel.sequence=64")
 LAYER = 16 * 2 * 768 + 4 * 12 + 4 * (2 * 768 + 12) / 32 + 16
 """Bytes a token that one of its layers keeps: 16 tensors, Π, sums of chunks of 32 tokens and norms."""
 
@@ -127,12 +128,12 @@ def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
 def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
     nothing_shared = {one.content for one in plan.collectives(planned(BASE))}
     assert nothing_shared == {"gradients", "weights"}
-    [statistics] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=8")) if "statistics" in x.content]
+    [statistics] = [x for x in plan.collectives(planned(BASE, *MANY)) if "statistics" in x.content]
     # One data rank: 40 micro-batches of 12 sequences, 12 layers.
     once = 40 * 12 * 12 * 8 * (2 * 768 + 12)
     assert (statistics.kind, statistics.calls, statistics.input_bytes) == ("all-to-all", 40 * 12 * 8, 2 * once)
-    assert statistics.sent_bytes == 7 / 8 * 2 * once
-    longer = planned(BASE, "parallel.sequence=8", "model.max_positions=65536", "train.seq_len=65536")
+    assert statistics.sent_bytes == 63 / 64 * 2 * once
+    longer = planned(BASE, *MANY, "model.max_positions=65536", "train.seq_len=65536")
     assert statistics in plan.collectives(longer)
     [fewer] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=4")) if "statistics" in x.content]
     # Two data ranks.
@@ -148,14 +149,14 @@ def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
 
 
 def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
-    words = ("model.pattern=TS", "parallel.sequence=8", "model.slots=2", "model.slot_channels=3")
+    words = (*MANY, "model.pattern=TS", "model.slots=2", "model.slot_channels=3")
     [statistics] = [x for x in plan.collectives(planned(BASE, *words)) if "statistics" in x.content]
     state = 12 * 2 * (8 * (3 + 1) + 2 * 3)  # M and N in float64, 3 keys in bfloat16
     assert statistics.input_bytes == 2 * 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)
     assert statistics.calls == 40 * 12 * 8
-    halves = (*words, "parallel.tensor=2", "parallel.sequence=4")
+    halves = (*words, "parallel.tensor=2", "parallel.sequence=32")
     [half] = [x for x in plan.collectives(planned(BASE, *halves)) if "statistics" in x.content]
-    assert half.input_bytes == statistics.input_bytes / 4
+    assert half.input_bytes == statistics.input_bytes / 2
     # Three forwards and two backwards of two tiles, in place of one each, and with states three rows in place of two.
     tiles = (*words, "memory.tile_tokens=512")
     [tiled] = [x for x in plan.collectives(planned(BASE, *tiles)) if "statistics" in x.content]
