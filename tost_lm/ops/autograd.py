@@ -5,7 +5,7 @@ It stores w, Π and the sums before each chunk for the backward. Shapes as in `p
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ class Passes(Protocol):
         ...
 
     def forward(
-        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
-    ) -> tuple[Tensor, Tensor, Statistics, Statistics]:
-        """y, Π, the sums before each chunk and after each document."""
+        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Any, softmax: HeadSoftmax | None
+    ) -> tuple[Tensor, Tensor, Statistics, Statistics | None]:
+        """y, Π, the sums before each chunk and after each document. `initial` are those before each document; a
+        `PhasedBackend` takes None: they are zeros, and those after it are None."""
         ...
 
     def backward(
@@ -36,9 +37,9 @@ class Passes(Protocol):
         scoring: Scoring,
         pi_MH: Tensor,
         before: Statistics,
-        d_final: Statistics,
+        d_final: Any,
         softmax: HeadSoftmax | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    ) -> tuple[Tensor, Tensor, Tensor, Statistics | None]:
         """dw, dz, d temp, and the gradients of the sums before each document."""
         ...
 
@@ -65,16 +66,18 @@ class CausalTssa(torch.autograd.Function):
     """apply(passes, layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
 
     The statistics have a row for each of the N documents of the whole sequences, count_n for the n on this rank.
+    Without statistics, none are returned.
     """
 
     @staticmethod
     def forward(ctx, passes: Passes, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial):
         scoring = Scoring(membership, temp_H, bias_BHT, count_n)
         with _one_thread(w_MHD.device):
-            y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, Statistics(*initial), softmax)
+            sums = Statistics(*initial) if initial else None
+            y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, sums, softmax)
         ctx.save_for_backward(count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before)
         ctx.passes, ctx.layout, ctx.softmax, ctx.membership = passes, layout, softmax, membership
-        return y_MHD, *final
+        return y_MHD, *(final or ())
 
     @staticmethod
     @once_differentiable
@@ -89,7 +92,7 @@ class CausalTssa(torch.autograd.Function):
                 scoring,
                 pi_MH,
                 Statistics(*before),
-                Statistics(*d_final),
+                Statistics(*d_final) if d_final else None,
                 ctx.softmax,
             )
             d_bias_BHT = None
@@ -97,7 +100,7 @@ class CausalTssa(torch.autograd.Function):
                 B, _, T = bias_BHT.shape
                 d_bias_MH = scoring.bias_scale(w_MHD.shape[-1]) * temp_H * d_z_MH
                 d_bias_BHT = d_bias_MH.unflatten(0, (B, T)).transpose(1, 2)
-        return None, None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
+        return None, None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *(d_initial or ())
 
 
 class SoftmaxOverHeads(torch.autograd.Function):

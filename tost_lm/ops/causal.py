@@ -66,8 +66,11 @@ def causal_tssa(
     B, T, H, D = w.shape
     local = LocalDocuments.of(cu_seqlens, B, T, shard.split if shard else None)
     documents = len(local.whole_lengths)
-    state = initial_state or TssaState.empty(documents, H, D, like=w)
-    check_state(state, documents, H, D)
+    state = initial_state
+    if state is not None:
+        check_state(state, documents, H, D)
+    elif output_final_state:
+        state = TssaState.empty(documents, H, D, like=w)
     with torch.autocast(w.device.type, enabled=False):
         dtype = statistics_dtype(w)
         call = Call(
@@ -79,7 +82,6 @@ def causal_tssa(
             local=local,
             shard=shard,
             heads=heads,
-            per_document=initial_state is not None or output_final_state,
         )
         y, final_state = _choose(backend, call).run(call)
     return y, final_state if output_final_state else None

@@ -25,25 +25,24 @@ class PhasedBackend:
     local: LocalDocuments
     shard: SequenceShard | None
     """None: all tokens are here."""
-    per_document: bool
-    """Whether the sums of every document are needed, as in `tost_lm.ops.exchange.exclusive_scan`."""
 
     def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
         return self.phases.chunk_tokens(heads, channels, device)
 
     def forward(
-        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
-    ) -> tuple[Tensor, Tensor, Statistics, Statistics]:
+        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics | None, softmax: HeadSoftmax | None
+    ) -> tuple[Tensor, Tensor, Statistics, Statistics | None]:
         energy = self.phases.energy(w_MHD, layout)
-        [energy_n], [final_energy] = self._exclusive_scan([initial.energy], [energy.document], reverse=False)
+        [energy_n], final_energy = self._exclusive_scan(initial and initial[:1], [energy.document], reverse=False)
         energy_KHD = energy.with_carry(energy_n, layout)
         pi_MH, weighted, mass = self.phases.memberships(w_MHD, layout, scoring, energy_KHD, softmax)
         [weighted_n, mass_n], finals = self._exclusive_scan(
-            initial[1:], [weighted.document, mass.document], reverse=False
+            initial and initial[1:], [weighted.document, mass.document], reverse=False
         )
         weighted_KHD, mass_KH = weighted.with_carry(weighted_n, layout), mass.with_carry(mass_n, layout)
         y_MHD = self.phases.output(w_MHD, layout, pi_MH, weighted_KHD, mass_KH)
-        return y_MHD, pi_MH, Statistics(energy_KHD, weighted_KHD, mass_KH), Statistics(final_energy, *finals)
+        before = Statistics(energy_KHD, weighted_KHD, mass_KH)
+        return y_MHD, pi_MH, before, Statistics(*final_energy, *finals) if initial else None
 
     def backward(
         self,
@@ -53,43 +52,41 @@ class PhasedBackend:
         scoring: Scoring,
         pi_MH: Tensor,
         before: Statistics,
-        d_final: Statistics,
+        d_final: Statistics | None,
         softmax: HeadSoftmax | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    ) -> tuple[Tensor, Tensor, Tensor, Statistics | None]:
         d_weighted, d_mass = self.phases.output_backward(dy_MHD, w_MHD, layout, pi_MH, before.weighted, before.mass)
         [d_weighted_n, d_mass_n], d_initials = self._exclusive_scan(
-            d_final[1:], [d_weighted.document, d_mass.document], reverse=True
+            d_final and d_final[1:], [d_weighted.document, d_mass.document], reverse=True
         )
         d_weighted_KHD, d_mass_KH = d_weighted.with_carry(d_weighted_n, layout), d_mass.with_carry(d_mass_n, layout)
         d_z_MH, d_temp_H, d_energy = self.phases.memberships_backward(
             dy_MHD, w_MHD, layout, scoring, pi_MH, *before, d_weighted_KHD, d_mass_KH, softmax
         )
-        [d_energy_n], [d_initial_energy] = self._exclusive_scan([d_final.energy], [d_energy.document], reverse=True)
+        [d_energy_n], d_energy_N = self._exclusive_scan(d_final and d_final[:1], [d_energy.document], reverse=True)
         d_energy_KHD = d_energy.with_carry(d_energy_n, layout)
         dw_MHD = self.phases.energy_backward(
             dy_MHD, w_MHD, layout, scoring, pi_MH, d_z_MH, *before, d_energy_KHD, d_weighted_KHD
         )
-        return dw_MHD, d_z_MH, d_temp_H, Statistics(d_initial_energy, *d_initials)
+        return dw_MHD, d_z_MH, d_temp_H, Statistics(*d_energy_N, *d_initials) if d_final else None
 
     def _exclusive_scan(
-        self, outside_N: Sequence[Tensor], here_n: Sequence[Tensor], *, reverse: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        self, outside_N: Sequence[Tensor] | None, here_n: Sequence[Tensor], *, reverse: bool
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """The sums before (with `reverse`: after) each document's tokens here, and over the whole documents, given
-        those outside the sequence and those over the tokens here."""
+        those outside the sequence and those over the tokens here. Without `outside_N`, which is then 0, the sums over
+        whole documents are left out, and None stands for 0."""
         if self.shard is None:
-            return [*outside_N], [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]
+            if outside_N is None:
+                return [None] * len(here_n), []
+            return outside_N, [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]
+        joined_nC = torch.cat([here.flatten(1) for here in here_n], 1)
         sum_nC, total_NC = exclusive_scan(
-            self.shard,
-            self.local,
-            Sum(),
-            torch.cat([here.flatten(1) for here in here_n], 1),
-            reverse=reverse,
-            per_document=self.per_document,
+            self.shard, self.local, Sum(), joined_nC, reverse=reverse, per_document=outside_N is not None
         )
         sizes = [here[0].numel() for here in here_n]
-        rows = zip((outside[self.local.documents] for outside in outside_N), sum_nC.split(sizes, 1), strict=True)
-        carry_n = [outside + x.view_as(outside) for outside, x in rows]
-        if total_NC is None:
-            return carry_n, [*outside_N]
-        rows = zip(outside_N, total_NC.split(sizes, 1), strict=True)
-        return carry_n, [outside + x.view_as(outside) for outside, x in rows]
+        sums = [x.reshape_as(here) for x, here in zip(sum_nC.split(sizes, 1), here_n, strict=True)]
+        if outside_N is None or total_NC is None:
+            return sums, []
+        totals = [outside + x.view_as(outside) for outside, x in zip(outside_N, total_NC.split(sizes, 1), strict=True)]
+        return [x[self.local.documents] + here for x, here in zip(outside_N, sums, strict=True)], totals

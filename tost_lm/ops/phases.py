@@ -29,8 +29,10 @@ class Sums(NamedTuple):
     document: Tensor
     """[N, H, D] or [N, H]."""
 
-    def with_carry(self, carry_N: Tensor, layout: Layout) -> Tensor:
-        """`chunk` plus the carry of each chunk's document, [K, …]."""
+    def with_carry(self, carry_N: Tensor | None, layout: Layout) -> Tensor:
+        """`chunk` plus the carry of each chunk's document, [K, …]; None: 0."""
+        if carry_N is None:
+            return self.chunk
         return self.chunk + (carry_N if layout.documents == 1 else carry_N[layout.document_K])
 
 

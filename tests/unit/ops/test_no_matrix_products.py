@@ -27,7 +27,7 @@ class CalledOperators(TorchDispatchMode):
 
 
 def in_phases(self: backends.Chunked, call: backends.Call):
-    return backends._run(PhasedBackend(chunked_phases, call.local, None, call.per_document), call)
+    return backends._run(PhasedBackend(chunked_phases, call.local, None), call)
 
 
 @pytest.mark.parametrize("run", [backends.Chunked.run, in_phases])

@@ -13,7 +13,7 @@ from tost_lm.ops.phased_backend import PhasedBackend
 @settings(max_examples=25, deadline=None)
 def test_phases_on_one_rank_equal_the_operator(call: Call):
     def phased(self: backends.Chunked, call: backends.Call):
-        return backends._run(PhasedBackend(chunked_phases, call.local, None, call.per_document), call)
+        return backends._run(PhasedBackend(chunked_phases, call.local, None), call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.Chunked, "run", phased)
