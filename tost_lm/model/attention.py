@@ -51,6 +51,8 @@ class _Tile(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
+        device = qkv[0].device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.where = query_start, key_start, window
         ctx.save_for_backward(first_key, *qkv)
         return _attend(*ctx.where, first_key, *qkv)
@@ -60,7 +62,7 @@ class _Tile(torch.autograd.Function):
     def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         first_key, *qkv = ctx.saved_tensors
         leaves = [x.detach().requires_grad_() for x in qkv]
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
             y_BHTD = _attend(*ctx.where, first_key, *leaves)
         return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
 

@@ -11,14 +11,15 @@ from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
 
 GRAPHS = 64
-"""Graphs of a process, at most: 3 layer kinds with and without gradients and states, in rows and tiles of a few sizes.
-torch's limit of 8 would be an error."""
+"""Graphs of a process, at most: of a few kinds of layers, with and without gradients and states, in rows and tiles of a
+few sizes. Beyond torch's limit of 8, a whole graph would be an error."""
 
 
 def compile_blocks(model: TostLM) -> TostLM:
     """Compile each block of a model, in place. Outputs and gradients change by rounding only.
 
-    Call it after `apply_activation_checkpointing`. The first calls take about ten seconds for each graph.
+    Call it after `apply_activation_checkpointing`, not with tensor ranks. The first calls take about ten seconds for
+    each graph.
 
     Raises:
         ConfigError: there is no compiler for the device of the model.

@@ -36,6 +36,8 @@ class SequenceInfo:
     """Whether to return the state after the last token: of all documents, or (`last`) of the last packed document."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: not used."""
+    recurrent: bool = False
+    """One token of each document, none of them on another rank: layers with a state use their recurrent form."""
     handle: Tensor | None = None
     """Stands for this information in a compiled graph: `tost_lm.ops.registered`."""
 
@@ -74,7 +76,8 @@ class SequenceInfo:
             position = torch.arange(first_n[0], first_n[0] + T, device=tokens_BT.device)
         else:
             position = torch.tensor(first_n)[:, None] + torch.arange(T)
-        info = cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state)
+        recurrent = max(local.lengths) == 1 and shard is None
+        info = cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state, recurrent=recurrent)
         return replace(info, handle=handle_for(info))
 
     @property
@@ -95,8 +98,8 @@ class SequenceInfo:
 
     def pad_rows(self, state_N: Tensor | None) -> Tensor | None:
         """A tensor of a state, with rows of zeros for the documents that start in this call."""
-        if state_N is None:
-            return None
+        if state_N is None or len(state_N) == len(self.start_positions):
+            return state_N
         return pad(state_N, (0, 0) * (state_N.dim() - 1) + (0, len(self.start_positions) - len(state_N)))
 
     def select_rows(self, state_N: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def _fake_convolve(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
 def _remember(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
     read_BTHS, write_BTHS, value_BTHV, log_decay_H, *sums, _ = tensors
     state = None if sums[0] is None else SlotSums(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
-    if state is not None and max(info.local.lengths) == 1 and info.shard is None:
+    if state is not None and info.recurrent:
         read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
         y_NHV, state = slot_memory_step(read, write, value, log_decay_H, state)
         y_BTHV = y_NHV.view_as(value_BTHV)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.naive import running_dtype, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax
 from tost_lm.ops.registered import Registered
 
@@ -32,7 +32,9 @@ class TssaMixer(nn.Module):
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 4), info.state_offsets]
-        y_BTHD, *new_state = TSSA(info, info.handle, tensors, self.membership, info.wanted_state, softmax=self.softmax)
+        recurrent = "recurrent" if info.recurrent and state is not None else ""
+        options = self.membership, info.wanted_state, recurrent
+        y_BTHD, *new_state = TSSA(info, info.handle, tensors, *options, softmax=self.softmax)
         return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
 
 
@@ -50,12 +52,13 @@ def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:
 
 
 def _mix(
-    info: SequenceInfo, tensors: Sequence[Any], membership: Membership, _wanted: str, softmax: HeadSoftmax | None = None
-) -> list[Tensor]:
+    info: SequenceInfo, tensors: Sequence[Any], membership: Membership, _wanted: str, recurrent: str,
+    softmax: HeadSoftmax | None = None,
+) -> list[Tensor]:  # fmt: skip
     w_BTHD, temp_H, denom_bias, *sums, _ = tensors
     bias = bias_of(denom_bias, info)
     state = None if sums[0] is None else TssaState(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
-    if state is not None and max(info.local.lengths) == 1 and info.shard is None:
+    if state is not None and recurrent:
         if bias is not None:
             bias = bias[..., 0] if info.cu_seqlens is None else bias.T
         y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, membership=membership, heads=softmax)
@@ -68,7 +71,7 @@ def _mix(
     return [y_BTHD, *(map(info.select_rows, state) if state and info.output_state else ())]
 
 
-def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str) -> list[Tensor]:
+def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str, recurrent: str) -> list[Tensor]:
     w_BTHD, *_, energy, _, _, _, offsets = tensors
     B, _, H, D = w_BTHD.shape
     y_BTHD = w_BTHD.new_empty(w_BTHD.shape)
@@ -76,6 +79,8 @@ def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str) -> list[T
         return [y_BTHD]
     N = state_rows(B, offsets)
     dtype = torch.promote_types(statistics_dtype(w_BTHD), w_BTHD.dtype if energy is None else energy.dtype)
+    if recurrent:
+        dtype = running_dtype(w_BTHD.device)
     sums = (w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))
     return [y_BTHD, *sums, w_BTHD.new_empty(N, dtype=torch.int64)]
 

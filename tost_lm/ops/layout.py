@@ -51,7 +51,8 @@ def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.d
 @lru_cache(maxsize=128)
 def int64_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     """`values` on the device, cached: a copy from the host waits until the device has finished its queue."""
-    return torch.tensor(values, device=device)
+    with torch.inference_mode(False):  # else autograd could not save it later
+        return torch.tensor(values, device=device)
 
 
 def read_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:

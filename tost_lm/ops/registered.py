@@ -1,7 +1,8 @@
 """Operators of `torch.library`: a compiled graph calls them, and they run as they do without `torch.compile`.
 
 `torch.compile` cannot trace the token mixers and the loss: they loop over chunks and documents, and ranks exchange sums
-in between. So each is one operator of the graph and runs the code of eager mode, with the same results bit for bit.
+in between. So each is one operator of the graph and runs the code of eager mode, with the same results bit for bit
+(except that it ignores autocast).
 What it reads of the batch's documents is no part of the graph, so other documents need no new compilation.
 
 Graphs contain tensors only. A handle, a tensor [1] on the host, stands for a Python object: the documents of a call, or
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.library import custom_op
 
+from tost_lm.errors import ConfigError
+
 _OBJECTS: dict[int, Any] = {}
 
 
-def handle_for(held: Any) -> Tensor:
+def _new_handle(held: Any) -> Tensor:
     """A handle that stands for `held`, which must not refer to its handle: neither would be freed.
 
     It contains its address, so that a copy stands for `held` as well while the handle exists.
@@ -33,6 +36,10 @@ def handle_for(held: Any) -> Tensor:
     _OBJECTS[handle.data_ptr()] = held
     weakref.finalize(memory, _OBJECTS.pop, handle.data_ptr())
     return handle
+
+
+# A graph would make the memory of the handle a tensor of its own.
+handle_for: Callable[[Any], Tensor] = torch.compiler.disable(_new_handle)  # pyright: ignore[reportAssignmentType]
 
 
 def _held_by(handle: Tensor) -> Any:
@@ -61,6 +68,8 @@ class Registered:
         """run(held, tensors, *options, **eager); in a compiled graph `handle` stands for `held`, without `eager`."""
         if not torch.compiler.is_compiling():
             return self._run(held, tensors, *options, **eager)
+        if any(x is not None for x in eager.values()):
+            raise ConfigError("torch.compile does not support tensor ranks; set parallel.tensor = 1, or do not compile")
         given = [x.contiguous() for x in tensors if x is not None]
         differentiated = [torch.is_grad_enabled() and x.requires_grad for x in given]
         are_given = [x is not None for x in tensors]
@@ -116,7 +125,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
 class _Pass:
     """A forward pass that waits for its backward.
 
-    Of the graph's tensors it stores no memory, which the graph may use for other tensors: the backward is given them.
+    It reads no memory of the graph's tensors, which the graph may use for other tensors: the backward is given them.
     """
 
     def __init__(self) -> None:
@@ -126,12 +135,18 @@ class _Pass:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Autograd records operations for this pass."""
+        saved_tensors, this = self._saved, weakref.ref(self)  # hooks that held the pass would keep it forever
 
         def pack(x: Tensor) -> _Saved:
-            self._saved.append(_Saved(x.detach()))
-            return self._saved[-1]
+            saved_tensors.append(_Saved(x.detach()))
+            return saved_tensors[-1]
 
-        with _autograd_as_outside(), saved_tensors_hooks(pack, lambda saved: saved.restored(self._in_graph)):
+        def unpack(saved: _Saved) -> Tensor:
+            waiting = this()
+            assert waiting is not None
+            return saved.restored(waiting._in_graph)
+
+        with _autograd_as_outside(), saved_tensors_hooks(pack, unpack):
             yield
 
     def finish(self, inputs: Sequence[Tensor], results: Sequence[Tensor], in_graph: Sequence[Tensor]) -> None:
@@ -162,19 +177,19 @@ class _Saved:
         self._x: Tensor | None = x
 
     def release(self, in_graph: Sequence[Tensor]) -> None:
-        """If it is part of one of these contiguous tensors, remember only which part."""
+        """If it is a view of one of these contiguous tensors, keep only which."""
         x = self._x
         assert x is not None
         for index, whole in enumerate(in_graph):
             offset = x.storage_offset() - whole.storage_offset()
             if _address(x) == _address(whole) and 0 <= offset < whole.numel():
-                self._x, self._part = None, (index, x.shape, x.stride(), offset)
+                self._x, self._view = None, (index, x.shape, x.stride(), offset)
                 return
 
     def restored(self, in_graph: Sequence[Tensor]) -> Tensor:
         if self._x is not None:
             return self._x
-        index, shape, stride, offset = self._part
+        index, shape, stride, offset = self._view
         whole = in_graph[index].contiguous()
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
@@ -226,10 +241,14 @@ def _placed(tensors: Iterable[Tensor], given: Sequence[bool]) -> list[Tensor | N
 
 
 def _separate(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Contiguous, and in other memory than `inputs`: operators must return such tensors."""
+    """Contiguous, each in its own memory and not in that of `inputs`: operators must return such tensors."""
     taken = {_address(x) for x in inputs}
-    dense = [x.detach().contiguous() for x in results]
-    return [x.clone() if _address(x) in taken else x for x in dense]
+    separate = []
+    for result in results:
+        x = result.detach().contiguous()
+        separate.append(x.clone() if _address(x) in taken else x)
+        taken.add(_address(separate[-1]))
+    return separate
 
 
 def _address(x: Tensor) -> int:

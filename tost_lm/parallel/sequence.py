@@ -32,14 +32,14 @@ class RankShard:
         """As `SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
         R, C = self.axis.size, row.shape[-1]
         if R <= ALL_GATHER_RANKS:
-            return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank]
+            return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank].clone()  # frees the other ranks'
         columns = SequenceSplit.even(C, R, self.axis.rank)
         own = [columns.end - columns.start] * R
         received = all_to_all(row.flatten(0, -2).T, columns.lengths, own, self.axis)
         row_R = received.view(R, own[0], row.shape[:-1].numel()).mT.unflatten(1, row.shape[:-1])
         result_R = function(row_R, slice(columns.start, columns.end))
         returned = all_to_all(result_R.flatten(1, -2).mT.flatten(0, 1), own, columns.lengths, self.axis)
-        return returned.T.unflatten(0, result_R.shape[1:-1])
+        return returned.T.contiguous().unflatten(0, result_R.shape[1:-1])
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """As `SequenceShard.gather`."""

@@ -68,7 +68,7 @@ class TrainConfig(Section):
     tf32: bool = False
     """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
     compile: bool = False
-    """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first step takes a minute longer. Not with tensor ranks or ZeRO stage 3."""
+    """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None

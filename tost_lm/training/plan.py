@@ -258,6 +258,11 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     )
 
 
+def sends_again(config: PlanConfig) -> bool:
+    """Whether blocks that the backward computes again also receive again: `keep_received` does not see into graphs."""
+    return config.train.compile and config.memory.activation_checkpointing == "full"
+
+
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
     gradients backward (`slot_state_bytes`), and keys and values of A layers (with a window of a shard's last tokens).
@@ -271,6 +276,8 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     # In one pass, by two exchanges a layer.
     in_layers = layers["T"] * 4 * (2 * model.width + model.heads) + layers["S"] * slot_state_bytes(config)
     passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
+    again = sends_again(config)
+    passes += again * tiles(config)
     calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
@@ -280,11 +287,12 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     if layers["A"]:
         starts = range(0, config.row_tokens, config.tile_tokens)
         of_tiles = [gathered_tokens(config, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
-        again = of_tiles[:-1] if fraction_computed_twice(config) else []
+        twice = of_tiles[:-1] if fraction_computed_twice(config) else []
+        twice += of_tiles * again
         times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        once, sent = (times * 2 * sum(tokens) * model.width / tensor for tokens in (of_tiles, [*of_tiles, *again]))
-        yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *again]), e * sent, ranks, tensor)
+        once, sent = (times * 2 * sum(tokens) * model.width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
+        yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
         yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)
 
 

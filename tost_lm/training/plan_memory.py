@@ -36,7 +36,7 @@ The residual stream is float32: where a block's or a branch's input is stored fo
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is 2·s
 in an A layer, the keys and values of all sequence ranks (with a window of their last tokens), 4·t bytes in a T layer,
-and in an S layer up to 4 states of each row (`exchanged_rows`). One whole block exists during its backward, and the
+and in an S layer up to 16 states of each row (`exchanged_rows`). One whole block exists during its backward, and the
 gradients in its MLP take 4 more.
 
 `memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,

@@ -1,5 +1,6 @@
 """Compiled blocks: one graph for each kind of layer, the same numbers, and no new graph for other documents."""
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from tost_lm.model.softmax import ATTENTION
 from tost_lm.model.tssa import TSSA
 from tost_lm.ops import registered
 from tost_lm.ops.cross_entropy import OPERATOR as LOSS
+from tost_lm.ops.phases import LocalSoftmax
 from tost_lm.testing import assert_close
 from tost_lm.training.tiled import tiled_loss
 
@@ -134,7 +136,7 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
     shares = [torch.softmax(drawn(1, T, H, S).detach(), -1).requires_grad_() for _ in range(2)]
     labels = torch.randint(VOCAB, (T,))
     return {
-        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 5], ["energy-share", ""]),
+        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 5], ["energy-share", "", ""]),
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
         "slot_memory": (MEMORY, [*shares, drawn(1, T, H, D), -torch.rand(H).double(), *[None] * 3], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
@@ -180,11 +182,42 @@ def test_a_waiting_pass_reads_nothing_that_the_graph_may_overwrite(name: str):
         assert torch.equal(x, value)
 
 
+def waiting_passes() -> int:
+    gc.collect()
+    return sum(isinstance(x, registered._Pass) for x in gc.get_objects())
+
+
 def test_what_a_handle_stands_for_is_freed_with_it():
-    before = len(registered._OBJECTS)
-    loss_and_gradients(compile_blocks(drawn_model("TS")), {}, with_states=True)
+    before = len(registered._OBJECTS), waiting_passes()
+    model = compile_blocks(apply_activation_checkpointing(drawn_model("TS"), activation_checkpointing="full"))
+    for _ in range(2):
+        loss_and_gradients(model, {}, with_states=True)  # forwards that are computed again have no backward
+    model(TOKENS_BT, labels=TOKENS_BT)
     torch.compiler.reset()
-    assert len(registered._OBJECTS) == before
+    assert (len(registered._OBJECTS), waiting_passes()) == before
+
+
+def test_a_whole_model_may_be_compiled_with_breaks_between_its_blocks():
+    model = drawn_model("TSA")
+    expected = model(TOKENS_BT, labels=TOKENS_BT).loss
+    assert_close(torch.compile(model)(TOKENS_BT, labels=TOKENS_BT).loss, expected, 1e-12)
+
+
+def test_a_decoded_token_has_the_same_state():
+    for pattern in ("T", "S", "A"):
+        eager, model = drawn_model(pattern).float(), compile_blocks(drawn_model(pattern).float())
+        after, compiled = (m(TOKENS_BT[:, :1], state=m(TOKENS_BT).state).state for m in (eager, model))
+        for x, expected in zip(compiled.layers[0], after.layers[0], strict=True):
+            assert x.dtype == expected.dtype
+            assert_close(x, expected, 1e-6)
+
+
+def test_the_softmax_of_tensor_ranks_is_not_left_out_of_a_graph():
+    model = drawn_model("T")
+    mixer: Any = model.blocks[0].mixer
+    mixer.softmax = LocalSoftmax()
+    with pytest.raises(Exception, match=r"torch\.compile does not support tensor ranks"):
+        compile_blocks(model)(TOKENS_BT)
 
 
 def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -90,6 +90,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums_KHSE: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, layout: Layout):
         before_KHSE = torch.empty_like(sums_KHSE, dtype=torch.float32)
+        initial_nHSE = initial_nHSE.contiguous()  # empty_like keeps strides
         final_nHSE = torch.empty_like(initial_nHSE)
         _launch_scan(scan_kernel, layout, log_decay_H, sums_KHSE, initial_nHSE, before_KHSE, final_nHSE)
         ctx.save_for_backward(before_KHSE, log_decay_H)
@@ -100,7 +101,8 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_before_KHSE: Tensor, d_final_nHSE: Tensor):
         before_KHSE, log_decay_H = ctx.saved_tensors
-        d_sums_KHSE = torch.empty_like(d_before_KHSE, dtype=d_final_nHSE.dtype)
+        d_sums_KHSE = torch.empty_like(before_KHSE, dtype=d_final_nHSE.dtype)
+        d_final_nHSE = d_final_nHSE.contiguous()  # empty_like keeps strides
         d_initial_nHSE, d_log_decay_nHSE = torch.empty_like(d_final_nHSE), torch.empty_like(d_final_nHSE)
         _launch_scan(
             scan_backward_kernel, ctx.layout, log_decay_H, before_KHSE, d_before_KHSE, d_final_nHSE,
