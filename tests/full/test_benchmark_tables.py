@@ -54,14 +54,19 @@ def test_the_model_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture):
 
 def test_the_training_step_and_the_engine(folder: Path, capsys: pytest.CaptureFixture):
     shape = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 384, "tokens": 64}
-    tree = {"large": shape, "bound": shape, "bench": {**BENCH, "rounds": 3, "engine_steps": 12}}
+    shapes = dict.fromkeys(("small", "long", "large", "bound"), shape)
+    tree = {**shapes, "bench": {**BENCH, "rounds": 3, "engine_steps": 12}}
     training.main(None, validate(training.TrainingBenchmarkConfig, tree, "test"))
     (path,) = folder.glob("training_*.json")
     *steps, engine = json.loads(path.read_text())["cells"]
     for cell in steps:
-        assert {name: len(seconds) for name, seconds in cell["seconds"].items()} == {
-            training.OURS: 3, training.PLAIN: 3, training.WITHOUT: 3,
-        }  # fmt: skip
+        assert {name: len(seconds) for name, seconds in cell["seconds"].items()} == dict.fromkeys(
+            (
+                training.OURS, training.COMPILED, training.LOOP, training.PLAIN, training.PLAIN_COMPILED,
+                training.WITHOUT,
+            ),
+            3,
+        )  # fmt: skip
     assert len(engine["save_seconds"]) == 4
     assert len(engine["step_seconds"]) + len(engine["steps_while_writing"]) == 12 - 3 - 1
     assert engine["checkpoint_bytes"] > 12 * (384 + 64) * 16
