@@ -33,9 +33,8 @@ FOLDER = RESULTS / "forms"
 RECIPE = Path(__file__).parents[2] / "configs" / "eval" / "mqar.toml"
 
 SCREENED = [
-    "published", "published-no-positions", "decay", "decay-conv", "decay-conv-centred", "statistics-head-gate",
-    "statistics", "statistics-input-decay", "memory", "memory-4-slots", "slots", "slots@control", "softmax", "window",
-    "hybrid", "linear", "linear-fixed",
+    "published", "decay-conv", "memory", "memory-means", "memory-copying", "memory-4-slots", "slots", "slots-2x16-16",
+    "slots-4x8", "softmax", "hybrid", "linear",
 ]  # fmt: skip
 FINALISTS = [
     "published", "published-no-positions", "slots", "slots@control", "hybrid", "softmax", "linear",

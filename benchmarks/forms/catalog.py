@@ -26,12 +26,7 @@ def _with(form: Form, **changes: object) -> list[Form]:
 CATALOG: dict[str, list[Form]] = {
     "published": [Form(share=True, positions=True)],
     "published-no-positions": [Form(share=True)],
-    "decay": [MEAN],
     "decay-conv": _with(MEAN, conv=True),
-    "decay-conv-centred": _with(MEAN, conv=True, centred=True),
-    "statistics-head-gate": _with(FULL, gate="head"),
-    "statistics": [FULL],
-    "statistics-input-decay": _with(FULL, decay="input"),
     "slots": [REMEMBERING],
     "slots-2x16-16": _with(REMEMBERING, values=16),
     "slots-4x8": _with(REMEMBERING, groups=4, slots=8),
@@ -41,9 +36,7 @@ CATALOG: dict[str, list[Form]] = {
     "memory-4-slots": _with(MEMORY, groups=4, slots=4, values=32, skip=True),
     "memory-4-slots-128": _with(MEMORY, groups=4, slots=4, values=32, skip=True, slot_half_life=128),
     "softmax": [SOFTMAX],
-    "window": [WINDOW],
     "linear": [LINEAR],
-    "linear-fixed": _with(LINEAR, decay="fixed"),
     "hybrid": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW],
     # The hybrid of the product, whose softmax attention has no convolution.
     "hybrid-plain": [REMEMBERING, REMEMBERING, REMEMBERING, WINDOW.model_copy(update={"conv": False})],

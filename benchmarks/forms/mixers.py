@@ -24,7 +24,7 @@ CHUNK = 32
 COPYING_TEMP = 4.0
 HALF_LIFE, LAST_HALF_LIFE = 4, 512
 """First and last of the half-lives that heads begin with."""
-Decay = Literal["none", "fixed", "learned", "input"]
+Decay = Literal["none", "learned", "input"]
 
 
 class Form(Section):
@@ -45,7 +45,7 @@ class Form(Section):
     """Subtract the mean of the head's members."""
     means: bool = False
     """Read the means of the heads' members too, in channels of their own."""
-    gate: Literal["none", "head", "channel"] = "none"
+    gate: Literal["none", "channel"] = "none"
     """Sigmoid gate of the output."""
     norm: bool = False
     """RMS norm of each head of the output."""
@@ -114,7 +114,7 @@ class Decays(nn.Module):
         self.kind = kind
         steps = torch.arange(heads) / max(1, heads - 2)
         log_rates = math.log(math.log(2) / half_life) - steps * math.log(LAST_HALF_LIFE / half_life)
-        self.log_rate = nn.Parameter(log_rates, requires_grad=kind != "fixed") if kind != "none" else None
+        self.log_rate = nn.Parameter(log_rates) if kind != "none" else None
         self.of_input = nn.Linear(width, heads) if kind == "input" else None
         self.register_buffer("forgets", torch.arange(heads) < heads - 1, persistent=False)
 
@@ -199,8 +199,7 @@ class HeadsOut(nn.Module):
 
     def __init__(self, form: Form, width: int, heads: int, channels: int):
         super().__init__()
-        gates = {"none": 0, "head": heads, "channel": heads * channels}[form.gate]
-        self.gate = nn.Linear(width, gates, bias=False) if gates else None
+        self.gate = nn.Linear(width, heads * channels, bias=False) if form.gate == "channel" else None
         self.norm = nn.Parameter(torch.ones(heads, channels)) if form.norm else None
 
     def forward(self, y_BTHD: Tensor, x_BTC: Tensor) -> Tensor:
@@ -263,7 +262,7 @@ class Softmax(nn.Module):
 
 
 class Linear(nn.Module):
-    """Linear attention with a scalar decay per head (RetNet: `fixed`, Mamba-2: `input`), gate and norm."""
+    """Linear attention with a scalar decay per head (Mamba-2's, by `input`), gate and norm."""
 
     def __init__(self, form: Form, width: int, positions: int):
         super().__init__()

@@ -14,9 +14,9 @@ from tost_lm.testing import run_on_ranks
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 ON_THE_HOST = {
-    "_get_value": "AdamW's count of steps, a host tensor",
-    "score_gradients": "of the path of CPUs",
-    "__init__": "of the path of CPUs: whether slots read a NaN",
+    "optimizer.py:_get_value": "AdamW's count of steps, a host tensor",
+    "chunked.py:score_gradients": "of the path of CPUs",
+    "chunks.py:__init__": "of the path of CPUs: whether slots read a NaN",
 }
 
 
@@ -30,9 +30,10 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.partition("::")[2] in READS:
             frames = (x for x in reversed(traceback.extract_stack()[:-1]) if "_dynamo" not in x.filename)
-            place = next(x for x in frames if not x.filename.endswith("_compile.py"))
-            if place.name not in ON_THE_HOST:
-                self.places[f"{Path(place.filename).name}:{place.name}"] += 1
+            frame = next(x for x in frames if not x.filename.endswith("_compile.py"))
+            place = f"{Path(frame.filename).name}:{frame.name}"
+            if place not in ON_THE_HOST:
+                self.places[place] += 1
         return func(*args, **kwargs or {})
 
 

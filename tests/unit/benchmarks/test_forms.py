@@ -23,7 +23,6 @@ MAIN = Form(
 )  # fmt: skip
 FORMS = {
     "published": Form(share=True, positions=True),
-    "fixed": Form(decay="fixed", gate="head"),
     "input": Form(decay="input", conv=True, centred=True, norm=True),
     "main": MAIN,
     "skip": MAIN.model_copy(update={"skip": True, "slot_decay": "input"}),

@@ -1,6 +1,12 @@
 """What benchmarks.training makes of its measurements."""
 
+import torch
+
 from benchmarks.training import COMPILED, LOOP, OURS, PLAIN, PLAIN_COMPILED, WITHOUT, engine_text, step_row
+from benchmarks.training_cells import _published_loss
+from tost_lm.model import ModelConfig
+from tost_lm.testing import assert_close
+from tost_lm.training.tiled import TiledLM
 
 SHAPE = {"layers": 2, "heads": 4, "width": 256, "vocab_size": 256, "tokens": 1000}
 
@@ -32,3 +38,11 @@ def test_the_engine_is_described_by_fractions_of_a_step():
     assert "An async save of 1.50 GB stops training for 2.50 s, 0.25 steps, and is on disk 6.0 s" in text
     assert text.endswith("the steps meanwhile take +5%.")
     assert engine_text({"failed": "over 5 s"}) == "failed: over 5 s"
+
+
+def test_the_transcription_of_the_published_formulas_has_the_loss_of_the_model():
+    torch.manual_seed(0)
+    model = TiledLM(ModelConfig(layers=2, heads=2, width=8, vocab_size=16, max_positions=12, layer_scale=1.0)).double()
+    torch.nn.init.normal_(model.get_parameter("blocks.0.mixer.denom_bias"))
+    tokens_BT = torch.randint(16, (2, 12))
+    assert_close(_published_loss(model, tokens_BT, tokens_BT), model(tokens_BT, labels=tokens_BT).loss, 1e-12)

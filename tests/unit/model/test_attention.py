@@ -65,3 +65,11 @@ def test_no_tensor_of_tokens_times_tokens(window: int):
     with LargestTensor() as largest:
         causal_attention(q, k, v, window).sum().backward()
     assert largest.elements <= T * 8
+
+
+def test_under_autocast_the_backward_of_a_block_computes_as_its_forward():
+    q, k, v = (x.detach().float().requires_grad_() for x in drawn(1, 300, 300))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = causal_attention(q.bfloat16(), k, v, window=5)
+    for gradient in torch.autograd.grad(y.float().sum(), [q, k, v]):
+        assert gradient.isfinite().all()

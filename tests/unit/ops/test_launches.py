@@ -53,7 +53,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def of_the_operator(self) -> int:
-        """All but matrix products and the sum of their bias gradients."""
+        """All but matrix products."""
         return sum(count for name, count in self.counts.items() if name not in PROJECTIONS)
 
 

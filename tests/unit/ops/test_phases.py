@@ -1,12 +1,17 @@
 """The phases of the chunked backend equal the operator; tests/multiprocess/test_sequence.py runs them on ranks."""
 
+from functools import partial
+
 import pytest
+import torch
 from agreement import Call, errors
 from hypothesis import given, settings
 from random_calls import calls
 
-from tost_lm.ops import backends, chunked_phases
+from tost_lm.ops import backends, causal_tssa, chunked_phases
+from tost_lm.ops.layout import document_layout, int64_tensor
 from tost_lm.ops.phased_backend import PhasedBackend
+from tost_lm.ops.phases import LocalSoftmax
 
 
 @given(calls())
@@ -20,3 +25,13 @@ def test_phases_on_one_rank_equal_the_operator(call: Call):
         patch.setattr(chunked_phases, "chunk_tokens", lambda *_: 16)
         ours = call.run("chunked")
     assert max(errors(ours, call.run("naive")).values()) < 1e-12
+
+
+def test_training_follows_inference_of_the_same_shape():
+    w_BTHD = torch.randn(2, 9, 2, 4, requires_grad=True)
+    call = partial(causal_tssa, temp=torch.ones(2), heads=LocalSoftmax())
+    document_layout.cache_clear()
+    int64_tensor.cache_clear()
+    with torch.inference_mode():
+        call(w_BTHD)
+    call(w_BTHD)[0].sum().backward()

@@ -165,6 +165,15 @@ def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
     assert between == 2 * 12 * 6 * (4 * (2 * 768 + 12) + state)
 
 
+def test_compiled_blocks_that_are_computed_again_receive_again():
+    words = ("parallel.sequence=8", "memory.activation_checkpointing=full")
+    kept, again = (
+        next(x for x in plan.collectives(planned(BASE, *words, *more)) if "statistics" in x.content)
+        for more in ([], ["train.compile=true"])
+    )
+    assert (again.calls, again.input_bytes) == (1.5 * kept.calls, 1.5 * kept.input_bytes)
+
+
 def test_slot_layers_launch_operations_for_the_chunks_that_are_scanned_at_once():
     assert plan.operations_per_layer(planned(BASE)) == 80
     assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 110
