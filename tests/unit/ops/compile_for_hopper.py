@@ -1,7 +1,9 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS`, for slot memory `python compile_for_hopper.py slots H S
-D` and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list: what ptxas reports of each kernel.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS OFFSETS` with comma-separated ends of documents, for slot
+memory `python compile_for_hopper.py slots H S D` and for the loss `python compile_for_hopper.py loss DTYPE V` print a
+JSON list: what ptxas reports of each kernel. If
+all chunks are full, it has the instructions that a thread executes for a token and channel.
 """
 
 import json
@@ -36,8 +38,15 @@ def compile_only(kernel, *args, grid, warmup, **options):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+        printed = lambda *command: subprocess.run([*command, file.name], capture_output=True, text=True).stdout
+        usage = dict(re.findall(r"(\w+):(\d+)", printed(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")))
+        code = printed(knobs.nvidia.nvdisasm.path, "-c")
+    instructions = None
+    if options.get("FULL"):
+        groups = options.get("GROUPS", 1)
+        channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
+        executed = executed_instructions(code, tiles.TOKENS.value // tiles.STEP.value, groups)
+        instructions = executed / (tiles.TOKENS.value * channels)
     kernels.append(
         {
             "kernel": kernel.__name__,
@@ -47,13 +56,34 @@ def compile_only(kernel, *args, grid, warmup, **options):
             "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
             "shared_bytes": compiled.metadata.shared,
             "shuffles": compiled.asm["ptx"].count("shfl."),
+            "instructions": instructions,
         }
     )
 
 
-def call_every_phase(dtype: torch.dtype, H: int, D: int, membership) -> None:
+def executed_instructions(code: str, steps: int, groups: int) -> int:
+    """Of a warp: a loop around others runs `groups` times, one without others `steps` times."""
+    places, count, loops = {}, 0, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            places[label[1]] = count
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*);", line):
+            count += not instruction[1].startswith("NOP")
+            target = re.search(r"BRA `\((\.L_x_\d+)\)", instruction[1])
+            # The last line of a kernel is an endless loop of one instruction, which is not reached.
+            if target and places.get(target[1], count) < count - 1:
+                loops.append(range(places[target[1]], count))
+    times = [1] * count
+    for loop in loops:
+        has_loops = any(other != loop and set(other) <= set(loop) for other in loops)
+        for place in loop:
+            times[place] *= groups if has_loops else steps
+    return sum(times)
+
+
+def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[int]) -> None:
     cpu = torch.device("cpu")
-    layout = document_layout((0, 100, 130), phases.chunk_tokens(H, D, cpu), cpu)
+    layout = document_layout((0, *ends), phases.chunk_tokens(H, D, cpu), cpu)
     M, K, N = layout.offsets[-1], len(layout.start_K), layout.documents
     w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
     bias_BHT = torch.zeros(1, H, M, dtype=dtype) if membership == "energy-share" else None
@@ -95,7 +125,7 @@ if __name__ == "__main__":
     elif sys.argv[1] == "slots":
         call_slot_memory(*map(int, sys.argv[2:]))
     else:
-        dtype, H, D, membership, few_chunks = sys.argv[1:]
+        dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
         tiles.FEW_CHUNKS = int(few_chunks)
-        call_every_phase(getattr(torch, dtype), int(H), int(D), membership)
+        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, [int(x) for x in ends.split(",")])
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

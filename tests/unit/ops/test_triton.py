@@ -19,6 +19,8 @@ from triton_cases import (
 from tost_lm.ops import causal_tssa
 
 pytest.importorskip("triton")
+from tost_lm.ops.triton import backward, forward, tiles
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -36,6 +38,15 @@ def test_one_kernel_over_all_heads_as_in_long_calls(shape: str, monkeypatch: pyt
 @pytest.mark.parametrize("scale", SMALL_FIRST_TOKENS)
 def test_float32_is_stable_when_first_tokens_are_small(scale: str):
     assert_is_stable(SMALL_FIRST_TOKENS[scale], DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has the instruction itself")
+def test_the_approximate_reciprocal_of_gpus_is_accurate_enough(monkeypatch: pytest.MonkeyPatch):
+    """Its error is at most one unit in the last place (PTX ISA, `rcp.approx.ftz.f32`). Here each has all of it."""
+    for module in (tiles, forward, backward):
+        monkeypatch.setattr(module, "reciprocal", lambda x: (1 / x) * (1 + 2**-23))
+    for call in (SHAPES["five heads"], SMALL_FIRST_TOKENS["1e-3"]):
+        assert_is_stable(call, DEVICE)
 
 
 @pytest.mark.parametrize("value", [65504.0, 1e-40])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-CALLS = ("bfloat16 12 64 energy-share 0", "float32 5 80 energy-mean 1024")
+CALLS = ("bfloat16 12 64 energy-share 0 100,130", "float32 5 80 energy-mean 1024 100,130")
 
 
 def compile_kernels(call: str, **environment: str) -> list[dict]:
@@ -24,16 +24,30 @@ def compile_kernels(call: str, **environment: str) -> list[dict]:
 
 
 def check_kernels(kernels: list[dict]) -> None:
-    """`pytest -s` shows registers and shared memory."""
+    """`pytest -s` shows registers, shared memory and instructions."""
     for kernel in kernels:
         print(*(f"{name}={value}" for name, value in kernel.items()))
     assert len({kernel["kernel"] for kernel in kernels}) == 7
-    assert max(kernel["spilled_bytes"] for kernel in kernels) <= 64
+    assert max(kernel["spilled_bytes"] for kernel in kernels) == 0
+    assert max(kernel["registers"] for kernel in kernels) <= 144
     assert max(kernel["shared_bytes"] for kernel in kernels) <= 48 * 1024
-    # Each thread holds all tokens of a channel: a sum over tokens needs no other thread.
+    # A thread holds channels, one token after another: a sum over tokens needs no other thread.
     assert [kernel["shuffles"] for kernel in kernels if kernel["kernel"] == "energy_kernel"] == [0]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_kernels_compile_and_stay_in_registers(call: str):
     check_kernels(compile_kernels(call))
+
+
+def test_few_instructions_are_executed_for_each_token_and_channel():
+    """At most half of 82 in the forward pass, and 60 % of 208 in the backward pass. A thread that held 32 tokens of one
+    channel, with divisions and masks, executed those."""
+    kernels = compile_kernels("bfloat16 12 64 energy-share 0 128,192")
+    check_kernels(kernels)
+    assert max(kernel["registers"] for kernel in kernels) <= 128
+    executed = {True: 0.0, False: 0.0}
+    for kernel in kernels:
+        executed["backward" in kernel["kernel"]] += kernel["instructions"] or 0
+    assert executed[False] <= 82 / 2
+    assert executed[True] <= 0.6 * 208

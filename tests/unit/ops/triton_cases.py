@@ -40,6 +40,7 @@ SHAPES = {
     "five heads": draw_call(4, (31, 1), 5, 16, fresh=True),
     "wide heads": draw_call(5, (32,), 2, 130),
     "uniform": draw_call(6, (3, 40), 3, 16, "uniform"),
+    "full chunks": draw_call(12, (64, 32), 3, 16, "energy-mean"),
 }
 SMALL_FIRST_TOKENS = {
     "1e-3": with_small_first_tokens(draw_call(7, (34,), 2, 16, "energy-mean", fresh=True), 1e-3),

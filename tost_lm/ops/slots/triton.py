@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout, document_layout
 from tost_lm.ops.naive import running_dtype
-from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_head, tokens_of_chunk
+from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_part, tokens_of_chunk
 from tost_lm.sizes import TRITON_SLOT_CHUNK_TOKENS
 
 TOKENS = tl.constexpr(TRITON_SLOT_CHUNK_TOKENS)
@@ -166,7 +166,7 @@ def sums_kernel(
     start_K, end_K, write_MHS, value_MHD, log_decay_H, sums_KHSE,
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, S_: tl.constexpr, D_: tl.constexpr,
 ):  # fmt: skip
-    k, h = chunk_and_head(H)
+    k, h = chunk_and_part(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
     log_decay = tl.load(log_decay_H + h)
@@ -188,7 +188,7 @@ def sums_backward_kernel(
     start_K, end_K, write_MHS, value_MHD, log_decay_H, d_sums_KHSE, d_write_MHS, d_value_MHD, d_log_decay_KH,
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, S_: tl.constexpr, D_: tl.constexpr,
 ):  # fmt: skip
-    k, h = chunk_and_head(H)
+    k, h = chunk_and_part(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
     left_T, fade_T = fade_to_end(tokens, tl.load(log_decay_H + h), TOKENS)
@@ -249,7 +249,7 @@ def read_kernel(
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, S_: tl.constexpr, D_: tl.constexpr,
 ):  # fmt: skip
     """A product would carry a NaN to earlier tokens, as 0 · NaN. It is cut out, and put into the later tokens of y."""
-    k, h = chunk_and_head(H)
+    k, h = chunk_and_part(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
     log_decay = tl.load(log_decay_H + h)
@@ -280,7 +280,7 @@ def read_backward_kernel(
 
     Each decay is exp(log ρ · age): its gradient times the decay times the age is that of log ρ.
     """
-    k, h = chunk_and_head(H)
+    k, h = chunk_and_part(H)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     token, state = start * H + h, (k * H + h) * S * (D + 1)
     log_decay = tl.load(log_decay_H + h)

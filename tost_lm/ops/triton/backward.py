@@ -1,5 +1,10 @@
-"""The backward phases: (c′) output, (b′) memberships, (a′) energy. Each kernel is below its phase."""
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+"""The backward phases: (c′) output, (b′) memberships, (a′) energy. Each kernel is below its phase.
+
+(b′) and (a′) need the sums up to each token and from each token on. They go through the steps of a chunk from its end,
+forward in each to compute the first, then backward for the second. What the second needs stays in registers.
+"""
+# ruff: noqa: RUF005  (Triton has no starred expressions)
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 import torch
 import triton
@@ -11,26 +16,33 @@ from tost_lm.ops.phases import HeadSoftmax, Scoring, Sums
 from tost_lm.ops.triton.forward import new_sums
 from tost_lm.ops.triton.scan import sums
 from tost_lm.ops.triton.tiles import (
+    ENERGY_FLOOR,
+    MASS_FLOOR,
     RUN_TIME,
-    chunk_and_head,
-    head_places,
+    STEP,
+    TOKENS,
+    beside,
+    chunk_and_part,
+    heads_of_group,
     inverse_energies,
     launch,
     load_bias,
-    load_column,
-    load_sum,
     load_sums,
-    load_tile,
-    output_gradients,
-    reverse_cumsum,
+    load_token,
+    places_of_heads,
+    places_of_step,
+    reciprocal,
     scoring_arguments,
-    share_scales,
+    share_scale,
     softmax_between,
-    store_column,
-    store_sums,
-    store_tile,
+    store_token,
+    sum_of_thread,
+    tokens_before,
     tokens_of_chunk,
 )
+
+CHANNELS = tl.constexpr(2)
+"""Channels of a thread in (b′) and (a′). With four their registers would not suffice."""
 
 
 def output_backward(
@@ -40,8 +52,8 @@ def output_backward(
     d_weighted_KHD = new_sums(w_MHD, layout)
     d_mass_KH = torch.empty_like(d_weighted_KHD[..., 0])
     launch(
-        output_backward_kernel, mass_KH.numel(), w_MHD, layout, dy_MHD, pi_MH, weighted_KHD, mass_KH,
-        d_weighted_KHD, d_mass_KH,
+        output_backward_kernel, w_MHD, layout, dy_MHD, pi_MH, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
+        channels=4,
     )  # fmt: skip
     return sums(d_weighted_KHD, layout, reverse=True), sums(d_mass_KH, layout, reverse=True)
 
@@ -49,17 +61,38 @@ def output_backward(
 @triton.jit
 def output_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
-    H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    k, h = chunk_and_head(H)
+    k, g = chunk_and_part(tl.cdiv(H, G_))
     start, tokens = tokens_of_chunk(k, start_K, end_K)
-    w_TD = load_tile(w_MHD, start, tokens, h, H, D, D_)
-    dy_TD = load_tile(dy_MHD, start, tokens, h, H, D, D_)
-    pi_T = load_column(pi_MH, start, tokens, h, H)
-    weighted_D = load_sums(weighted_KHD, k, h, H, D, D_)
-    _, d_weighted_TD, d_mass_TD = output_gradients(dy_TD, w_TD, pi_T, weighted_D, load_sum(mass_KH, k, h, H))
-    store_sums(d_weighted_KHD, tl.sum(d_weighted_TD, axis=0), k, h, H, D, D_)
-    tl.store(d_mass_KH + k * H + h, tl.sum(tl.sum(d_mass_TD, axis=0), axis=0))
+    limit = None if FULL else tokens
+    h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
+    w_MHD += start * H * D
+    dy_MHD += start * H * D
+    weighted_GD = load_sums(weighted_KHD + k * (H * D) + d_GD, real_GD)
+    mass_G = load_sums(mass_KH + k * H + h_G, real_G) + MASS_FLOOR
+    d_weighted_GD, d_mass_GD = tl.zeros((G_, D_), tl.float32), tl.zeros((G_, D_), tl.float32)
+    for i in range(0, tokens, STEP):
+        for j in tl.static_range(STEP):
+            w_GD = load_token(w_MHD + d_GD, i, j, limit, real_GD, H * D)
+            dy_GD = load_token(dy_MHD + d_GD, i, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_MH + start * H + h_G, i, j, limit, real_G, H)
+            weighted_GD, mass_G, _dy_inverse_GD, term_GD = output_gradients(w_GD, dy_GD, pi_G, weighted_GD, mass_G)
+            d_weighted_GD += term_GD * mass_G[:, None]
+            d_mass_GD -= term_GD * weighted_GD
+    tl.store(d_weighted_KHD + k * (H * D) + d_GD, d_weighted_GD, mask=real_GD)
+    tl.store(d_mass_KH + k * H + h_G, tl.sum(d_mass_GD, axis=1), mask=real_G)
+
+
+@triton.jit
+def output_gradients(w_GD, dy_GD, pi_G, weighted_GD, mass_G):
+    """S2 and N′ with the token itself, then dy/(N′ + S2), and the term of dS2/N′ and −dN/S2: dy·w·Π/(N′ + S2)²."""
+    weight_GD = w_GD * pi_G[:, None]
+    weighted_GD += weight_GD * w_GD
+    mass_G += pi_G
+    inverse_GD = reciprocal(mass_G[:, None] + weighted_GD)
+    dy_inverse_GD = dy_GD * inverse_GD
+    return weighted_GD, mass_G, dy_inverse_GD, dy_inverse_GD * (weight_GD * inverse_GD)
 
 
 def memberships_backward(
@@ -78,23 +111,22 @@ def memberships_backward(
     """(b′) The gradients of z, of temp and of S1. With a separate softmax, w is read before and after it."""
     d_energy_KHD = new_sums(w_MHD, layout)
     d_temp_KH = torch.empty_like(d_energy_KHD[..., 0])
-    H = w_MHD.shape[1]
 
-    def run(stage: str, heads: int, d_z_MH: Tensor) -> Tensor:
+    def run(stage: str, d_z_MH: Tensor) -> Tensor:
         launch(
-            memberships_backward_kernel, mass_KH.numel() // heads, w_MHD, layout,
+            memberships_backward_kernel, w_MHD, layout,
             dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
             d_z_MH, d_temp_KH, d_energy_KHD,
-            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, HEADS=heads,
+            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=CHANNELS.value, all_heads=stage == "all",
         )  # fmt: skip
         return d_z_MH
 
     d_z_MH = torch.empty_like(pi_MH)
     softmax = softmax_between(layout, softmax)
     if softmax is None:
-        run("all", H, d_z_MH)
+        run("all", d_z_MH)
     else:
-        d_z_MH = run("scores", 1, softmax.backward(pi_MH, run("memberships", 1, d_z_MH)).contiguous())
+        d_z_MH = run("scores", softmax.backward(pi_MH, run("memberships", d_z_MH)).contiguous())
     return d_z_MH, d_temp_KH.sum(0), sums(d_energy_KHD, layout, reverse=True)
 
 
@@ -103,30 +135,64 @@ def memberships_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
     d_z_MH, d_temp_KH, d_energy_KHD,
     temp_H, bias_BHT, stride_b, stride_h, stride_t, T, document_K, first_chunk_N1, count_N,
-    MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr, HEADS: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr,
+    MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr, FULL: tl.constexpr,
+    GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
-    """`HEADS` heads of a chunk. `d_z_MH` first holds the gradient of Π, then that of z: stage "memberships" ends before
-    the softmax, "scores" starts after it, "all" has all heads and computes both and the softmax."""
-    k, first = chunk_and_head(H, HEADS)
+    """`GROUPS` groups of heads of a chunk. `d_z_MH` first holds the gradient of Π, then that of z: stage "memberships"
+    ends before the softmax, "scores" starts after it, "all" has all heads and computes both and the softmax."""
+    k, part = chunk_and_part(tl.cdiv(H, G_) // GROUPS)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
+    limit = None if FULL else tokens
+    w_THD, dy_THD = w_MHD + start * H * D, dy_MHD + start * H * D
+    pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
     if STAGE != "scores":
-        for h in range(first, first + HEADS):
-            w_TD = load_tile(w_MHD, start, tokens, h, H, D, D_)
-            dy_TD = load_tile(dy_MHD, start, tokens, h, H, D, D_)
-            pi_T = load_column(pi_MH, start, tokens, h, H)
-            weighted_D = load_sums(weighted_KHD, k, h, H, D, D_)
-            dy_a_TD, d_weighted_TD, d_mass_TD = output_gradients(
-                dy_TD, w_TD, pi_T, weighted_D, load_sum(mass_KH, k, h, H)
-            )
-            d_weighted_TD = load_sums(d_weighted_KHD, k, h, H, D, D_)[None, :] + reverse_cumsum(d_weighted_TD, D_)
-            d_pi_TD = (d_weighted_TD * w_TD - dy_a_TD) * w_TD + reverse_cumsum(d_mass_TD, D_)
-            d_pi_T = load_sum(d_mass_KH, k, h, H) + tl.sum(d_pi_TD, axis=1)
-            store_column(d_z_MH, d_pi_T, start, tokens, h, H)
+        for g in range(part * GROUPS, (part + 1) * GROUPS):
+            h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
+            w_TGD, dy_TGD, pi_TG = w_THD + d_GD, dy_THD + d_GD, pi_TH + h_G
+            weighted_GD = load_sums(weighted_KHD + k * (H * D) + d_GD, real_GD)
+            mass_G = load_sums(mass_KH + k * H + h_G, real_G) + MASS_FLOOR
+            before_steps = ((weighted_GD, mass_G),)
+            for i in tl.static_range(0, TOKENS - STEP, STEP):
+                for j in tl.static_range(STEP):
+                    w_GD = load_token(w_TGD, i, j, limit, real_GD, H * D)
+                    pi_G = load_token(pi_TG, i, j, limit, real_G, H)
+                    weighted_GD += w_GD * pi_G[:, None] * w_GD
+                    mass_G += pi_G
+                before_steps = before_steps + ((weighted_GD, mass_G),)
+
+            d_weighted_GD = load_sums(d_weighted_KHD + k * (H * D) + d_GD, real_GD)
+            d_mass_G = load_sums(d_mass_KH + k * H + h_G, real_G)
+            d_mass_GL = tl.zeros((G_, D_ // CHANNELS), tl.float32)
+            steps = tl.cdiv(tokens, STEP)
+            for steps_after in range(0, steps):
+                step = steps - 1 - steps_after
+                weighted_GD, mass_G = of_step(before_steps, step)
+                terms = ()
+                for j in tl.static_range(STEP):
+                    w_GD = load_token(w_TGD, step * STEP, j, limit, real_GD, H * D)
+                    dy_GD = load_token(dy_TGD, step * STEP, j, limit, real_GD, H * D)
+                    pi_G = load_token(pi_TG, step * STEP, j, limit, real_G, H)
+                    weighted_GD, mass_G, dy_inverse_GD, term_GD = output_gradients(
+                        w_GD, dy_GD, pi_G, weighted_GD, mass_G
+                    )
+                    d_mass_term_GL = sum_of_thread(term_GD * weighted_GD, CHANNELS)
+                    dy_a_w_GL = sum_of_thread(dy_inverse_GD * w_GD, CHANNELS) * mass_G[:, None]
+                    terms = terms + ((term_GD * mass_G[:, None], d_mass_term_GL, dy_a_w_GL),)
+                d_pi = ()
+                for j in tl.static_range(STEP - 1, -1, -1):
+                    d_weighted_term_GD, d_mass_term_GL, dy_a_w_GL = terms[j]
+                    w_GD = load_token(w_TGD, step * STEP, j, limit, real_GD, H * D)
+                    d_weighted_GD += d_weighted_term_GD
+                    d_mass_GL -= d_mass_term_GL
+                    d_pi_GL = sum_of_thread(d_weighted_GD * (w_GD * w_GD), CHANNELS) - dy_a_w_GL + d_mass_GL
+                    d_pi = (tl.sum(d_pi_GL, axis=1),) + d_pi
+                places_GJ, real_GJ = places_of_step(step * STEP, limit, h_G, real_G, H)
+                tl.store(d_z_TH + places_GJ, d_mass_G[:, None] + beside(d_pi), mask=real_GJ)
     if STAGE == "all":
         # Barriers: all of dΠ is stored before a thread loads it, and loaded before a thread stores dz over it.
         tl.debug_barrier()
-        places_TH, token_T1, head_1H = head_places(start, tokens, H, H_)
+        places_TH, token_T1, head_1H = places_of_heads(start, limit, H, H_)
         real_TH = token_T1 & head_1H
         pi_TH = tl.load(pi_MH + places_TH, mask=real_TH, other=0.0)
         d_pi_TH = tl.load(d_z_MH + places_TH, mask=real_TH, other=0.0)
@@ -138,22 +204,43 @@ def memberships_backward_kernel(
         tl.store(d_z_MH + places_TH, pi_TH * d_pi_TH, mask=real_TH)
         tl.debug_barrier()
     if STAGE != "memberships":
-        scale_T = share_scales(start, k, start_K, document_K, first_chunk_N1, count_N, D, MEAN)
-        for h in range(first, first + HEADS):
-            w_TD = load_tile(w_MHD, start, tokens, h, H, D, D_)
-            w_sq_TD = w_TD * w_TD
-            inverse_TD, fixed_TD = inverse_energies(
-                load_sums(energy_KHD, k, h, H, D, D_)[None, :] + tl.cumsum(w_sq_TD, axis=0)
-            )
-            d_z_T = load_column(d_z_MH, start, tokens, h, H)
-            d_shares_TD = (scale_T * d_z_T)[:, None] * (w_sq_TD * inverse_TD)
-            d_temp = tl.sum(tl.sum(d_shares_TD, axis=0), axis=0)
-            if bias_BHT is not None:
-                bias_T = load_bias(start, tokens, h, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE)
-                d_temp += tl.sum(d_z_T * bias_T, axis=0)
-            tl.store(d_temp_KH + k * H + h, d_temp)
-            d_energy_D = tl.sum(tl.where(fixed_TD, 0.0, d_shares_TD * inverse_TD), axis=0)
-            store_sums(d_energy_KHD, -tl.load(temp_H + h) * d_energy_D, k, h, H, D, D_)
+        before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
+        for g in range(part * GROUPS, (part + 1) * GROUPS):
+            h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
+            w_TGD, d_z_TG = w_THD + d_GD, d_z_TH + h_G
+            energy_GD = load_sums(energy_KHD + k * (H * D) + d_GD, real_GD)
+            d_temp_GD, d_energy_GD = tl.zeros((G_, D_), tl.float32), tl.zeros((G_, D_), tl.float32)
+            d_temp_GJ = tl.zeros((G_, STEP), tl.float32)
+            for i in range(0, tokens, STEP):
+                for j in tl.static_range(STEP):
+                    w_GD = load_token(w_TGD, i, j, limit, real_GD, H * D)
+                    d_z_G = load_token(d_z_TG, i, j, limit, real_G, H)
+                    w_sq_GD = w_GD * w_GD
+                    energy_GD += w_sq_GD
+                    inverse_GD = inverse_energies(energy_GD)
+                    d_shares_GD = (share_scale(before, i + j, D, MEAN) * d_z_G)[:, None] * (w_sq_GD * inverse_GD)
+                    d_temp_GD += d_shares_GD
+                    d_energy_GD += d_shares_GD * tl.where(energy_GD < ENERGY_FLOOR, 0.0, inverse_GD)
+                if bias_BHT is not None:
+                    places_GJ, real_GJ = places_of_step(i, limit, h_G, real_G, H)
+                    d_temp_GJ += load_sums(d_z_TH + places_GJ, real_GJ) * load_bias(
+                        i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE
+                    )
+            tl.store(d_temp_KH + k * H + h_G, tl.sum(d_temp_GD, axis=1) + tl.sum(d_temp_GJ, axis=1), mask=real_G)
+            d_energy_GD *= -load_sums(temp_H + h_G, real_G)[:, None]
+            tl.store(d_energy_KHD + k * (H * D) + d_GD, d_energy_GD, mask=real_GD)
+
+
+@triton.jit
+def of_step(values, step):
+    """`values[step]`, a pair or more of tensors."""
+    chosen = values[0]
+    for s in tl.static_range(1, len(values)):
+        parts = ()
+        for n in tl.static_range(len(chosen)):
+            parts = parts + (tl.where(step == s, values[s][n], chosen[n]),)
+        chosen = parts
+    return chosen
 
 
 def energy_backward(
@@ -172,12 +259,10 @@ def energy_backward(
     """(a′) dw."""
     dw_MHD = torch.empty_like(w_MHD, memory_format=torch.contiguous_format)
     launch(
-        energy_backward_kernel, mass_KH.numel(), w_MHD, layout,
+        energy_backward_kernel, w_MHD, layout,
         dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD, dw_MHD,
         scoring.temp_H, layout.document_K, layout.first_chunk_N1, scoring.count_N,
-        MEAN=scoring.membership == "energy-mean",
-        # A fused multiply-add does not round w², so S1 − w² would not be 0 at a document's first token.
-        enable_fp_fusion=False,
+        MEAN=scoring.membership == "energy-mean", channels=CHANNELS.value,
     )  # fmt: skip
     return dw_MHD
 
@@ -186,38 +271,63 @@ def energy_backward(
 def energy_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD,
     dw_MHD, temp_H, document_K, first_chunk_N1, count_N,
-    MEAN: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr,
+    MEAN: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1². R1 sums later tokens only.
-
-    (u/S1 plus a sum that includes the own term −u·w²/S1² is equal, but cancels near a document's first tokens.) Later
-    terms are summed from the next token on, because subtracting the own term from a sum would cancel as well.
-    """
-    k, h = chunk_and_head(H)
+    """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1², with S1 − w² = S1 before the
+    token. R1 sums later tokens only. (u/S1 plus a sum with the own term −u·w²/S1² is equal, but cancels near a
+    document's first tokens.) As dw is 2·w times the gradient of w², R1, R2 and u are doubled here."""
+    k, g = chunk_and_part(tl.cdiv(H, G_))
     start, tokens = tokens_of_chunk(k, start_K, end_K)
-    w_TD = load_tile(w_MHD, start, tokens, h, H, D, D_)
-    dy_TD = load_tile(dy_MHD, start, tokens, h, H, D, D_)
-    pi_T = load_column(pi_MH, start, tokens, h, H)
-    weighted_D = load_sums(weighted_KHD, k, h, H, D, D_)
-    dy_a_TD, d_weighted_TD, _ = output_gradients(dy_TD, w_TD, pi_T, weighted_D, load_sum(mass_KH, k, h, H))
-    d_weighted_TD = load_sums(d_weighted_KHD, k, h, H, D, D_)[None, :] + reverse_cumsum(d_weighted_TD, D_)
-    d_w_sq_TD = pi_T[:, None] * d_weighted_TD
+    limit = None if FULL else tokens
+    N: tl.constexpr = STEP if FULL else STEP // 2  # masks need registers
+    before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
+    w_THD, dy_THD, dw_THD = w_MHD + start * H * D, dy_MHD + start * H * D, dw_MHD + start * H * D
+    pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
+    h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
+    w_TGD, dy_TGD, dw_TGD, pi_TG, d_z_TG = w_THD + d_GD, dy_THD + d_GD, dw_THD + d_GD, pi_TH + h_G, d_z_TH + h_G
+    energy_GD = load_sums(energy_KHD + k * (H * D) + d_GD, real_GD)
+    weighted_GD = load_sums(weighted_KHD + k * (H * D) + d_GD, real_GD)
+    mass_G = load_sums(mass_KH + k * H + h_G, real_G) + MASS_FLOOR
+    before_steps = ((energy_GD, weighted_GD, mass_G),)
+    for i in tl.static_range(0, TOKENS - N, N):
+        for j in tl.static_range(N):
+            w_GD = load_token(w_TGD, i, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_TG, i, j, limit, real_G, H)
+            energy_GD += w_GD * w_GD
+            weighted_GD += w_GD * pi_G[:, None] * w_GD
+            mass_G += pi_G
+        before_steps = before_steps + ((energy_GD, weighted_GD, mass_G),)
 
-    temp = tl.load(temp_H + h)
-    w_sq_TD = w_TD * w_TD
-    energy_TD = load_sums(energy_KHD, k, h, H, D, D_)[None, :] + tl.cumsum(w_sq_TD, axis=0)
-    inverse_TD, fixed_TD = inverse_energies(energy_TD)
-    scale_T = share_scales(start, k, start_K, document_K, first_chunk_N1, count_N, D, MEAN)
-    u_T = temp * scale_T * load_column(d_z_MH, start, tokens, h, H)
-    d_w_sq_TD += u_T[:, None] * inverse_TD * tl.where(fixed_TD, 1.0, (energy_TD - w_sq_TD) * inverse_TD)
-
-    w_next_TD = load_tile(w_MHD, start + 1, tokens - 1, h, H, D, D_)
-    w_sq_next_TD = w_next_TD * w_next_TD
-    inverse_TD, fixed_TD = inverse_energies(energy_TD + w_sq_next_TD)
-    scale_T = share_scales(start + 1, k, start_K, document_K, first_chunk_N1, count_N, D, MEAN)
-    u_T = temp * scale_T * load_column(d_z_MH, start + 1, tokens - 1, h, H)
-    d_energy_TD = tl.where(fixed_TD, 0.0, u_T[:, None] * inverse_TD * (w_sq_next_TD * inverse_TD))
-    d_w_sq_TD += load_sums(d_energy_KHD, k, h, H, D, D_)[None, :] - reverse_cumsum(d_energy_TD, D_)
-
-    dw_TD = 2 * w_TD * d_w_sq_TD - dy_a_TD * pi_T[:, None]
-    store_tile(dw_MHD, dw_TD, start, tokens, h, H, D, D_)
+    temp_G = 2 * load_sums(temp_H + h_G, real_G)
+    d_energy_GD = 2 * load_sums(d_energy_KHD + k * (H * D) + d_GD, real_GD)
+    d_weighted_GD = 2 * load_sums(d_weighted_KHD + k * (H * D) + d_GD, real_GD)
+    steps = tl.cdiv(tokens, N)
+    for steps_after in range(0, steps):
+        step = steps - 1 - steps_after
+        energy_GD, weighted_GD, mass_G = of_step(before_steps, step)
+        terms = ()
+        for j in tl.static_range(N):
+            w_GD = load_token(w_TGD, step * N, j, limit, real_GD, H * D)
+            dy_GD = load_token(dy_TGD, step * N, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_TG, step * N, j, limit, real_G, H)
+            d_z_G = load_token(d_z_TG, step * N, j, limit, real_G, H)
+            weighted_GD, mass_G, dy_inverse_GD, term_GD = output_gradients(w_GD, dy_GD, pi_G, weighted_GD, mass_G)
+            w_sq_GD = w_GD * w_GD
+            earlier_GD = energy_GD
+            energy_GD += w_sq_GD
+            inverse_GD = inverse_energies(energy_GD)
+            fixed_GD = energy_GD < ENERGY_FLOOR
+            u_G = temp_G * share_scale(before, step * N + j, D, MEAN) * d_z_G
+            u_inverse_GD = u_G[:, None] * inverse_GD
+            d_energy_term_GD = u_inverse_GD * tl.where(fixed_GD, 0.0, w_sq_GD * inverse_GD)
+            own_GD = u_inverse_GD * tl.where(fixed_GD, 1.0, earlier_GD * inverse_GD)
+            dw_GD = w_GD * own_GD - dy_inverse_GD * (pi_G * mass_G)[:, None]
+            terms = terms + ((term_GD * (2 * mass_G)[:, None], d_energy_term_GD, dw_GD),)
+        for j in tl.static_range(N - 1, -1, -1):
+            d_weighted_term_GD, d_energy_term_GD, dw_GD = terms[j]
+            w_GD = load_token(w_TGD, step * N, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_TG, step * N, j, limit, real_G, H)
+            d_weighted_GD += d_weighted_term_GD
+            dw_GD += w_GD * (pi_G[:, None] * d_weighted_GD + d_energy_GD)
+            d_energy_GD -= d_energy_term_GD
+            store_token(dw_TGD, dw_GD, step * N, j, limit, real_GD, H * D)

@@ -1,10 +1,11 @@
-"""Common code of the kernels: the launch shape, loads and stores of a tile (one chunk of one head), and formulas.
+"""Common code of the kernels: the launch shape, loads and stores, and formulas.
 
-Shapes inside a kernel: T tokens of a chunk, always `TOKENS`; D channels of a head and H heads, padded to powers of two
-(`D_`, `H_`). Padding has w = 0, dy = 0 and Π = 0, and adds nothing to any sum. Sums over tokens are scans, which add to
-later tokens only: a NaN never reaches an earlier token, as it would in a product with a triangular matrix.
+Shapes inside a kernel: G heads that a program has at once and D channels of a head, both padded to powers of two (`G_`,
+`D_`); T tokens of a chunk, always `TOKENS`; J of these tokens, whose code is unrolled, always `STEP`; all H heads,
+padded (`H_`). Padding has w = 0, dy = 0 and Π = 0, and adds nothing to any sum. Sums over tokens add to later tokens
+only: a NaN never reaches an earlier token, as it would in a product with a triangular matrix.
 """
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from tost_lm.ops import naive
 from tost_lm.ops.layout import Layout
@@ -21,29 +23,43 @@ from tost_lm.sizes import TRITON_CHUNK_TOKENS
 ENERGY_FLOOR = tl.constexpr(naive.ENERGY_FLOOR)
 MASS_FLOOR = tl.constexpr(naive.MASS_FLOOR)
 TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
-TOKEN_BITS = tl.constexpr(TRITON_CHUNK_TOKENS.bit_length() - 1)
+STEP = tl.constexpr(8)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+THREADS = 64
+"""Threads of a program, up to 256 channels a head."""
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
-    """Tokens of a chunk for any D: one thread holds those of a channel in registers, and more would not fit."""
+    """Tokens of a chunk for any H and D."""
     return TOKENS.value
 
 
-def launch(kernel: Any, programs: int, w_MHD: Tensor, layout: Layout, *tensors: Tensor, **arguments: Any) -> None:
+def launch(
+    kernel: Any, w_MHD: Tensor, layout: Layout, *tensors: Tensor, channels: int, all_heads: bool = False,
+    **arguments: Any,
+) -> None:  # fmt: skip
     """Run `kernel` on w, the chunk boundaries, `tensors` (made contiguous) and `arguments` (passed unchanged).
 
-    The launch shape depends on D alone: one thread for each channel. Nothing is tuned or compiled for a length.
+    A thread has `channels` channels of a token. A program has a group of heads of a chunk, or with `all_heads` all
+    groups, one after another. The launch shape depends on H and D alone: nothing is tuned or compiled for a length, but
+    where all chunks are full, kernels have no masks.
     """
     _, H, D = w_MHD.shape
-    D_ = max(32, triton.next_power_of_2(D))
+    D_ = max(16, triton.next_power_of_2(D))
+    G_ = min(triton.next_power_of_2(H), max(1, THREADS * channels // D_))
+    groups = triton.cdiv(H, G_)
+    if all_heads:
+        arguments["GROUPS"] = groups
     with torch.cuda.device_of(w_MHD):
-        kernel[(programs,)](
+        kernel[(len(layout.start_K) * (1 if all_heads else groups),)](
             *(x.contiguous() for x in (w_MHD, layout.start_K, layout.end_K, *tensors)),
             **arguments,
             H=H,
             D=D,
+            G_=G_,
             D_=D_,
-            num_warps=D_ // 32,
+            FULL=len(layout.start_K) * TOKENS.value == len(w_MHD),
+            num_warps=max(1, G_ * D_ // (32 * channels)),
         )
 
 
@@ -82,11 +98,11 @@ def softmax_between(layout: Layout, softmax: HeadSoftmax | None) -> HeadSoftmax 
 
 
 @triton.jit
-def chunk_and_head(H: tl.constexpr, HEADS: tl.constexpr = 1):
-    """This program's chunk and the first of its `HEADS` heads, int64. Consecutive programs have the heads of one chunk,
-    so together they read whole tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    return program // (H // HEADS), program % (H // HEADS) * HEADS
+def chunk_and_part(PARTS: tl.constexpr):
+    """This program's chunk, int64, and its part of the chunk. Consecutive programs have the parts of one chunk, so
+    together they read whole tokens."""
+    program = tl.program_id(0)
+    return (program // PARTS).to(tl.int64), program % PARTS
 
 
 @triton.jit
@@ -97,126 +113,107 @@ def tokens_of_chunk(k, start_K, end_K):
 
 
 @triton.jit
-def tile_places(tokens, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    """[T, D]: the offsets of a head's channels from its first, and which are no padding.
-
-    `multiple_of` hides from the compiler that the channels start at a multiple of their number, so that each thread
-    holds all tokens of one channel instead of some tokens of several. Scans and sums over tokens are then plain
-    additions in registers, without shuffles. Neighbouring threads still read neighbouring addresses.
-    """
-    t_T, d_D = tl.arange(0, TOKENS), tl.multiple_of(tl.arange(0, D_), 1)
-    return t_T[:, None] * (H * D) + d_D[None, :], (t_T < tokens)[:, None] & (d_D < D)[None, :]
+def real_tokens(t, limit):
+    """Which tokens t of a chunk are no padding. `limit`, the tokens of the chunk, is None where all chunks are full."""
+    return t < (TOKENS if limit is None else limit)
 
 
 @triton.jit
-def load_tile(x_MHD, start, tokens, h, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    """One head of `tokens` tokens from `start` on, in float32."""
-    places_TD, real_TD = tile_places(tokens, H, D, D_)
-    return tl.load(x_MHD + (start * H + h) * D + places_TD, mask=real_TD, other=0.0).to(tl.float32)
+def heads_of_group(g, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr):
+    """The heads of a group and the offsets of their channels in a token, each with what is no padding."""
+    h_G, d_D = g * G_ + tl.arange(0, G_), tl.arange(0, D_)
+    real_G = h_G < H if H % G_ != 0 else tl.full((G_,), True, tl.int1)
+    return h_G, real_G, h_G[:, None] * D + d_D[None, :], real_G[:, None] & (d_D < D)[None, :]
 
 
 @triton.jit
-def store_tile(x_MHD, x_TD, start, tokens, h, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    places_TD, real_TD = tile_places(tokens, H, D, D_)
-    tl.store(x_MHD + (start * H + h) * D + places_TD, x_TD.to(x_MHD.dtype.element_ty), mask=real_TD)
+def load_token(x, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
+    """Token i + j of the chunk, [G, D] or [G], in float32. `x` points to its first token."""
+    mask = real if limit is None else real & (i + j < limit)
+    return tl.load(x + i * STRIDE + j * STRIDE, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_column(x_MH, start, tokens, h, H: tl.constexpr):
-    t_T = tl.arange(0, TOKENS)
-    return tl.load(x_MH + start * H + h + t_T * H, mask=t_T < tokens, other=0.0)
+def store_token(x, value, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
+    mask = real if limit is None else real & (i + j < limit)
+    tl.store(x + i * STRIDE + j * STRIDE, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_column(x_MH, x_T, start, tokens, h, H: tl.constexpr):
-    t_T = tl.arange(0, TOKENS)
-    tl.store(x_MH + start * H + h + t_T * H, x_T, mask=t_T < tokens)
+def load_sums(x, real):
+    return tl.load(x, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_sums(x_KHD, k, h, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    d_D = tl.arange(0, D_)
-    return tl.load(x_KHD + (k * H + h) * D + d_D, mask=d_D < D, other=0.0).to(tl.float32)
+def beside(x):
+    """[G, J] from [G] of each of the 8 tokens of a step. Joining them pairwise moves no data between threads."""
+    first_G22 = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+    second_G22 = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
+    return tl.reshape(tl.join(first_G22, second_G22), (x[0].shape[0], 8))
 
 
 @triton.jit
-def load_sum(x_KH, k, h, H: tl.constexpr):
-    return tl.load(x_KH + k * H + h).to(tl.float32)
+def places_of_step(i, limit, h_G, real_G, H: tl.constexpr):
+    """[G, J]: the offsets of the tokens of a step in [T, H], and which are no padding."""
+    t_J = i + tl.arange(0, STEP)
+    real_GJ = real_G[:, None] & real_tokens(t_J, limit)[None, :]
+    return t_J[None, :] * H + h_G[:, None], real_GJ
 
 
 @triton.jit
-def store_sums(x_KHD, x_D, k, h, H: tl.constexpr, D: tl.constexpr, D_: tl.constexpr):
-    d_D = tl.arange(0, D_)
-    tl.store(x_KHD + (k * H + h) * D + d_D, x_D, mask=d_D < D)
-
-
-@triton.jit
-def head_places(start, tokens, H: tl.constexpr, H_: tl.constexpr):
+def places_of_heads(start, limit, H: tl.constexpr, H_: tl.constexpr):
     """[T, H]: the offsets of a chunk's tokens and heads in [M, H], and which are no padding."""
     t_T, h_H = tl.arange(0, TOKENS), tl.arange(0, H_)
-    return start * H + t_T[:, None] * H + h_H[None, :], (t_T < tokens)[:, None], (h_H < H)[None, :]
+    return start * H + t_T[:, None] * H + h_H[None, :], real_tokens(t_T, limit)[:, None], (h_H < H)[None, :]
 
 
 @triton.jit
-def reverse_cumsum(x_TD, D_: tl.constexpr):
-    """Sums from each token to the chunk's last.
-
-    Triton's own reverse scan reverses the tile with ten shuffles for each element. Splitting and joining compile to
-    renamed registers here, which cost nothing.
-    """
-    return turned(tl.cumsum(turned(x_TD, D_), axis=0), D_)
+def sum_of_thread(x_GD, CHANNELS: tl.constexpr):
+    """The sums of each `CHANNELS` neighbouring channels, those of one thread."""
+    return tl.sum(tl.reshape(x_GD, (x_GD.shape[0], x_GD.shape[1] // CHANNELS, CHANNELS)), axis=2)
 
 
 @triton.jit
-def turned(x_TD, D_: tl.constexpr):
-    """The tokens in reverse order: each bit of their index is flipped."""
-    for i in tl.static_range(TOKEN_BITS):
-        x_ABD2 = tl.permute(tl.reshape(x_TD, (TOKENS >> (i + 1), 2, 1 << i, D_)), (0, 2, 3, 1))
-        clear_ABD, set_ABD = tl.split(x_ABD2)
-        x_TD = tl.reshape(tl.permute(tl.join(set_ABD, clear_ABD), (0, 3, 1, 2)), (TOKENS, D_))
-    return x_TD
+def reciprocal(x):
+    """1/x to one unit in the last place, as a division. It is 0 for x > 2^126 and takes one instruction, not eight."""
+    if INTERPRETED:
+        inverse = 1 / x
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return inverse
 
 
 @triton.jit
-def share_scales(start, k, start_K, document_K, first_chunk_N1, count_N, D: tl.constexpr, MEAN: tl.constexpr):
-    """The factor of Σ_d w²/S1 in the score: tokens so far / D under `energy-mean`, else 1."""
+def inverse_energies(energy):
+    """1/S1 with S1 at least the floor. A NaN stays NaN."""
+    return reciprocal(tl.maximum(energy, ENERGY_FLOOR, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN: tl.constexpr):
+    """Tokens of the document before the chunk, as float32; 0 where `share_scale` does not need them."""
+    before = 0.0
     if MEAN:
         n = tl.load(document_K + k)
-        document_start = tl.load(start_K + tl.load(first_chunk_N1 + n))
-        count = (tl.load(count_N + n) + start - document_start + 1).to(tl.float32)
-        scale_T = (count + tl.arange(0, TOKENS)) / D
-    else:
-        scale_T = tl.full((TOKENS,), 1.0, tl.float32)
-    return scale_T
+        before = (tl.load(count_N + n) + start - tl.load(start_K + tl.load(first_chunk_N1 + n))).to(tl.float32)
+    return before
 
 
 @triton.jit
-def inverse_energies(energy_TD):
-    """1/S1 with S1 at least the floor, and where the floor replaces S1. A NaN stays NaN."""
-    fixed_TD = energy_TD < ENERGY_FLOOR
-    return 1 / tl.where(fixed_TD, ENERGY_FLOOR, energy_TD), fixed_TD
+def share_scale(before, t, D: tl.constexpr, MEAN: tl.constexpr):
+    """The factor of Σ_d w²/S1 in the score of token t: tokens so far / D under `energy-mean`, else 1."""
+    return (before + 1 + t) / D if MEAN else 1.0
 
 
 @triton.jit
-def load_bias(start, tokens, h, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE: tl.constexpr):
-    """The bias in z/temp."""
-    t_T = tl.arange(0, TOKENS)
-    places_T = start // T * stride_b + h * stride_h + (start % T + t_T) * stride_t  # a chunk lies in one sequence
-    return tl.load(bias_BHT + places_T, mask=t_T < tokens, other=0.0).to(tl.float32) * BIAS_SCALE
-
-
-@triton.jit
-def second_moments(w_TD, pi_T, weighted_D, mass):
-    """S2, N′ = N + floor, and 1/(N′ + S2), all including the token itself."""
-    weighted_TD = weighted_D[None, :] + tl.cumsum(pi_T[:, None] * (w_TD * w_TD), axis=0)
-    mass_T = mass + tl.cumsum(pi_T, axis=0) + MASS_FLOOR
-    return weighted_TD, mass_T, 1 / (mass_T[:, None] + weighted_TD)
-
-
-@triton.jit
-def output_gradients(dy_TD, w_TD, pi_T, weighted_D, mass):
-    """dy·a with a = 1/(1 + S2/N′), and each token's terms of the gradients of S2 and (for each channel) of N."""
-    weighted_TD, mass_T, inverse_TD = second_moments(w_TD, pi_T, weighted_D, mass)
-    dy_a_TD = dy_TD * (mass_T[:, None] * inverse_TD)
-    d_weighted_TD = dy_a_TD * (w_TD * inverse_TD) * pi_T[:, None]
-    return dy_a_TD, d_weighted_TD, -d_weighted_TD * weighted_TD * (1 / mass_T)[:, None]
+def load_bias(
+    i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE: tl.constexpr
+):  # fmt: skip
+    """The bias in z/temp of the tokens of a step, [G, J]."""
+    t_J = i + tl.arange(0, STEP)
+    # A chunk lies in one sequence.
+    places_GJ = start // T * stride_b + h_G[:, None] * stride_h + ((start % T + t_J) * stride_t)[None, :]
+    bias_GJ = tl.load(bias_BHT + places_GJ, mask=real_G[:, None] & real_tokens(t_J, limit)[None, :], other=0.0)
+    return bias_GJ.to(tl.float32) * BIAS_SCALE
