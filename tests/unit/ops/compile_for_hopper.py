@@ -1,9 +1,9 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS OFFSETS` with comma-separated ends of documents, for slot
-memory `python compile_for_hopper.py slots H S D` and for the loss `python compile_for_hopper.py loss DTYPE V` print a
-JSON list: what ptxas reports of each kernel. If
-all chunks are full, it has the instructions that a thread executes for a token and channel.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for slot memory `python compile_for_hopper.py slots
+H S D ENDS`, with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print
+a JSON list: what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread
+executes for a token and channel, in slot memory for a token of a head.
 """
 
 import json
@@ -44,9 +44,11 @@ def compile_only(kernel, *args, grid, warmup, **options):
     instructions = None
     if options.get("FULL"):
         groups = options.get("GROUPS", 1)
-        channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
-        executed = executed_instructions(code, tiles.TOKENS.value // tiles.STEP.value, groups)
-        instructions = executed / (tiles.TOKENS.value * channels)
+        tokens, step, channels = slot_kernels.TOKENS.value, slot_kernels.STEP.value, 1
+        if "G_" in options:
+            tokens, step = tiles.TOKENS.value, tiles.STEP.value
+            channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
+        instructions = executed_instructions(code, tokens // step, groups) / tokens / channels
     kernels.append(
         {
             "kernel": kernel.__name__,
@@ -97,10 +99,10 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
-def call_slot_memory(H: int, S: int, D: int) -> None:
+def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
     memory._kernels = lambda write, value: slot_kernels
-    read, write, value = (torch.zeros(1, 130, H, X, requires_grad=True) for X in (S, S, D))
-    local = LocalDocuments.of(torch.tensor([0, 100, 130]), 1, 130, None)
+    read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
+    local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
     y, _ = memory.slot_memory(read, write, value, torch.zeros(H), local=local)
     y.sum().backward()
 
@@ -110,6 +112,10 @@ def call_loss(dtype: torch.dtype, V: int) -> None:
     cross_entropy_triton.log_sums(logits_mV, row_m)
     cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m)
     cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0)
+
+
+def documents(ends: str) -> list[int]:
+    return [int(end) for end in ends.split(",")]
 
 
 if __name__ == "__main__":
@@ -123,9 +129,10 @@ if __name__ == "__main__":
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "slots":
-        call_slot_memory(*map(int, sys.argv[2:]))
+        H, S, D = map(int, sys.argv[2:5])
+        call_slot_memory(H, S, D, documents(sys.argv[5]))
     else:
         dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
         tiles.FEW_CHUNKS = int(few_chunks)
-        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, [int(x) for x in ends.split(",")])
+        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, documents(ends))
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

@@ -5,10 +5,10 @@ token after another: sums over tokens are running sums in its registers. (b′) 
 the last. They go through steps of eight tokens from the end of the chunk, forward and then backward in each. Where all
 chunks are full, loads have no masks. No kernel is tuned or compiled for a length.
 
-The two phases with the softmax over heads run one program for all heads of a chunk. It loops over groups of heads twice
-and reads w from the cache the second time. With fewer than 1024 chunks this would leave a large GPU partly idle. In that
-case, and where the caller gives a softmax, each group has its own program, and one kernel runs before and one after the
-softmax. They read w once more, usually from the L2 cache.
+The two phases with the softmax over heads run one program for all heads of a chunk. It loops over groups of heads
+twice and reads w from the cache the second time. With fewer than 1024 chunks this would leave a large GPU partly idle.
+In that case, and where the caller gives a softmax, each group has its own program, and one kernel runs before and one
+after the softmax. They read w once more, usually from the L2 cache.
 
 For each token and channel, a thread executes 31 instructions forward and 108 backward, scans not included (bfloat16, 12
 heads of 64 channels, sm_90: `pytest -s tests/unit/ops/test_triton_compiles.py`).
