@@ -2,6 +2,7 @@
 
     tost train configs/pretrain/demo.toml launch.ranks=2
     tost train configs/pretrain/demo.toml launch.ranks=1 run.name=debug      (one process, for a debugger)
+    tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.cli.train CONFIG      (several nodes)
 
 Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,

@@ -4,7 +4,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TextIO
@@ -26,13 +26,19 @@ class Metrics:
     """Opened once the run folder exists; rows of steps after `progress`, which a killed launch wrote, are dropped."""
 
     def __init__(
-        self, config: PretrainConfig, progress: Progress | None, world_size: int, device: torch.device
+        self,
+        config: PretrainConfig,
+        progress: Progress | None,
+        world_size: int,
+        device: torch.device,
+        branch: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            progress: of the checkpoint to resume from; None: the run starts.
+            progress: of the checkpoint to resume or branch from; None: the run starts.
             world_size: ranks, each with a device.
             device: of this rank.
+            branch: recorded of the launch that starts a branch; None: of any other.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
@@ -55,7 +61,8 @@ class Metrics:
         self._last_step, self._last_time = first_step, time.perf_counter()
         self._started = self._last_time - seconds
         self._paused_in_window = self._paused = self._trained = 0.0
-        self.event(first_step, "resumed" if progress else "started", ranks=world_size)
+        kind = "branched" if branch else "resumed" if progress else "started"
+        self.event(first_step, kind, ranks=world_size, **(branch or {}))
 
     @property
     def wandb_run_id(self) -> str:
