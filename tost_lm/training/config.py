@@ -153,6 +153,8 @@ class RunConfig(Section):
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_every: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
+    loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
+    """Where the rows of the JSONL files are shown as well: wandb (offline unless WANDB_MODE is set; not with WANDB_MODE=disabled), TensorBoard."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
