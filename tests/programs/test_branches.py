@@ -118,6 +118,11 @@ def test_wsd_is_lengthened_before_its_decay_and_branched_after_it(place: Path):
     )
     error = refused(place, "new", *wsd, "train.steps=12", "train.branch_from=runs/whole/checkpoints/step_00000006")
     assert error.endswith("run.name=NEW train.branch_from=runs/whole/checkpoints/step_00000004")
+    (place / "runs/whole/checkpoints/step_00000006").rename(place / "copied")
+    error = refused(place, "new", *wsd, "train.steps=12", "train.branch_from=copied")
+    assert error.endswith(
+        "undo the change, or start a new schedule from its weights: run.name=NEW train.initial_weights=…"
+    )
     train(place, "new", *wsd, "train.steps=12", "train.branch_from=runs/whole/checkpoints/step_00000004")
 
 

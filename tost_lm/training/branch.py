@@ -40,7 +40,7 @@ def find_branch_point(config: PretrainConfig, corpora: Corpora, folder: Path) ->
             f"{what}: its run has other settings; undo the change, or start a new schedule from its weights with "
             "train.initial_weights\n" + "\n".join(changed)
         )
-    require_same_rates(trunk, config, theirs.step, what, folder.parents[1])
+    require_same_rates(trunk, config, theirs.step, what, folder.parent.parent)
     if theirs.shards_fingerprint == corpora.fingerprint and trunk.data.packing == config.data.packing:
         return ours
     return replace(ours, data_start=theirs.step, recent=(), validation_loss=None)

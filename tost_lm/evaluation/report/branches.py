@@ -16,7 +16,7 @@ def branches(trunk: RunRecord, page: Page) -> str:
     if not (found := trunk.branches()):
         return ""
     runs = {run.folder.resolve().name: run for run in (trunk, *found)}
-    paragraphs = ["## Branches", table(HEADER, [_cells(name, run, run is trunk) for name, run in runs.items()])]
+    paragraphs = ["## Branches", table(HEADER, [_cells(name, run) for name, run in runs.items()])]
     kind = "validation" if all(run.validation for run in runs.values()) else "training"
     rows = {name: run.validation if kind == "validation" else run.metrics for name, run in runs.items()}
     if curves := {name: mean_curve([logged], "loss") for name, logged in rows.items() if logged}:
@@ -25,12 +25,12 @@ def branches(trunk: RunRecord, page: Page) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _cells(name: str, run: RunRecord, is_trunk: bool) -> tuple[str, ...]:
+def _cells(name: str, run: RunRecord) -> tuple[str, ...]:
     optim = run.config.get("optim", {})
     schedule = optim.get("schedule", "cosine")
     if "decay_steps" in optim:
         schedule += f", the last {optim['decay_steps']:,} steps decay"
-    branch = None if is_trunk else run.branch
+    branch = run.branch
     last = run.metrics[-1]["step"] if run.metrics else 0
     return (
         name,
