@@ -146,20 +146,18 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     torch.save(theirs, workplace / "ckpt.pt")
     run(PROGRAM, "ckpt.pt", "convert.folder=theirs", f"convert.tokenizer={step}", cwd=workplace)
 
-    continued = [*schedule, "run.name=continued", "train.initial_weights=theirs"]
-    printed = run("pretrain.train", *continued, "train.initial_optimizer=true", "run.stop_at_step=6", cwd=workplace)
-    assert "continuing theirs after step 4 with its optimizer state" in printed
-    run("pretrain.train", *continued, "train.initial_optimizer=true", cwd=workplace)
+    continued = [*schedule, "run.name=continued", "train.branch_from=theirs"]
+    printed = run("pretrain.train", *continued, "run.stop_at_step=6", cwd=workplace)
+    assert "branching from theirs, data continued" in printed
+    run("pretrain.train", *continued, cwd=workplace)
     assert rows("continued") == rows("tiny")[4:]
 
-    printed = refusal("pretrain.train", *schedule, "train.initial_optimizer=true", cwd=workplace)
-    assert "train.initial_optimizer is set without train.initial_weights" in printed
-    new = [*schedule, "run.name=new", "train.initial_optimizer=true"]
-    printed = refusal("pretrain.train", *new, "train.initial_weights=theirs", "train.steps=4", cwd=workplace)
-    assert printed == "train.initial_optimizer: theirs is after step 4 and train.steps is 4: set more steps"
+    new = [*schedule, "run.name=new"]
+    printed = refusal("pretrain.train", *new, "train.branch_from=theirs", "train.steps=4", cwd=workplace)
+    assert printed == "train.branch_from theirs: is after step 4, and train.steps is 4; set more steps"
     run(PROGRAM, "new.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
-    printed = refusal("pretrain.train", *new, "train.initial_weights=weights", cwd=workplace)
-    assert printed.startswith("train.initial_optimizer: weights has no optimizer state; remove train.initial_optim")
+    printed = refusal("pretrain.train", *new, "train.branch_from=weights", cwd=workplace)
+    assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
 
 
 def test_a_character_level_run_keeps_its_characters(tmp_path: Path):

@@ -36,7 +36,7 @@ def main(path: Path, config: PlanConfig) -> None:
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:
     counts, flops = parameters(config.model), plan.model_flops(config)
-    steps, tokens = config.train.steps, config.batch_tokens * config.train.steps
+    steps, tokens = config.own_steps, config.batch_tokens * config.own_steps
     yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
@@ -89,7 +89,7 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
-    rate, seconds = config.batch_tokens / step.total, step.total * config.train.steps
+    rate, seconds = config.batch_tokens / step.total, step.total * config.own_steps
     utilization = plan.model_flops(config).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
     yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"

@@ -4,7 +4,8 @@
 
 Writes report.html (one self-contained page) and report.md with training, validation and all evaluation results. Each
 figure is in eval/report/ as PNG, PDF and CSV, some also as a LaTeX table; report.wandb=true logs them to wandb. For an
-evaluation without results, the report has the command that runs it. A model folder works like a run folder.
+evaluation without results, the report has the command that runs it. The branches of a run are compared with it. A
+model folder works like a run folder.
 
     tost report runs/small-seed0 runs/small-seed1 runs/large
 

@@ -2,12 +2,14 @@
 
     tost train configs/pretrain/demo.toml launch.ranks=2
     tost train configs/pretrain/demo.toml launch.ranks=1 run.name=debug      (one process, for a debugger)
+    tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.cli.train CONFIG      (several nodes)
 
 Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
-evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE is set) and checkpoints/. A run with a
-checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first Ctrl-C and the end of run.max_minutes request a
-graceful stop: all ranks save a checkpoint after the current micro-batch and exit with 75. A second Ctrl-C ends at once.
+evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE is set), tensorboard/ (with
+run.loggers) and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
+Ctrl-C and the end of run.max_minutes request a graceful stop: all ranks save a checkpoint after the current micro-batch
+and exit with 75. A second Ctrl-C ends at once.
 """
 
 import os
@@ -19,6 +21,7 @@ from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.loggers import loggers_in_use
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import find_start_point
 
@@ -30,10 +33,10 @@ if TYPE_CHECKING:
 def main(path: Path, config: PretrainConfig) -> None:
     ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
     config.accumulation(ranks)  # reports a bad batch size before anything is loaded
-    wandb = [] if os.environ.get("WANDB_MODE") == "disabled" else ["wandb"]
-    for package in ["deepspeed", "psutil", *wandb]:
+    for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
         if not find_spec(package):
-            raise ConfigError(f"training needs {package}: pip install 'tost-lm[train]'")
+            extra = "tensorboard" if package == "tensorboard" else "train"
+            raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
     start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped

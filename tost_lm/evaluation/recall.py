@@ -18,7 +18,8 @@ from tost_lm.evaluation.subject import pick_device, results_path
 from tost_lm.files import write_atomically
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.adamw import build_adamw, learning_rate
+from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.schedule import learning_rate
 from tost_lm.version import VERSION
 
 PROTOCOL = "mqar@zoology"

@@ -5,6 +5,7 @@ from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 from tost_lm.config import Section
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.schedule import obstacle_to_schedule
 
 
 class MqarConfig(Section):
@@ -75,6 +76,12 @@ class RecallConfig(Section):
 
     def model_of(self, pattern: str) -> ModelConfig:
         return ModelConfig.model_validate({**self.model.model_dump(), "pattern": pattern})
+
+    @model_validator(mode="after")
+    def _schedule_fits_steps(self) -> "RecallConfig":
+        if obstacle := obstacle_to_schedule(self.optim, self.train.steps):
+            raise ValueError(obstacle)
+        return self
 
     @model_validator(mode="after")
     def _check_models(self) -> "RecallConfig":

@@ -1,17 +1,23 @@
 """Settings of AdamW and its learning-rate schedule."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from tost_lm.config import Section
 
 
 class OptimConfig(Section):
-    """AdamW with linear warm-up and cosine decay; the defaults are the paper's recipe."""
+    """AdamW and its learning-rate schedule; the defaults are the paper's recipe."""
 
     lr: float = Field(default=6e-4, gt=0)
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What follows the warm-up: `cosine` (half a cosine) and `linear` fall from lr to min_lr over all other steps; `constant` stays at lr; `wsd` (warm-up, stable, decay) stays at lr and falls linearly over the last decay_steps."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Last steps of schedule `wsd`, in which the learning rate falls; a tenth to a fifth of the run is usual."""
     min_lr: float = Field(default=6e-5, ge=0)
-    """Learning rate at the last step."""
+    """Learning rate at the last step; without effect on schedule `constant`."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps of linear warm-up; unset: a tenth of train.steps, at most 2,000."""
     warmup_from_zero: bool = False
@@ -27,6 +33,16 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _rate_falls(self) -> "OptimConfig":
-        if self.min_lr > self.lr:
+        if self.min_lr > self.lr and self.schedule != "constant":
             raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}; lower it")
+        return self
+
+    @model_validator(mode="after")
+    def _decay_of_wsd(self) -> "OptimConfig":
+        if self.schedule == "wsd" and self.decay_steps is None:
+            raise ValueError("optim.schedule wsd needs the length of its decay: set optim.decay_steps")
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            raise ValueError(
+                f'optim.decay_steps is set with optim.schedule {self.schedule}: set optim.schedule = "wsd", or remove it'
+            )
         return self

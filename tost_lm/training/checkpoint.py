@@ -49,14 +49,18 @@ SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured
 class CheckpointWriter:
     """Writes a run's checkpoints and deletes those that the settings do not keep."""
 
-    def __init__(self, engine: Any, config: PretrainConfig, corpora: Corpora) -> None:
-        """All ranks construct it together. Raises CheckpointError on rank 0 when the disk is too small for the run."""
+    def __init__(self, engine: Any, config: PretrainConfig, corpora: Corpora, first_step: int = 0) -> None:
+        """All ranks construct it together. A run without a checkpoint starts after `first_step` steps.
+
+        Raises:
+            CheckpointError: the disk is too small for the run; on rank 0.
+        """
         self._config, self._tokenizer = config, corpora.tokenizer()
         self._messages = ThreadMessages("checkpoint")
         self._snapshot = Snapshot(engine, config.model, self._messages.rank, self._messages.size)
         self._bytes = self._snapshot.total_bytes + len(self._tokenizer.model_bytes) + 2**16
         if self._messages.rank == 0:
-            require_disk_space_for_run(config, self._bytes)
+            require_disk_space_for_run(config, self._bytes, first_step)
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._saves, self._newest_step = 0, -1
@@ -203,14 +207,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def restore(engine: Any, folder: Path) -> Progress:
     """Load a checkpoint's state, tensor by tensor, into a new engine that has its weights. Returns its progress."""
     progress = Progress.read(folder)
-    restore_optimizer(engine, folder, progress.updates)
-    torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
-    return progress
-
-
-def restore_optimizer(engine: Any, folder: Path, updates: int) -> None:
-    """Load the optimizer state of a checkpoint, after this many updates, into a new engine that has its weights."""
     statistics = StoredTensors(folder, "optimizer")
     labels = [label.split("/", 1) for label in statistics]
     moments = ((name, statistic, statistics[f"{statistic}/{name}"]) for statistic, name in labels)
-    zero.restore(engine, StoredTensors(folder, "model"), moments, updates)
+    zero.restore(engine, StoredTensors(folder, "model"), moments, progress.updates)
+    if (folder / RNG_FILE).is_file():  # not in a converted checkpoint
+        torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
+    return progress

@@ -11,6 +11,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.schedule import obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.config import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
 
 
@@ -54,7 +55,7 @@ class TrainConfig(Section):
     """Length of training, and sizes of its batches."""
 
     steps: int = Field(gt=0, le=2**40)
-    """Optimizer steps."""
+    """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
     global_batch_size: int = Field(gt=0)
     """Sequences per optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = Field(gt=0)
@@ -73,17 +74,15 @@ class TrainConfig(Section):
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Its [model] must equal this one. Without it weights are drawn at random."""
-    initial_optimizer: bool = False
-    """Continue the run of train.initial_weights: start also from its optimizer state and at its step of the schedule. For converted checkpoints of the released code."""
+    branch_from: Path | None = None
+    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state and at its step of the schedule. [data], train.steps and what follows the stable phase of the schedule may differ. With the same data, training continues with the next batch; other data starts at its beginning. Also continues converted checkpoints of the released code."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 
     @model_validator(mode="after")
-    def _optimizer_of_weights(self) -> "TrainConfig":
-        if self.initial_optimizer and self.initial_weights is None:
-            raise ValueError(
-                "train.initial_optimizer is set without train.initial_weights: set the checkpoint, or remove it"
-            )
+    def _one_beginning(self) -> "TrainConfig":
+        if self.branch_from and self.initial_weights:
+            raise ValueError("train.branch_from and train.initial_weights exclude each other: set one of them")
         return self
 
 
@@ -154,6 +153,8 @@ class RunConfig(Section):
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_every: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
+    loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
+    """Where the rows of the JSONL files are shown as well: wandb (offline unless WANDB_MODE is set; not with WANDB_MODE=disabled), TensorBoard."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
@@ -201,6 +202,12 @@ class PretrainConfig(Section):
                 f"train.seq_len {self.train.seq_len} is longer than model.max_positions {limit}: "
                 "raise model.max_positions or lower train.seq_len"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits_steps(self) -> "PretrainConfig":
+        if obstacle := obstacle_to_schedule(self.optim, self.train.steps):
+            raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
@@ -280,6 +287,12 @@ class PretrainConfig(Section):
         return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
 
     @property
+    def own_steps(self) -> int:
+        """Steps of this run: of a branch, those after the step that its step folder is named after."""
+        _, _, step = (self.train.branch_from or Path()).name.partition("step_")
+        return self.train.steps - (int(step) if step.isdecimal() else 0)
+
+    @property
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
@@ -296,8 +309,9 @@ class PretrainConfig(Section):
             "run": RunConfig(name="any"),
         }
         data = self.data.model_copy(update={"workers": 1})
+        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.train.steps)})
         train = self.train.model_copy(update={"micro_batch_size": 1})
-        return self.model_copy(update={**carried_out, "data": data, "train": train})
+        return self.model_copy(update={**carried_out, "data": data, "optim": optim, "train": train})
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be divided evenly over ranks."""

@@ -78,8 +78,8 @@ def count_skips(guard: SpikeGuard, run: Run) -> None:
     """Log a skipped step, and end a run that skips too many in a row."""
     step, (loss, grad_norm, reason_to_skip) = run.progress.step, run.outcome
     if reason_to_skip:
-        sequences = run.config.train.global_batch_size
-        samples = [(step - 1) * sequences, step * sequences - 1]
+        sequences, batch = run.config.train.global_batch_size, step - 1 - run.progress.data_start
+        samples = [batch * sequences, (batch + 1) * sequences - 1]
         run.metrics.log(f"step {step} skipped: {reason_to_skip}; samples {samples[0]}-{samples[1]}")
         run.metrics.event(step, "skipped", why=reason_to_skip, samples=samples)
     guard.record(loss, grad_norm, reason_to_skip, step)

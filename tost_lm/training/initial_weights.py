@@ -1,4 +1,4 @@
-"""Initial weights from a checkpoint: for a second phase of pre-training, or to continue a run of the released code."""
+"""Initial weights from a checkpoint: of a second phase of pre-training, or of a branch of a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,8 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_file
-from tost_lm.model.checkpoint import MANIFEST, StoredTensors, find_checkpoint, read_model_config
+from tost_lm.model.checkpoint import MANIFEST, find_checkpoint, read_model_config, step_folders
+from tost_lm.training.branch import find_branch_point
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 
@@ -21,50 +22,37 @@ class InitialWeights(NamedTuple):
     manifest_sha256: str
     """Identifies the weights, because the manifest has a hash of each file."""
     progress: Progress | None = None
-    """Where `train.initial_optimizer` continues; None: the run starts at step 0 with a new optimizer."""
+    """Where a branch continues; None: the run starts at step 0 with a new optimizer."""
 
 
 def find_initial_weights(
     config: PretrainConfig, corpora: Corpora, warn: Callable[[str], None] = print
 ) -> InitialWeights | None:
-    """The checkpoint of `train.initial_weights`; None: the setting is absent.
+    """The checkpoint of `train.initial_weights` or `train.branch_from`; None: neither is set.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: its model differs from [model] (a line for each difference), it has no optimizer state for
-            `train.initial_optimizer`, or its schedule is over.
+        ConfigError: its model differs from [model] (a line for each difference), or as `find_branch_point`.
         DataError: its tokenizer is not that of the shards.
     """
-    if config.train.initial_weights is None:
+    branch, path = config.train.branch_from is not None, config.train.branch_from or config.train.initial_weights
+    if path is None:
         return None
-    folder = find_checkpoint(config.train.initial_weights, warn)
+    what = f"train.{'branch_from' if branch else 'initial_weights'} {path}"
+    if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
+        raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
+    folder = find_checkpoint(path, warn)
     # The fields that a preset fills in are compared, not its name.
     theirs, ours = (model.model_copy(update={"preset": None}) for model in (read_model_config(folder), config.model))
     if changed := differences(theirs, ours):
         raise ConfigError(
-            f"train.initial_weights {folder}: its model differs from [model]; set [model] to the same values "
+            f"{what}: its model differs from [model]; set [model] to the same values "
             "(tost extend extends the context)\n" + "\n".join(f"model.{line}" for line in changed)
         )
     if sha256_file(find_tokenizer(folder)) != corpora.tokenizer().sha256:
         raise DataError(
-            f"train.initial_weights {folder}: its tokenizer is not that of the shards in "
+            f"{what}: its tokenizer is not that of the shards in "
             f"{', '.join(map(str, config.data.folders))}; build the shards with its tokenizer"
         )
-    return InitialWeights(folder, sha256_file(folder / MANIFEST), _progress(config, folder))
-
-
-def _progress(config: PretrainConfig, folder: Path) -> Progress | None:
-    if not config.train.initial_optimizer:
-        return None
-    if not StoredTensors(folder, "optimizer"):
-        raise ConfigError(
-            f"train.initial_optimizer: {folder} has no optimizer state; remove train.initial_optimizer to start with a "
-            "new optimizer"
-        )
-    progress = Progress.read(folder)
-    if progress.step >= config.train.steps:
-        raise ConfigError(
-            f"train.initial_optimizer: {folder} is after step {progress.step} and train.steps is {config.train.steps}: "
-            "set more steps"
-        )
-    return progress
+    progress = find_branch_point(config, corpora, folder) if branch else None
+    return InitialWeights(folder, sha256_file(folder / MANIFEST), progress)

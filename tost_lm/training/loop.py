@@ -1,6 +1,5 @@
 """The pre-training loop: build model, data and hooks, then train step by step."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.adamw import build_adamw, learning_rate, warmup_steps
+from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.schedule import learning_rate, warmup_steps
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
@@ -105,14 +105,14 @@ def _train_together(
     progress = Progress(0, 0, shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256)
     if start.resume_from:
         progress = checkpoint.restore(engine, start.resume_from)
-    elif start.initial_weights and (theirs := start.initial_weights.progress):
-        checkpoint.restore_optimizer(engine, start.initial_weights.folder, theirs.updates)
-        progress = replace(progress, step=theirs.step, updates=theirs.updates)
+    elif start.initial_weights and (branch_point := start.initial_weights.progress):
+        checkpoint.restore(engine, start.initial_weights.folder)
+        progress = branch_point
     guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, progress)
     checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
     measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
-    writer = CheckpointWriter(engine, config, corpora)
+    writer = CheckpointWriter(engine, config, corpora, progress.step)
     stop, save = StopGracefully(graceful_stop, writer), Save(checksums, writer)
     after_step: list[Hook] = [
         partial(hooks.verify_checksums, checksums), partial(hooks.count_skips, guard), hooks.log_metrics,
@@ -123,9 +123,11 @@ def _train_together(
     run = Run(config, engine, progress, metrics, heartbeat, stop)
 
     run.stop_reason = graceful_stop.start_training(stop.reason)  # also a barrier: rank 0 has made the run folder
-    todo = range(progress.step, progress.step if run.stop_reason else config.last_step)
-    with prefetched(batches, todo, config.data.workers, mesh.device) as steps:
-        for step, micro_batches in steps:
+    data_start = progress.data_start
+    todo = range(progress.step - data_start, (progress.step if run.stop_reason else config.last_step) - data_start)
+    with prefetched(batches, todo, config.data.workers, mesh.device) as numbered:
+        for number, micro_batches in numbered:
+            step = data_start + number
             heartbeat.record(step, "training")
             profiler.before_step(step + 1)
             lr = learning_rate(step, config.train.steps, config.optim)
@@ -219,7 +221,8 @@ def _open_folder(
     if world.device.type == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     heartbeat.remove_ranks_from(world.size)
-    metrics = Metrics(config, progress if progress.step else None, world.size, world.device)
+    branch = _branch(start)
+    metrics = Metrics(config, progress if progress.step else None, world.size, world.device, branch)
     metrics.log(_opening_line(config, world, start, tiling))
     warmup = warmup_steps(config.optim, config.train.steps)
     if warmup >= config.train.steps:
@@ -227,10 +230,19 @@ def _open_folder(
             f"warning: optim.warmup_steps {warmup} is not less than train.steps {config.train.steps}: the rate never "
             "reaches optim.lr; lower optim.warmup_steps or leave it out"
         )
-    if start.initial_weights:
+    if start.initial_weights and not branch:
         folder, sha256, _ = start.initial_weights
         metrics.event(progress.step, "initial weights", folder=str(folder), manifest_sha256=sha256)
     return metrics
+
+
+def _branch(start: StartPoint) -> dict[str, Any] | None:
+    """What a launch that starts a branch records; None: it does not."""
+    folder, sha256, point = start.initial_weights or (None, "", None)
+    if point is None:
+        return None
+    data = "from its beginning" if point.data_start == point.step else "continued"
+    return {"folder": str(folder), "manifest_sha256": sha256, "data": data}
 
 
 def _log_end(run: Run) -> None:
@@ -238,7 +250,8 @@ def _log_end(run: Run) -> None:
     how = "done" if step == config.train.steps else "stopped at run.stop_at_step"
     if run.stop_reason:
         how = f"stopped on {run.stop_reason} with everything saved; run the same command to resume"
-    where = step_folder(config.run_folder, step) if step else config.run_folder
+    where = step_folder(config.run_folder, step)
+    where = where if where.exists() else config.run_folder
     run.metrics.event(step, "stopped" if run.stop_reason else "done", why=run.stop_reason)
     run.metrics.log(f"{how}: {where}")
     run.metrics.close()
@@ -246,8 +259,8 @@ def _log_end(run: Run) -> None:
 
 def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tiling: Tiling) -> str:
     how = f"with the weights of {start.weights_from}" if start.weights_from else "from the start"
-    if start.initial_weights and (theirs := start.initial_weights.progress):
-        how = f"continuing {start.weights_from} after step {theirs.step} with its optimizer state"
+    if branch := _branch(start):
+        how = f"branching from {branch['folder']}, data {branch['data']}"
     if start.resume_from:
         how = f"resuming from {start.resume_from}"
     with torch.device("meta"):

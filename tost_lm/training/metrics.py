@@ -1,10 +1,10 @@
-"""Logging of a run, all by rank 0: log lines, rows of metrics, validation, evaluations and events, and wandb."""
+"""Logging of a run, all by rank 0: log lines, rows of metrics, validation, evaluations and events, other loggers."""
 
 import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TextIO
@@ -14,9 +14,11 @@ import torch
 from tost_lm.errors import TrainingError
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.loggers import Row, evaluation_values, loggers_in_use, merge_by_step, validation_values
 from tost_lm.training.progress import Progress
 from tost_lm.training.run_folder import drop_rows_after
-from tost_lm.training.wandb_sink import open_wandb
+from tost_lm.training.tensorboard_sink import TensorBoardSink
+from tost_lm.training.wandb_sink import WandbSink
 
 ROWS = ("metrics", "validation", "evaluations", "events")
 """Each has its own JSONL file."""
@@ -26,13 +28,19 @@ class Metrics:
     """Opened once the run folder exists; rows of steps after `progress`, which a killed launch wrote, are dropped."""
 
     def __init__(
-        self, config: PretrainConfig, progress: Progress | None, world_size: int, device: torch.device
+        self,
+        config: PretrainConfig,
+        progress: Progress | None,
+        world_size: int,
+        device: torch.device,
+        branch: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            progress: of the checkpoint to resume from; None: the run starts.
+            progress: of the checkpoint to resume or branch from; None: the run starts.
             world_size: ranks, each with a device.
             device: of this rank.
+            branch: recorded of the launch that starts a branch; None: of any other.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
@@ -47,20 +55,23 @@ class Metrics:
         self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
             (folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
         )
-        self._wandb_id = progress.wandb_run_id if progress else ""
-        by_step = _with_evaluations(kept["metrics"], kept["evaluations"])
-        self._wandb = open_wandb(config, self._wandb_id, by_step, kept["validation"], self.log)
+        self.wandb_run_id = progress.wandb_run_id if progress else ""
+        """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
+        values = merge_by_step(kept["metrics"], kept["validation"], kept["evaluations"])
+        loggers, self._sinks = loggers_in_use(config.run), list[WandbSink | TensorBoardSink]()
+        if "wandb" in loggers:
+            wandb = WandbSink(config, self.wandb_run_id, values, self.log)
+            self._sinks.append(wandb)
+            self.wandb_run_id = wandb.run_id
+        if "tensorboard" in loggers:
+            self._sinks.append(TensorBoardSink(config, values, self.log))
 
         seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()
         self._started = self._last_time - seconds
         self._paused_in_window = self._paused = self._trained = 0.0
-        self.event(first_step, "resumed" if progress else "started", ranks=world_size)
-
-    @property
-    def wandb_run_id(self) -> str:
-        """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
-        return self._wandb.run_id if self._wandb else self._wandb_id
+        kind = "branched" if branch else "resumed" if progress else "started"
+        self.event(first_step, kind, ranks=world_size, **(branch or {}))
 
     def log(self, text: str) -> None:
         """Print a text, and append it to log.txt with the time in front of each line."""
@@ -90,9 +101,7 @@ class Metrics:
             "memory_peak_bytes": _memory_peak(self._device),
             "seconds": now - self._started,
         }
-        recorded = _append(self._rows, row)
-        if self._wandb:
-            self._wandb.metrics(recorded)
+        self._send(_append(self._rows, row))
         self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
@@ -104,17 +113,13 @@ class Metrics:
 
     def validation(self, row: dict[str, Any]) -> None:
         """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
-        recorded = _append(self._validation_rows, row)
-        if self._wandb:
-            self._wandb.validation(recorded)
+        self._send(validation_values(_append(self._validation_rows, row)))
         self.log(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard
         error of the headline."""
-        recorded = _append(self._evaluation_rows, row)
-        if self._wandb:
-            self._wandb.metrics(_headline_values(recorded))
+        self._send(evaluation_values(_append(self._evaluation_rows, row)))
         figure, error = (f"{row[key]:.5g}" for key in (row["headline"], f"{row['headline']}_standard_error"))
         self.log(
             f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {row['headline'].replace('_', ' ')} "
@@ -135,11 +140,15 @@ class Metrics:
             self._paused_in_window += time.perf_counter() - since
 
     def close(self) -> None:
-        """Wait until wandb has every row, and close the files."""
-        if self._wandb:
-            self._wandb.close()
+        """Wait until wandb and TensorBoard have every row, and close the files."""
+        for sink in self._sinks:
+            sink.close()
         for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
             file.close()
+
+    def _send(self, values: Row) -> None:
+        for sink in self._sinks:
+            sink.log(values)
 
     def _use_of_device(self, row: dict[str, Any]) -> str:
         text = f"{row['tflops_device']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"
@@ -169,20 +178,6 @@ def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
         file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
         file.flush()
     return recorded
-
-
-def _headline_values(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The values of a row of evaluations.jsonl that wandb shows beside the metrics of the same step."""
-    headline = evaluation["headline"]
-    return {"step": evaluation["step"], f"evaluation/{evaluation['protocol']}/{headline}": evaluation[headline]}
-
-
-def _with_evaluations(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl merged with the headlines of the same steps; in no order."""
-    rows = {row["step"]: row for row in metrics}
-    for evaluation in evaluations:
-        rows[evaluation["step"]] = {**rows.get(evaluation["step"], {}), **_headline_values(evaluation)}
-    return list(rows.values())
 
 
 @contextmanager

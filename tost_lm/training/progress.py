@@ -15,7 +15,7 @@ class Progress:
     """After a step, the same on every rank."""
 
     step: int
-    """Batches that were read; the next step reads batch `step`."""
+    """Steps so far; of a branch with those before it."""
     updates: int
     """Steps that the optimizer applied; the others were skipped."""
     skipped_in_a_row: int = 0
@@ -26,6 +26,8 @@ class Progress:
     """The newest one, in nats per token."""
     wandb_run_id: str = ""
     """Set on rank 0, which writes the file."""
+    data_start: int = 0
+    """The step that read batch 0 of the data. The next step reads batch `step - data_start`."""
     shards_fingerprint: str = ""
     tokenizer_sha256: str = ""
 

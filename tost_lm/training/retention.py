@@ -38,10 +38,13 @@ def require_disk_space(folder: Path, needed: int, settings: CheckpointConfig, wh
         )
 
 
-def require_disk_space_for_run(config: PretrainConfig, checkpoint_bytes: int) -> None:
-    """Raises CheckpointError when the disk cannot hold the checkpoints that the run keeps at one time."""
+def require_disk_space_for_run(config: PretrainConfig, checkpoint_bytes: int, first_step: int = 0) -> None:
+    """Raises CheckpointError when the disk cannot hold the checkpoints that the run keeps at one time.
+
+    `first_step` is where a run without a checkpoint starts.
+    """
     settings, folders = config.checkpoint, step_folders(config.run_folder)
-    step, last = _step(folders[-1]) if folders else 0, config.last_step
+    step, last = _step(folders[-1]) if folders else first_step, config.last_step
 
     def saves(every: int) -> int:
         return len(range((step // every + 1) * every, last, every))

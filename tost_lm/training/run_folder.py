@@ -14,6 +14,7 @@ from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.checkpoint import find_checkpoint, step_folders
+from tost_lm.training.branch import require_same_rates
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.initial_weights import InitialWeights
 from tost_lm.training.progress import Progress
@@ -21,6 +22,8 @@ from tost_lm.training.redaction import redact_command
 from tost_lm.version import VERSION, git_commit
 
 FLIGHT_RECORDER = "flight_recorder"
+MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
+"""Settings that may change if the learning rates of the steps so far do not."""
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 
 
@@ -51,7 +54,8 @@ def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[s
     """Determine what a launch on shards of this fingerprint starts from; nothing is changed.
 
     Raises:
-        ConfigError: the folder is not a run folder, or its run has other settings (a line for each).
+        ConfigError: the folder is not a run folder, its run has other settings (a line for each), or other learning
+            rates so far.
         CheckpointError: all checkpoints of the run are damaged, or were trained on other shards.
     With `run.on_config_change = "restart"` only a folder that is not a run folder raises.
     """
@@ -88,13 +92,15 @@ def _checkpoint_of_same_run(config: PretrainConfig, fingerprint: str, warn: Call
     folder = config.run_folder
     recorded = load_config(PretrainConfig, folder / "config.toml")
     changed = differences(recorded.what_is_trained(), config.what_is_trained())
-    if changed:
+    if {line.partition(":")[0] for line in changed} - MAY_CHANGE:
         lines = [f"{folder}: this run has other settings; choose another run.name or undo the change"]
         raise ConfigError("\n".join(lines + changed))
     if not step_folders(folder):
         return None
     checkpoint = find_checkpoint(folder, warn)
-    if Progress.read(checkpoint).shards_fingerprint != fingerprint:
+    progress = Progress.read(checkpoint)
+    require_same_rates(recorded, config, progress.step, f"{folder}: {', '.join(changed)}", folder)
+    if progress.shards_fingerprint != fingerprint:
         raise CheckpointError(
             f"{checkpoint}: was trained on other shards than those in {', '.join(map(str, config.data.folders))}; "
             "choose another run.name"

@@ -4,15 +4,15 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.loggers import Row
 from tost_lm.training.redaction import redact_tree
 from tost_lm.training.wandb_files import truncate_runs
 
-Row = Mapping[str, Any]
 CLOSE_S = 60.0  # longest wait for wandb at the end: the other ranks wait, and a time limit may be near
 
 
@@ -25,40 +25,32 @@ class WandbSink:
     """
 
     def __init__(
-        self,
-        config: PretrainConfig,
-        run_id: str,
-        metrics: Sequence[Row],
-        validation: Sequence[Row],
-        warn: Callable[[str], None],
+        self, config: PretrainConfig, run_id: str, kept: Mapping[int, Row], warn: Callable[[str], None]
     ) -> None:
         """
         Args:
             run_id: of the run to resume; empty: a new run.
-            metrics, validation: the kept rows of earlier launches, by step.
+            kept: the values of earlier launches, by step.
             warn: called with a line if wandb fails; training continues without it.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
-        kept = _by_step(metrics, validation)
         last_in_files = truncate_runs(config.run_folder / "wandb", self.run_id, max(kept, default=0))
         self._run = _start(config, self.run_id)
-        self._rows: queue.SimpleQueue[tuple[int, Row] | None] = queue.SimpleQueue()
-        for step, values in kept.items():
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        for step, row in kept.items():
             if not self._run.offline or step > last_in_files:
-                self._rows.put((step, values))
+                self._rows.put(row)
         self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
         self._thread.start()
 
-    def metrics(self, row: Row) -> None:
-        """Log a row of metrics.jsonl."""
-        self._put(row["step"], row)
-
-    def validation(self, row: Row) -> None:
-        """Log a row of validation.jsonl; wandb merges it with the metrics of its step."""
-        self._put(row["step"], _validation_values(row))
+    def log(self, row: Row) -> None:
+        """Log the values of a step; wandb merges those of equal steps."""
+        if not self._failure:
+            self._rows.put(row)
+        self._warn_of_failure()
 
     def close(self) -> None:
         """Wait up to CLOSE_S until all rows are logged, and end wandb's process."""
@@ -75,17 +67,12 @@ class WandbSink:
                 self._failure = self._failure or _first_line(error)
         self._warn_of_failure()
 
-    def _put(self, step: int, values: Row) -> None:
-        if not self._failure:
-            self._rows.put((step, values))
-        self._warn_of_failure()
-
     def _log_rows(self) -> None:
         try:
-            while item := self._rows.get():
-                step, values = item
-                if step >= self._run.step:  # online, wandb already has earlier steps
-                    self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+            while row := self._rows.get():
+                if row["step"] >= self._run.step:  # online, wandb already has earlier steps
+                    values = {name: value for name, value in row.items() if value is not None}
+                    self._run.log(values, step=row["step"])
             self._run.finish()
         except Exception as error:  # any error: wandb's process was killed, its disk is full, …
             self._failure = _first_line(error)
@@ -96,17 +83,6 @@ class WandbSink:
                 f"wandb failed ({self._failure}); metrics.jsonl continues, and the next launch logs the missing rows"
             )
             self._warn = lambda line: None
-
-
-def open_wandb(
-    config: PretrainConfig,
-    run_id: str,
-    metrics: Sequence[Row],
-    validation: Sequence[Row],
-    warn: Callable[[str], None],
-) -> WandbSink | None:
-    """A WandbSink; with WANDB_MODE=disabled None, and wandb is not imported."""
-    return None if _mode() == "disabled" else WandbSink(config, run_id, metrics, validation, warn)
 
 
 def _mode() -> str:
@@ -132,21 +108,6 @@ def _start(config: PretrainConfig, run_id: str) -> Any:
         raise ConfigError(
             f"WANDB_MODE={_mode()}: {_first_line(error)}; set WANDB_MODE to offline or disabled"
         ) from None
-
-
-def _by_step(metrics: Sequence[Row], validation: Sequence[Row]) -> dict[int, Row]:
-    rows: dict[int, Row] = {row["step"]: row for row in metrics}
-    for row in validation:
-        rows[row["step"]] = {**rows.get(row["step"], {}), **_validation_values(row)}
-    return dict(sorted(rows.items()))
-
-
-def _validation_values(row: Row) -> Row:
-    losses = zip(row["position_ends"], row["loss_by_position"], strict=True)
-    return {
-        "validation/loss": row["loss"],
-        **{f"validation/loss_by_position/{end}": loss for end, loss in losses},
-    }
 
 
 def _first_line(error: Exception) -> str:

@@ -146,7 +146,7 @@ def test_parameters_are_those_of_the_model(make_run):
 def test_groups_ignore_the_seed_and_settings_that_may_change_on_resume():
     config = settings(
         train={"micro_batch_size": 2, "seed": 3}, data={"workers": 2}, checkpoint={"interval": 1},
-        run={"log_every": 1}, validation={"every": 1}, parallel={"tensor": 2},
+        run={"log_every": 1}, validation={"every": 1}, parallel={"tensor": 2}, optim={"warmup_steps": 2},
     )  # fmt: skip
     changed = {line.split(":")[0] for line in differences(config, config.what_is_trained())}
     tree = json.loads(config.model_dump_json(exclude_none=True))

@@ -55,6 +55,10 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
         ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
         ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.protocols"),
         (
+            '[data]\nfolder = "a"\n[optim]\nschedule = "wsd"\ndecay_steps = 10\n',
+            "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
+        ),
+        (
             '[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n',
             "evaluation.protocols is set without evaluation.every",
         ),
@@ -82,6 +86,20 @@ def test_what_may_change_between_launches(tmp_path: Path):
     ]
     assert changes(tmp_path, same, "data.packing=best-fit") == ['data.packing: "concatenated" → "best-fit"']
     assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == 'data.folder: not set → "x/y"'
+
+
+def test_a_default_warm_up_is_that_of_the_length(tmp_path: Path):
+    data = '[data.mixture]\n"x/y" = 1\nz = 2\n'
+    assert changes(tmp_path, data, "optim.warmup_steps=0") == []
+    assert changes(tmp_path, data, "train.steps=20") == ["optim.warmup_steps: 0 → 2", "train.steps: 9 → 20"]
+
+
+def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
+    data, step = '[data]\nfolder = "a"\n', "runs/trunk/checkpoints/step_00000004"
+    chosen = [
+        read(tmp_path, data, *words) for words in ((), (f"train.branch_from={step}",), ("train.branch_from=x/tost",))
+    ]
+    assert [config.own_steps for config in chosen] == [9, 5, 9]
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):

@@ -13,8 +13,11 @@ import torch
 from tost_lm.config import validate
 from tost_lm.model.flops import flops_per_token
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.hooks import Run, count_skips
 from tost_lm.training.metrics import Metrics
 from tost_lm.training.progress import Progress
+from tost_lm.training.spike_guard import SpikeGuard
+from tost_lm.training.step import Outcome
 
 CPU = torch.device("cpu")
 FOLDER = Path("runs/r")
@@ -110,6 +113,20 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
     assert rows("evaluations") == [evaluation_row(4)]
     events = [(row["step"], row["event"], row.get("ranks")) for row in rows("events")]
     assert events == [(0, "started", 1), (4, "saved", None), (5, "resumed", 2)]
+
+
+def test_a_branch_with_other_data_counts_the_samples_of_that_data():
+    progress = Progress(5, 5, data_start=3)
+    metrics = Metrics(config(), progress, 1, CPU, branch={"folder": "runs/trunk/checkpoints/step_00000003"})
+    unused: Any = None
+    run = Run(config(), unused, progress, metrics, unused, unused)
+    run.count_step(Outcome(float("inf"), 1.0, "loss is inf"), 1e-3)
+    count_skips(SpikeGuard(None, 10, progress), run)
+    metrics.close()
+    branched, skipped = rows("events")
+    assert (branched["step"], branched["event"]) == (5, "branched")
+    assert branched["folder"] == "runs/trunk/checkpoints/step_00000003"
+    assert (skipped["step"], skipped["samples"]) == (6, [8, 11])  # batch 2 of 4 samples
 
 
 def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):

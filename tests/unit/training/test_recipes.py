@@ -8,7 +8,7 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.optim.adamw import learning_rate
+from tost_lm.optim.schedule import learning_rate
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan import memory_problem
 from tost_lm.training.plan_config import PlanConfig

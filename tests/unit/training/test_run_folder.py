@@ -88,10 +88,58 @@ def test_the_work_may_be_shared_out_in_another_way(run: Path):
 
 
 def test_other_settings_and_other_shards_are_refused():
-    with pytest.raises(ConfigError, match=r"(?s)other settings.*\nmodel\.bias: false → true\ntrain\.steps: 9 → 10"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)other settings.*\nmodel\.bias: false → true\noptim\.warmup_steps: 0 → 1\ntrain\.steps: 9 → 10",
+    ):
         find_start_point(config(train={"steps": 10}, model={"bias": True}), "abc")
     with pytest.raises(CheckpointError, match="was trained on other shards"):
         find_start_point(config(), "xyz")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "steps", "problem"),
+    [
+        ({"schedule": "constant"}, 6, ""),
+        ({"schedule": "constant"}, 90, ""),
+        (
+            {"schedule": "constant"},
+            5,
+            "end after step 5, and the checkpoint is after step 6; set train.steps to at least 6",
+        ),
+        ({"schedule": "wsd", "decay_steps": 3}, 90, ""),
+        ({"schedule": "wsd", "decay_steps": 3}, 8, "decay or end after step 5, .*; set train.steps to at least 9"),
+        (
+            {"schedule": "wsd", "decay_steps": 4},
+            90,
+            r"\(optim.schedule wsd\) decays after step 5, .*=runs/r/.*step_00000003",
+        ),
+        ({"schedule": "wsd", "decay_steps": 7}, 90, r"\(optim.schedule wsd\) decays after step 2, .*; undo the change"),
+        ({"schedule": "linear"}, 90, r"\(optim.schedule linear\) decays after step 0, .*; undo the change"),
+        ({}, 90, r"\(optim.schedule cosine\) decays after step 0, .*; undo the change"),
+    ],
+)
+def test_a_run_may_have_other_steps_if_its_learning_rates_so_far_stay(
+    run: Path, recorded: dict[str, Any], steps: int, problem: str
+):
+    optim = {"warmup_steps": 0, **recorded}
+    write_run_folder(config(optim=optim), world_size=1, device="cpu")
+    other = config(optim=optim, train={"steps": steps})
+    if problem:
+        with pytest.raises(ConfigError, match=rf"^runs/r: train.steps: 9 → {steps}: .*{problem}"):
+            find_start_point(other, "abc")
+    else:
+        assert find_start_point(other, "abc").resume_from == step_folder(run, 6)
+
+
+def test_a_longer_run_keeps_its_warm_up(run: Path):
+    constant: dict[str, Any] = {"schedule": "constant"}
+    write_run_folder(config(optim=constant), world_size=1, device="cpu")
+    with pytest.raises(ConfigError, match=r"the warm-up would have 2 steps in place of 0; set optim\.warmup_steps=0"):
+        find_start_point(config(optim=constant, train={"steps": 20}), "abc")
+    constant["warmup_steps"] = 0
+    longer = config(optim=constant, train={"steps": 20})
+    assert find_start_point(longer, "abc").resume_from == step_folder(run, 6)
 
 
 def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -103,9 +103,12 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
 
 
 def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that define a group, by path: those of the trained model, without the seed."""
+    """The settings that define a group, by path: those of the trained model, without the seed.
+
+    Of the checkpoint of a branch only its step counts, because runs with other seeds branch from other trunks.
+    """
     return {
-        path: value
+        path: Path(value).name if path == "train.branch_from" else value
         for path, value in leaves(dict(config))
         if path.split(".")[0] not in IGNORED and path not in IGNORED and path != "train.seed"
     }

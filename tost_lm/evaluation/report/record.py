@@ -72,6 +72,21 @@ class RunRecord(EvaluatedModel):
         )
 
     @property
+    def branch(self) -> dict[str, Any] | None:
+        """The event with which this run started as a branch; None: it is no branch."""
+        return _branched(self.events)
+
+    def branches(self) -> list["RunRecord"]:
+        """The runs beside this one that branched from its checkpoints, in the order of their steps and names."""
+        here = self.folder.resolve()
+        found = []
+        for path in here.parent.glob("*/events.jsonl"):
+            event = _branched(read_rows(path))
+            if event and Path(event["folder"]).parts[-3:-1] == (here.name, "checkpoints"):
+                found.append((event["step"], path.parent.name, self.folder.parent / path.parent.name))
+        return [RunRecord.read(folder) for *_, folder in sorted(found)]
+
+    @property
     def arguments(self) -> str:
         return super().arguments if "mixture" in self.config["data"] else str(self.folder)
 
@@ -96,6 +111,10 @@ class RunRecord(EvaluatedModel):
 def is_export(folder: Path) -> bool:
     """Whether `folder` is a checkpoint outside of a run. Raises CheckpointError if it is damaged."""
     return (folder / MANIFEST).is_file() and Subject.find(folder).home == folder
+
+
+def _branched(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((event for event in reversed(events) if event["event"] == "branched"), None)
 
 
 def _read_json(path: Path) -> Any:

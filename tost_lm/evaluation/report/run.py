@@ -14,6 +14,7 @@ from tost_lm.evaluation.report.analysis.slots import slots
 from tost_lm.evaluation.report.analysis.stream import stream
 from tost_lm.evaluation.report.analysis.subspaces import subspaces
 from tost_lm.evaluation.report.analysis.tokens import tokens
+from tost_lm.evaluation.report.branches import branches
 from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
 from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
@@ -31,6 +32,7 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield f"# {escape(page.title)}"
     yield overview(run)
     yield training.losses(run, page)
+    yield branches(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
@@ -81,10 +83,15 @@ def overview(run: RunRecord) -> str:
         ("steps", f"{run.step:,} of {train['steps']:,}"),
         ("training tokens", f"{run.tokens:,}"),
     ]
+    earlier_steps = 0
+    if branch := run.branch:
+        earlier_steps = branch["step"]
+        rows.append(("branch of", f"{branch['folder']}, data {branch['data']}"))
     if run.metrics:
         seconds = run.metrics[-1]["seconds"]
+        tokens = run.metrics[-1]["tokens"] - earlier_steps * train["global_batch_size"] * train["seq_len"]
         rows.append(("training time", f"{seconds:,.0f} s"))
-        rows.append(("mean throughput", f"{run.metrics[-1]['tokens'] / seconds:,.0f} tokens/s"))
+        rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
     return f"{_smoke_notice(run)}\n\n## Overview\n\n{table(('property', 'value'), rows)}"
 
 

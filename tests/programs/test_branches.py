@@ -1,0 +1,162 @@
+"""Schedules and branches as a user runs them: a resumed, lengthened or branched run is one that never stopped."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from programs import refusal, run, snapshot, write_corpus
+
+from tost_lm.files import read_rows
+from tost_lm.testing import FLOAT32_REORDERED
+
+CONSTANT = ["optim.schedule=constant", "train.steps=4"]
+WSD = ["optim.schedule=wsd", "optim.decay_steps=4", "train.steps=8"]
+TRUNK = "runs/trunk/checkpoints/step_00000004"
+
+
+def train(workplace: Path, name: str, *words: str, ranks: int = 0) -> str:
+    settings = ["run.toml", f"run.name={name}", "checkpoint.interval=2", *words]
+    return run("pretrain.train", *settings, cwd=workplace, ranks=ranks)
+
+
+def refused(workplace: Path, name: str, *words: str) -> str:
+    before = snapshot(workplace / "runs")
+    error = refusal("pretrain.train", "run.toml", f"run.name={name}", *words, cwd=workplace)
+    assert snapshot(workplace / "runs") == before
+    return error
+
+
+def curve(workplace: Path, name: str) -> list[tuple]:
+    rows = read_rows(workplace / "runs" / name / "metrics.jsonl")
+    return [(row["step"], row["tokens"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def weights(workplace: Path, name: str) -> dict[str, bytes]:
+    newest = max((workplace / "runs" / name / "checkpoints").iterdir())
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs `trunk`, 4 steps at a constant rate, and `whole`, 8 steps of which the last 4 decay."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copy(prepared / "run.toml", folder)
+    (folder / "out").symlink_to(prepared / "out")
+    train(folder, "trunk", *CONSTANT)
+    train(folder, "whole", *WSD, "validation.every=4")
+    return folder
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path) -> Path:
+    """A copy of `trained` to work in."""
+    return shutil.copytree(trained, tmp_path / "place", symlinks=True)
+
+
+def test_a_branch_is_a_run_that_never_stopped(place: Path):
+    branch = [*WSD, f"train.branch_from={TRUNK}"]
+    assert f"branching from {TRUNK}, data continued" in train(place, "branch", *branch, "run.stop_at_step=6")
+    assert "resuming from runs/branch/checkpoints/step_00000006" in train(place, "branch", *branch)
+    assert curve(place, "trunk") + curve(place, "branch") == curve(place, "whole")
+    assert weights(place, "branch") == weights(place, "whole")
+    (event,) = (row for row in read_rows(place / "runs/branch/events.jsonl") if row["event"] == "branched")
+    assert (event["step"], event["folder"], event["data"]) == (4, TRUNK, "continued")
+    assert len(event["manifest_sha256"]) == 64
+
+
+def test_a_branch_has_its_own_parallel_layout(place: Path):
+    layout = ["parallel.tensor=2", "parallel.zero_stage=3"]
+    train(place, "branch", *WSD, f"train.branch_from={TRUNK}", *layout, ranks=4)
+    for found, expected in zip(curve(place, "branch"), curve(place, "whole")[4:], strict=True):
+        assert found == pytest.approx(expected, rel=64 * FLOAT32_REORDERED)  # a peak of the gradient norm amplifies it
+
+
+def test_other_data_starts_at_its_beginning(place: Path):
+    write_corpus(place / "other.jsonl", documents=20, words=200)
+    (place / "other.toml").write_text(
+        '[corpus]\nsource = "other.jsonl"\n[tokenizer]\npath = "out/tokenizer.model"\n[shards]\nfolder = "other"\n'
+    )
+    run("data_prep.build_shards", "other.toml", cwd=place)
+    data = 'data={mixture = {"other" = 3, "out/shards" = 1}}'
+    branch = [*WSD, data, f"train.branch_from={TRUNK}"]
+    assert f"branching from {TRUNK}, data from its beginning" in train(place, "mixed", *branch)
+    train(place, "stopped", *branch, "run.stop_at_step=6")
+    train(place, "stopped", *branch)
+    assert curve(place, "stopped") == curve(place, "mixed")
+    assert weights(place, "stopped") == weights(place, "mixed")
+    # A run from its beginning with the weights of the trunk has the same first batch.
+    train(place, "first", data, "train.steps=1", f"train.initial_weights={TRUNK}")
+    assert curve(place, "mixed")[0][2:4] == curve(place, "first")[0][2:4]
+    # A branch of the branch continues with its data.
+    branch = [*WSD, data, "train.branch_from=runs/stopped/checkpoints/step_00000006"]
+    train(place, "continued", *branch)
+    assert curve(place, "continued") == curve(place, "mixed")[2:]
+
+
+def test_a_constant_run_is_lengthened_in_place(place: Path):
+    train(place, "trunk", "optim.schedule=constant", "train.steps=6")
+    train(place, "constant", "optim.schedule=constant", "train.steps=6")
+    assert curve(place, "trunk") == curve(place, "constant")
+    assert weights(place, "trunk") == weights(place, "constant")
+    error = refused(place, "trunk", "optim.schedule=constant", "train.steps=5")
+    assert error == (
+        "runs/trunk: train.steps: 6 → 5: optim.schedule constant would decay or end after step 5, and the checkpoint "
+        "is after step 6; set train.steps to at least 6"
+    )
+
+
+def test_wsd_is_lengthened_before_its_decay_and_branched_after_it(place: Path):
+    wsd = ["optim.schedule=wsd", "optim.decay_steps=4"]
+    train(place, "short", *wsd, "train.steps=6", "run.stop_at_step=2")
+    train(place, "short", *wsd, "train.steps=8")
+    assert curve(place, "short") == curve(place, "whole")
+    assert weights(place, "short") == weights(place, "whole")
+    assert refused(place, "whole", *wsd, "train.steps=12") == (
+        "runs/whole: train.steps: 8 → 12: the learning rate of its run (optim.schedule wsd) decays after step 4, "
+        "and the checkpoint is after step 8; branch from a checkpoint before the decay: run.name=NEW "
+        "train.branch_from=runs/whole/checkpoints/step_00000004"
+    )
+    error = refused(place, "new", *wsd, "train.steps=12", "train.branch_from=runs/whole/checkpoints/step_00000006")
+    assert error.endswith("run.name=NEW train.branch_from=runs/whole/checkpoints/step_00000004")
+    (place / "runs/whole/checkpoints/step_00000006").rename(place / "copied")
+    error = refused(place, "new", *wsd, "train.steps=12", "train.branch_from=copied")
+    assert error.endswith(
+        "undo the change, or start a new schedule from its weights: run.name=NEW train.initial_weights=…"
+    )
+    train(place, "new", *wsd, "train.steps=12", "train.branch_from=runs/whole/checkpoints/step_00000004")
+
+
+def test_what_a_branch_may_not_change_is_named(place: Path):
+    branch = [*WSD, f"train.branch_from={TRUNK}"]
+    for words, problem in (
+        (
+            ["train.branch_from=runs/trunk"],
+            f"runs/trunk: is a run folder; name the checkpoint to branch from, such as {TRUNK}",
+        ),
+        (
+            ["train.initial_weights=x"],
+            "train.branch_from and train.initial_weights exclude each other: set one of them",
+        ),
+        (
+            ["train.steps=7"],
+            "would decay or end after step 3, and the checkpoint is after step 4; set train.steps to at least 8",
+        ),
+        (["optim.warmup_steps=3"], "the warm-up would have 3 steps in place of 2; set optim.warmup_steps=2"),
+        (["train.seed=1", "optim.lr=1.0"], "\noptim.lr: 0.01 → 1.0\ntrain.seed: 0 → 1"),
+    ):
+        assert refused(place, "new", *branch, *words).endswith(problem)
+    cosine = ["optim.schedule=cosine", "train.steps=8", f"train.branch_from={TRUNK}"]
+    assert "would decay or end after step 2" in (error := refused(place, "new", *cosine))
+    assert error.endswith("set optim.schedule to wsd or constant")
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path, schedule: str):
+    words = [f"optim.schedule={schedule}", "train.steps=4"]
+    train(workplace, "whole", *words)
+    train(workplace, "parts", *words, "run.stop_at_step=3")
+    train(workplace, "parts", *words)
+    assert curve(workplace, "parts") == curve(workplace, "whole")
+    assert weights(workplace, "parts") == weights(workplace, "whole")
+    error = refused(workplace, "whole", words[0], "train.steps=8")
+    assert f"(optim.schedule {schedule}) decays after step 2, and the checkpoint is after step 4; undo" in error
