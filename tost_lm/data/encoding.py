@@ -8,20 +8,24 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tost_lm.data.config import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
-from tost_lm.data.sources import BadRow, Block, parse
+from tost_lm.data.sources import BadRow, Block, Document, parse
 from tost_lm.data.split import Splitter
-from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer, read_tokenizer
 from tost_lm.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
 BLOCKS_IN_FLIGHT = 3  # per worker: keeps workers busy and bounds memory
+CHECKED_BYTES = 1_000_000  # of text that each worker decodes again
+SHOWN = 20  # characters of a text that was changed
 
 
 class Built(NamedTuple):
@@ -46,7 +50,7 @@ def encoded_blocks(
     """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
     Raises:
-        DataError: a worker process died. Errors of `blocks` pass through.
+        DataError: a worker process died, or the tokenizer changed a text. Errors of `blocks` pass through.
     """
     context = multiprocessing.get_context("spawn")  # a forked worker would keep the reader's open files
     pool = ProcessPoolExecutor(workers, context, _start_worker, (corpus, tokenizer, splitter))
@@ -80,6 +84,8 @@ def available_cores() -> int:
 
 _worker: Any = None
 """In a worker process: (CorpusConfig, Tokenizer, Splitter)."""
+_checked = 0
+"""In a worker process: bytes of text that were decoded again."""
 
 
 def _start_worker(corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
@@ -93,6 +99,7 @@ def _start_worker(corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> 
 def _encode(block: Block) -> Encoded:
     import numpy as np
 
+    global _checked
     corpus, tokenizer, splitter = _worker
     dtype = dtype_for(tokenizer.vocab_size)
     eot = np.array([tokenizer.eot], dtype)
@@ -103,8 +110,11 @@ def _encode(block: Block) -> Encoded:
             bad.append(row)
             continue
         documents += 1
-        ids = tokenizer.encode_array(row.text).astype(dtype)
-        documents_of[splitter.split_of(row.row, row.text)].append((ids, len(row.text.encode())))
+        ids, size = tokenizer.encode_array(row.text).astype(dtype), len(row.text.encode())
+        if _checked < CHECKED_BYTES:
+            _checked += size
+            _check_lossless(tokenizer, row, ids)
+        documents_of[splitter.split_of(row.row, row.text)].append((ids, size))
     splits = {
         split: Built(
             np.concatenate([array for ids, _ in found for array in (ids, eot)]),
@@ -115,3 +125,15 @@ def _encode(block: Block) -> Encoded:
         if found
     }
     return Encoded(splits, documents, bad)
+
+
+def _check_lossless(tokenizer: Tokenizer, document: Document, ids: "np.ndarray") -> None:
+    text, decoded = document.text, tokenizer.decode(ids.tolist())
+    if decoded == text:
+        return
+    equal = sum(1 for _ in takewhile(bool, map(eq, text, decoded)))
+    start = max(0, equal - SHOWN // 2)
+    raise DataError(
+        f"the tokenizer is not lossless: in row {document.row + 1:,} of the corpus it decodes "
+        f"{text[start : start + SHOWN]!r} as {decoded[start : start + SHOWN]!r}; use a tokenizer that changes no text"
+    )
