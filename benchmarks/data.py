@@ -88,7 +88,7 @@ main = measure.benchmark("data", run)
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     """A cell for each tokenizer."""
     from benchmarks import data_cells
-    from tost_lm.data.encoding import available_cores
+    from tost_lm.data.processes import available_cores
     from tost_lm.data.tokenizers import make_tokenizer
 
     workers = build.workers or available_cores()
