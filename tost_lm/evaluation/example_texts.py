@@ -1,0 +1,25 @@
+"""The texts of the examples of test sets, in their published formats."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tost_lm.evaluation.protocols.cbt import questions
+from tost_lm.evaluation.protocols.lambada import passages
+from tost_lm.evaluation.protocols.ptb import read_lines
+from tost_lm.evaluation.protocols.wikitext import pages
+
+
+def _filled_questions(path: Path) -> list[str]:
+    return [question.filled(question.answer) for question in questions(path)]
+
+
+READERS: dict[str, Callable[[Path], Iterable[str]]] = {
+    "wikitext2": pages,
+    "wikitext103": pages,
+    "lambada_openai": passages,
+    "lambada_standard": passages,
+    "ptb": read_lines,
+    "cbt_cn": _filled_questions,
+    "cbt_ne": _filled_questions,
+}
+"""Reads the file of a test set. Raises DataError for another format."""
