@@ -9,7 +9,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from tost_lm.config import validate
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training import plan, plan_memory
+from tost_lm.training import plan, plan_activations
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import peak_moment
 
@@ -64,7 +64,7 @@ def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
-    for module in (plan, plan_memory):
+    for module in (plan, plan_activations):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     for measured in run_on_ranks(by_all_to_alls, 4, train_measured, settings):
         assert_sent_as_planned(measured, settings)

@@ -19,6 +19,8 @@ from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
+NORM_EPSILON = 1e-5
+
 MixerState = TssaState | SlotState | KeyValueState | GatedState
 
 MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer, "G": GatedMixer}
@@ -32,11 +34,25 @@ def no_checkpoint(compute: Callable[..., Any], *arguments: Any) -> Any:
     return compute(*arguments)
 
 
-class Norm(nn.LayerNorm):
+class LayerNorm(nn.LayerNorm):
     """LayerNorm of the residual stream, rounded to the weights' dtype first: in bfloat16, half the memory."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(self.weight.dtype))
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm (arXiv 1910.07467) of the residual stream, rounded first as in `LayerNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def build_norm(config: ModelConfig) -> LayerNorm | RmsNorm:
+    """A norm of the residual stream."""
+    if config.norm == "rms":
+        return RmsNorm(config.width, eps=NORM_EPSILON)
+    return LayerNorm(config.width, eps=NORM_EPSILON, bias=config.bias)
 
 
 class LayerScale(nn.Module):
@@ -66,10 +82,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, letter: str):
         super().__init__()
-        self.mixer_norm = Norm(config.width, bias=config.bias)
+        self.mixer_norm = build_norm(config)
         self.mixer = MIXER_OF[letter](config)
         self.mixer_scale = _layer_scale(config)
-        self.mlp_norm = Norm(config.width, bias=config.bias)
+        self.mlp_norm = build_norm(config)
         self.mlp = Mlp(config)
         self.mlp_scale = _layer_scale(config)
         self.checkpoint: CheckpointWrapper = no_checkpoint

@@ -75,8 +75,10 @@ class ModelConfig(Section):
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
     gelu: Literal["exact", "tanh"] = "exact"
     """GELU of the MLP: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
     bias: bool = False
-    """Biases in linear layers and norms."""
+    """Biases in linear layers and, with norm `layer`, in norms."""
 
     @property
     def letters(self) -> str:

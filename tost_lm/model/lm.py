@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import STATE_OF, Block, Norm
+from tost_lm.model.block import STATE_OF, Block, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
@@ -47,7 +47,7 @@ class TostLM(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
         self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
-        self.norm = Norm(config.width, bias=config.bias)
+        self.norm = build_norm(config)
         self.head: Any = TiedHead()
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
         """Maps positions of the call's tokens to those of the residual stream on this rank; set by tensor ranks."""

@@ -16,19 +16,21 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
 from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
-from tost_lm.training.plan_config import ClusterConfig, PlanConfig
-from tost_lm.training.plan_memory import (
+from tost_lm.training.plan_activations import (
     ELEMENT_BYTES,
     exchanged_rows,
     gathered_tokens,
+    micro_batch_tokens,
+    slot_bytes_per_token,
+    slot_state_bytes,
+)
+from tost_lm.training.plan_config import ClusterConfig, PlanConfig
+from tost_lm.training.plan_memory import (
     largest_tile,
     logit_tiles,
-    micro_batch_tokens,
     parameters_per_rank,
     peak_moment,
     reduced_at_once,
-    slot_bytes_per_token,
-    slot_state_bytes,
     stage_of,
     weights_and_optimizer,
 )

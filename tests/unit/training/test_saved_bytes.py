@@ -11,7 +11,7 @@ from tost_lm.model import TostLM
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan_memory import activation_bytes_per_token
+from tost_lm.training.plan_activations import activation_bytes_per_token
 
 B, T, C = 2, 512, 256
 DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bfloat16": (torch.bfloat16, 2)}
@@ -20,7 +20,13 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "model", [{"pattern": "T"}, {"pattern": "S"}, {"pattern": "S", "slots": 32, "layer_scale": 0.0}]
+    "model",
+    [
+        {"pattern": "T"},
+        {"pattern": "S"},
+        {"pattern": "S", "slots": 32, "layer_scale": 0.0},
+        {"pattern": "T", "norm": "rms"},
+    ],
 )
 def test_a_block_saves_the_planned_bytes(
     model: dict[str, Any], dtype: Literal["float32", "bfloat16"], checkpointing: Literal["none", "full"]
@@ -47,6 +53,6 @@ def test_a_block_saves_the_planned_bytes(
     info = SequenceInfo.of(torch.zeros(B, T, dtype=torch.long), None, None, output_state=False)
     with saved_tensors_hooks(save, lambda x: x):
         lm.blocks[0](torch.randn(B, T, C, requires_grad=True), None, info)
-    last_norm = element_bytes * C
+    last_norm = (8 if "norm" in model else element_bytes) * C
     planned = (activation_bytes_per_token(config) - last_norm) * B * T
     assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)
