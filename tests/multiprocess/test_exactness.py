@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
 
@@ -28,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
                                          "positions": "sinusoidal", "bias": False},
     "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
                                  "positions": "none", "layer_scale": 0.0},
+    "other forms of a block": {**OTHER_FORMS, "window": 5},
 }  # fmt: skip
 
 
@@ -92,7 +94,9 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
 @pytest.mark.parametrize(("tensor", "sequence"), MIXES)
 def test_training_equals_one_process(tensor: int, sequence: int):
     # Gradients are compared, not only what an optimizer makes of them: one for each model will do.
-    assert_training_equals_one_process(tensor, sequence, list(zip(MODELS, ("adamw", "sgd", "adamw"), strict=True)))
+    assert_training_equals_one_process(
+        tensor, sequence, list(zip(MODELS, ("adamw", "sgd", "adamw", "sgd"), strict=True))
+    )
 
 
 def assert_training_equals_one_process(tensor: int, sequence: int, cases: list[tuple[str, str]]) -> None:

@@ -42,7 +42,7 @@ class Record(NamedTuple):
         gradients = {f"gradient of {name}, step {step}": x for step, named in steps for name, x in named.items()}
         return {**scalars, **gradients, **self.weights}
 
-    def assert_as_one_process(self, optimizer: str, grad_clip: float, **run: int) -> None:
+    def assert_as_one_process(self, optimizer: str, grad_clip: float, **run: Any) -> None:
         """In float32, this record is as accurate as one process with torch alone."""
         theirs, truth = (
             train_in_one_process(optimizer, grad_clip, dtype, **run).tensors()
@@ -89,9 +89,9 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def train_in_one_process(
-    optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int = STEPS, window: int = 0
+    optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int = STEPS, **settings: Any
 ) -> Record:
-    model = build_model(window=window).to(dtype)
+    model = build_model(**settings).to(dtype)
     optimizer = build_optimizer(model, optimizer_name)
     losses, norms, gradients = [], [], []
     for step in range(steps):
@@ -114,13 +114,13 @@ def build_engine(
     bfloat16: bool = False,
     weights: dict[str, Tensor] | None = None,
     memory: dict[str, Any] | None = None,
-    window: int = 0,
     prepare: Callable[[TostLM], object] = lambda model: None,
+    **settings: Any,
 ) -> Any:
-    """DeepSpeed around this rank's shard of the model; `memory` has settings of activation checkpointing, `prepare`
-    changes the model in place."""
+    """DeepSpeed around this rank's shard of the model of `settings`; `memory` has settings of activation checkpointing,
+    `prepare` changes the model in place."""
     mesh = build_mesh(start_world("cpu"), parallel)
-    model = build_model(window=window)
+    model = build_model(**settings)
     if weights:
         model.load_state_dict(weights)
     apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))

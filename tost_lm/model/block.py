@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
@@ -67,14 +67,31 @@ class LayerScale(nn.Module):
 
 
 class Mlp(nn.Module):
+    GROUPS = (1,)
+    """Relative sizes of the tensors that `in_proj` computes, in order."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.in_proj = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.out_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        hidden = config.mlp_width
+        self.in_proj = nn.Linear(config.width, len(self.GROUPS) * hidden, bias=config.bias)
+        self.out_proj = nn.Linear(hidden, config.width, bias=config.bias)
         self.approximation = {"exact": "none", "tanh": "tanh"}[config.gelu]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.out_proj(gelu(self.in_proj(x_BTC), approximate=self.approximation))
+
+
+class SwigluMlp(Mlp):
+    """silu(gate) · up (arXiv 2002.05202)."""
+
+    GROUPS = (1, 1)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate, up = self.in_proj(x_BTC).chunk(2, -1)
+        return self.out_proj(silu(gate) * up)
+
+
+MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 
 
 class Block(nn.Module):
@@ -86,7 +103,7 @@ class Block(nn.Module):
         self.mixer = MIXER_OF[letter](config)
         self.mixer_scale = _layer_scale(config)
         self.mlp_norm = build_norm(config)
-        self.mlp = Mlp(config)
+        self.mlp = MLP_OF[config.mlp](config)
         self.mlp_scale = _layer_scale(config)
         self.checkpoint: CheckpointWrapper = no_checkpoint
         """Wraps the whole block."""

@@ -10,6 +10,8 @@ MIXERS = "TSAG"
 """The letters of a pattern."""
 CONV_TAPS = 4
 """S layers: tokens that the convolution of the keys reads."""
+SWIGLU_MULTIPLE = 256
+"""The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
 GATE_CHANNELS = 16
 """G layers: rank of the projection to the forget gates (arXiv 2312.06635, section 4.4)."""
 
@@ -41,7 +43,7 @@ Preset = Literal[
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer: pre-norm blocks of a token mixer and a GELU MLP, and a head tied to the embedding."""
+    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head tied to the embedding."""
 
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers at the same sizes; in a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
@@ -52,7 +54,7 @@ class ModelConfig(Section):
     heads: int = Field(gt=0)
     """Number of heads of the mixer; must divide model.width."""
     width: int = Field(gt=0)
-    """Channels of the residual stream (hidden size). The MLP is four times as wide."""
+    """Channels of the residual stream (hidden size)."""
     vocab_size: int = Field(default=50304, gt=0)
     """Rows of the token embedding, to which the head is tied. The default is GPT-2's 50257, padded to a multiple of 64."""
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
@@ -73,8 +75,10 @@ class ModelConfig(Section):
     """A layers: sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
     layer_scale: float = Field(default=1e-5, ge=0)
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """MLP of a block: `gelu`, 4 times as wide as the model, as published; `swiglu`, silu(gate) · up, 8/3 times as wide, rounded up to a multiple of 256."""
     gelu: Literal["exact", "tanh"] = "exact"
-    """GELU of the MLP: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
+    """GELU of the MLP `gelu`: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
     bias: bool = False
@@ -84,6 +88,13 @@ class ModelConfig(Section):
     def letters(self) -> str:
         """The mixer of each layer, a letter each."""
         return self.pattern * (self.layers // len(self.pattern))
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden channels of an MLP; a SwiGLU has as many again for its gate."""
+        if self.mlp == "gelu":
+            return 4 * self.width
+        return -(-8 * self.width // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
 
     @property
     def position_limit(self) -> int | None:

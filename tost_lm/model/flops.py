@@ -2,9 +2,9 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
-arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU,
-LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the backward (sums
-over time in TSSA, scores in attention).
+arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU or
+SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
+backward (sums over time in TSSA, scores in attention).
 
 **Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
 
@@ -115,9 +115,19 @@ def parameters(config: ModelConfig) -> Parameters:
         embedding=config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
         mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
-        mlps=config.layers * (8 * C * C + 5 * biased * C),
+        mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),
         scales=(2 * config.layers + 1) * of_norm + (2 * config.layers * C if config.layer_scale else 0),
     )
+
+
+def mlp_weights(config: ModelConfig) -> int:
+    """Numbers of the matrices of an MLP."""
+    return _mlp_matrices(config) * config.width * config.mlp_width
+
+
+def _mlp_matrices(config: ModelConfig) -> int:
+    """Matrices of width × mlp_width in an MLP: into each tensor of its hidden channels, and out."""
+    return 3 if config.mlp == "swiglu" else 2
 
 
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
@@ -139,7 +149,7 @@ def _products(config: ModelConfig) -> Flops:
         + layers["A"] * 4 * C**2
         + layers["G"] * (4 * C**2 + gates)
     )
-    weights = mixers + config.layers * 8 * C**2 + config.vocab_size * C
+    weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * C
     return Flops(2 * weights, 4 * weights)
 
 

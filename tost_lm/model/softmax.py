@@ -26,6 +26,9 @@ class KeyValueState(NamedTuple):
 
 
 class SoftmaxMixer(nn.Module):
+    GROUPS = (1, 1, 1)
+    """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.heads = config.heads

@@ -58,7 +58,7 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
             _split_heads(module, residual)
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer | Mlp):
-            groups = 3 if isinstance(module, SoftmaxMixer) else 1  # q, k and v
+            groups = module.GROUPS if isinstance(module, SoftmaxMixer | Mlp) else (1,)
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
     for parameter in model.parameters():
@@ -91,9 +91,9 @@ class Residual:
 
 
 class Column(ColumnParallelLinear):
-    """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups` groups (q, k and v)."""
+    """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups`, as in `TensorSlice`."""
 
-    def __init__(self, whole: Any, residual: Residual, groups: int = 1):
+    def __init__(self, whole: Any, residual: Residual, groups: tuple[int, ...]):
         out, width = whole.weight.shape
         super().__init__(
             width, out, config=_megatron(residual.axis, whole.weight.dtype), init_method=_no_init,
@@ -228,7 +228,7 @@ def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: Tenso
             local = nn.Parameter(parameter.detach().clone())
         else:
             local = nn.Parameter(tensor_slice.local(parameter.detach(), axis))
-            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, tensor_slice.groups)
+            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, len(tensor_slice.groups))
             mark_slice(local, tensor_slice)
         setattr(module, name, local)
 

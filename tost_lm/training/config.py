@@ -97,7 +97,7 @@ class MemoryConfig(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
-    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations that are 4 times as wide as the model exist for one tile only. Without it whole rows are stored."""
+    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
 
 
 class CheckpointConfig(Section):

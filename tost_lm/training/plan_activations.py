@@ -7,7 +7,7 @@ keeps the memory of all three. With several sequence ranks it stores k and v of 
 tokens those of the last w − 1 of each rank, and of its own. In bytes per token
 there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
 statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores its input and the normalized
-input in float32, 8·C in place of e·C.
+input in float32, 8·C in place of e·C. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
 
 An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
 input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
@@ -19,12 +19,12 @@ stored twice. The norm stores 4·H.
 
 The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
-`memory.mlp_tile_tokens`: the MLP branch stores its input in place of 12. The rest exists for one tile.
+`memory.mlp_tile_tokens`: the MLP branch stores its input in place of all others. The rest exists for one tile.
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is 2·s
 in an A layer, the keys and values of all sequence ranks (with a window of their last tokens), 4·t bytes in a T layer,
 and in an S layer up to 16 states of each row (`exchanged_rows`). One whole block exists during its backward, and the
-gradients in its MLP take 4 more.
+gradients in its MLP take 4 more (of a SwiGLU twice its hidden channels).
 """
 
 from typing import NamedTuple
@@ -85,11 +85,12 @@ def block_bytes(config: PretrainConfig) -> BlockBytes:
         _block_bytes_per_token(config, letter) for letter, count in layers_by_letter(config.model).items() if count
     ]
     kept, in_backward = (tokens * max(sizes) for sizes in zip(*blocks, strict=True))
+    gradients = _mlp_tensors(config)[1] * e * config.model.mlp_width / tensor
     if config.memory.mlp_tile_tokens is None:
-        return BlockBytes(kept, in_backward + 4 * stream * tokens)
+        return BlockBytes(kept, in_backward + gradients * tokens)
     row_tokens = config.tile_tokens / config.parallel.sequence
     tile = tokens / row_tokens * min(config.memory.mlp_tile_tokens * tensor, row_tokens)
-    return BlockBytes(kept, in_backward + 3 * stream * tokens + (_mlp_bytes_per_token(config) + 4 * stream) * tile)
+    return BlockBytes(kept, in_backward + 3 * stream * tokens + (_mlp_bytes_per_token(config) + gradients) * tile)
 
 
 def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
@@ -154,8 +155,13 @@ def slot_bytes_per_token(config: PretrainConfig) -> float:
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:
     model, e = config.model, ELEMENT_BYTES[config.train.dtype]
-    beside = (10 if model.layer_scale else 9) * e * model.width
-    return (_norm_bytes(config) + beside) / config.parallel.tensor
+    channels = (2 if model.layer_scale else 1) * model.width + _mlp_tensors(config)[0] * model.mlp_width
+    return (_norm_bytes(config) + e * channels) / config.parallel.tensor
+
+
+def _mlp_tensors(config: PretrainConfig) -> tuple[int, int]:
+    """Tensors of hidden channels that an MLP stores, and those of its backward in addition."""
+    return (4, 2) if config.model.mlp == "swiglu" else (2, 1)
 
 
 def _norm_bytes(config: PretrainConfig) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -22,6 +23,7 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
     {"pattern": "SA", "positions": "none", "window": 4},
+    {"pattern": "SA", "positions": "none", "window": 4, **OTHER_FORMS, "heads": 4},
     {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))

@@ -13,6 +13,7 @@ from tost_lm.testing import assert_close
 LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7
 FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},
+    "swiglu": {"mlp": "swiglu", "bias": True},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -40,7 +41,11 @@ def by_formula(p: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Ten
         y = attention(q, config, normed(q, "mixer_norm", config, x))
         x = x + q["mixer_scale.gamma"] * linear(q, "mixer.out_proj", y)
         h = linear(q, "mlp.in_proj", normed(q, "mlp_norm", config, x))
-        h = 0.5 * h * (1 + torch.erf(h / 2**0.5))
+        if config.mlp == "swiglu":
+            gate, up = h[..., :256], h[..., 256:]
+            h = gate / (1 + torch.exp(-gate)) * up
+        else:
+            h = 0.5 * h * (1 + torch.erf(h / 2**0.5))
         x = x + q["mlp_scale.gamma"] * linear(q, "mlp.out_proj", h)
     return normed(p, "norm", config, x) @ p["embedding.weight"].T
 
@@ -88,3 +93,8 @@ def test_logits_and_every_gradient_equal_the_formulas(form: str):
         copies, gradients, torch.autograd.grad(theirs, [*copies.values()], pull), strict=True
     ):
         assert_close(mine, expected, 1e-11, name)
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(16, 256), (96, 256), (97, 512), (768, 2048), (2048, 5632)])
+def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
+    assert ModelConfig(layers=1, heads=1, width=width, rope_theta=0, mlp="swiglu").mlp_width == hidden

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
@@ -73,10 +74,10 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pattern", ["T", "S", "A", "TSA"])
-def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, rows: str):
-    expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=False)
-    model = compile_blocks(drawn_model(pattern))
+@pytest.mark.parametrize(("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", OTHER_FORMS)])
+def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):
+    expected = loss_and_gradients(drawn_model(pattern, **settings), ROWS[rows], with_states=False)
+    model = compile_blocks(drawn_model(pattern, **settings))
     found = loss_and_gradients(model, ROWS[rows], with_states=False)
     assert graphs() == len(pattern)  # of two layers of each kind
     for name, value in expected.items():

@@ -25,7 +25,7 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "T"},
         {"pattern": "S"},
         {"pattern": "S", "slots": 32, "layer_scale": 0.0},
-        {"pattern": "T", "norm": "rms"},
+        {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
     ],
 )
 def test_a_block_saves_the_planned_bytes(

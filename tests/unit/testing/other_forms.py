@@ -1,0 +1,6 @@
+"""A model whose blocks have none of the published forms."""
+
+from typing import Any
+
+OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu"}
+"""For models of 4 heads."""
