@@ -43,7 +43,7 @@ Preset = Literal[
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head tied to the embedding."""
+    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
 
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers at the same sizes; in a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
@@ -56,7 +56,7 @@ class ModelConfig(Section):
     width: int = Field(gt=0)
     """Channels of the residual stream (hidden size)."""
     vocab_size: int = Field(default=50304, gt=0)
-    """Rows of the token embedding, to which the head is tied. The default is GPT-2's 50257, padded to a multiple of 64."""
+    """Rows of the token embedding and of the head. The default is GPT-2's 50257, padded to a multiple of 64."""
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
     """Position embedding, added to the token embedding: `learned` as published; `sinusoidal`, computed for any position; `none`."""
     max_positions: int = Field(default=1024, gt=0)
@@ -81,6 +81,8 @@ class ModelConfig(Section):
     """GELU of the MLP `gelu`: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
+    tied_head: bool = True
+    """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
     bias: bool = False
     """Biases in linear layers and, with norm `layer`, in norms."""
 

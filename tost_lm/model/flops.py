@@ -66,7 +66,7 @@ class Parameters(NamedTuple):
     """Parameter counts by component."""
 
     embedding: int
-    """Token embedding, shared with the head."""
+    """Token embedding, and the head's weight if it is not tied to it."""
     positions: int
     mixers: int
     """Projections, and parameters of operators: temp, denom_bias, convolutions, decays."""
@@ -112,7 +112,7 @@ def parameters(config: ModelConfig) -> Parameters:
     layers = layers_by_letter(config)
     of_norm = C if config.norm == "rms" else (1 + biased) * C
     return Parameters(
-        embedding=config.vocab_size * C,
+        embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
         mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
         mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),

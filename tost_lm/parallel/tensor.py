@@ -24,7 +24,7 @@ from torch.nn.functional import linear, pad
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.lm import TostLM
+from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
@@ -52,7 +52,7 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         raise ConfigError(obstacle)
     residual = Residual(axis)
     model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
-    model.set_submodule("head", VocabularyHead(model.config, residual))
+    model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
     model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
@@ -141,24 +141,25 @@ class VocabularyEmbedding(VocabParallelEmbedding):
         return super().forward(pad(tokens_BT, (0, self.residual.padding))).transpose(0, 1)
 
 
-class VocabularyHead(nn.Module):
-    """The tied head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
+class VocabularyHead(Head):
+    """The head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
 
-    def __init__(self, config: ModelConfig, residual: Residual):
-        super().__init__()
+    def __init__(self, whole: Head, config: ModelConfig, residual: Residual):
+        super().__init__(config)
         self.residual = residual
+        _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `TiedHead.forward`, equal on all ranks."""
-        x_MC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1)
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `Head.forward`, equal on all ranks."""
+        x_MC, weight_VC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1), self.weight_or(embedding_VC)
         total, nats_M, is_top_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
         shape_TB = labels_BT.T.shape
         return total, nats_M.view(shape_TB).T, None if is_top_M is None else is_top_M.view(shape_TB).T
 
-    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
-        """As `TiedHead.logits`."""
-        logits_TBV = linear(self._gather(x_BTC, tokens), weight_VC)
+    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
+        """As `Head.logits`."""
+        logits_TBV = linear(self._gather(x_BTC, tokens), self.weight_or(embedding_VC))
         return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
 
     def _gather(self, x_BTC: Tensor, tokens: int) -> Tensor:

@@ -25,7 +25,7 @@ and values in an A layer.
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
 gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's
 input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the embedding's gradient is
-added to it.
+added to it; a head that is not tied keeps it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
@@ -224,19 +224,21 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
     two_buckets = min(n, 2 * filled) if on_cpu else 2 * filled
     bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
     empty_bucket = 0.0 if on_cpu else bucket
-    tied = e * config.model.vocab_size * config.model.width / tensor  # the gradients of head and embedding
+    # The gradients of head and embedding of one weight, or the last and its sum so far.
+    added = config.model.tied_head or accumulates
+    table = e * config.model.vocab_size * config.model.width / tensor if added else 0.0
 
     if stage == 0:
         summed = 4 * n if accumulates else 0.0
-        steps = [(summed, 0), (summed, 0), (4 * n, tied), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
+        steps = [(summed, 0), (summed, 0), (4 * n, table), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
     elif stage == 1 and e == 2:
         steps = [
-            (4 * n, 0), (4 * n, 0), (4 * n, tied), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
+            (4 * n, 0), (4 * n, 0), (4 * n, table), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
         ]  # fmt: skip
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
         steps = [
-            (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, tied + empty_bucket),
+            (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, table + empty_bucket),
             # At the update, a copy of the partition's gradients.
             (4 * partition, bucket + 4 * filled), (4 * partition, 4 * partition),
         ]  # fmt: skip
@@ -245,13 +247,13 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
         copy = 6 * filled if e == 2 else (0 if one_replica else 4 * filled)
         reduced = summed + 4 * partition if e == 4 else 4 * partition
         steps = [
-            (summed, 0), (summed, empty_bucket), (summed, bucket + tied), (reduced, bucket + copy),
+            (summed, 0), (summed, empty_bucket), (summed, bucket + table), (reduced, bucket + copy),
             (4 * partition, 4 * partition if e == 4 else 0),
         ]  # fmt: skip
     else:
         empty_bucket = bucket  # always allocated
         steps = [
-            (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + tied),
+            (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + table),
             (4 * partition + e * filled, bucket + 4 * filled), (4 * partition, bucket + 4 * partition),
         ]  # fmt: skip
     if parallel.offload != "none":

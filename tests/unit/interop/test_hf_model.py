@@ -88,14 +88,16 @@ def test_settings_have_defaults_and_aliases():
         update={"preset": None}
     )
     assert TostConfig(preset="tost-medium", window=3).to_model().width == 1024
+    for untied in (TostConfig(tie_word_embeddings=False), TostConfig(tied_head=False)):
+        assert (untied.to_model().tied_head, untied.tie_word_embeddings) == (False, False)
     assert TostConfig(hidden_size=48, num_attention_heads=3).to_model().width == 48
 
 
 def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match=r"TostConfig: model\.width 16 is not divisible by model\.heads 3"):
         TostConfig(width=16, heads=3)
-    with pytest.raises(ConfigError, match="tie_word_embeddings = False: the head of a tost model is always tied"):
-        TostConfig(tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match="tie_word_embeddings = False contradicts tied_head = True"):
+        TostConfig(tie_word_embeddings=False, tied_head=True)
 
 
 def test_initial_weights_have_the_distributions_of_tostlm():

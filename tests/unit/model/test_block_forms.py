@@ -14,6 +14,7 @@ LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7
 FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},
     "swiglu": {"mlp": "swiglu", "bias": True},
+    "untied head": {"tied_head": False},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -47,7 +48,7 @@ def by_formula(p: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Ten
         else:
             h = 0.5 * h * (1 + torch.erf(h / 2**0.5))
         x = x + q["mlp_scale.gamma"] * linear(q, "mlp.out_proj", h)
-    return normed(p, "norm", config, x) @ p["embedding.weight"].T
+    return normed(p, "norm", config, x) @ p["embedding.weight" if config.tied_head else "head.weight"].T
 
 
 def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

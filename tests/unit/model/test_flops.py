@@ -39,7 +39,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
-        {"norm": "rms", "mlp": "swiglu", "bias": True},
+        {"norm": "rms", "mlp": "swiglu", "tied_head": False, "bias": True},
     ],
 )
 def test_parameters_are_those_of_the_model(settings: dict[str, Any]):

@@ -39,7 +39,7 @@ def test_a_key_beside_a_preset_wins():
 
 def test_weights_are_drawn_as_published():
     torch.manual_seed(0)
-    settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5}
+    settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5, "tied_head": False}
     model = TostLM(config(**settings))
     for name, p in model.named_parameters():
         end = name.rsplit(".", 2)[-2:]

@@ -2,5 +2,5 @@
 
 from typing import Any
 
-OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu"}
+OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
 """For models of 4 heads."""
