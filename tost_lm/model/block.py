@@ -67,13 +67,13 @@ class LayerScale(nn.Module):
 
 
 class Mlp(nn.Module):
-    GROUPS = (1,)
+    groups: tuple[int, ...] = (1,)
     """Relative sizes of the tensors that `in_proj` computes, in order."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden = config.mlp_width
-        self.in_proj = nn.Linear(config.width, len(self.GROUPS) * hidden, bias=config.bias)
+        self.in_proj = nn.Linear(config.width, len(self.groups) * hidden, bias=config.bias)
         self.out_proj = nn.Linear(hidden, config.width, bias=config.bias)
         self.approximation = {"exact": "none", "tanh": "tanh"}[config.gelu]
 
@@ -84,7 +84,7 @@ class Mlp(nn.Module):
 class SwigluMlp(Mlp):
     """silu(gate) · up (arXiv 2002.05202)."""
 
-    GROUPS = (1, 1)
+    groups = (1, 1)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         gate, up = self.in_proj(x_BTC).chunk(2, -1)

@@ -69,6 +69,8 @@ class ModelConfig(Section):
     """S layers: slots of each head."""
     slot_channels: int = Field(default=28, gt=0)
     """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
+    kv_heads: int | None = Field(default=None, gt=0)
+    """A layers: heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """A layers: base of the rotary embedding of queries and keys; 0: no rotary embedding."""
     window: int = Field(default=0, ge=0)
@@ -90,6 +92,11 @@ class ModelConfig(Section):
     def letters(self) -> str:
         """The mixer of each layer, a letter each."""
         return self.pattern * (self.layers // len(self.pattern))
+
+    @property
+    def kv_width(self) -> int:
+        """A layers: channels of the keys of all heads, and of the values."""
+        return self.width // self.heads * (self.kv_heads or self.heads)
 
     @property
     def mlp_width(self) -> int:
@@ -140,6 +147,10 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.layers {self.layers} is not a multiple of the {len(self.pattern)} letters of "
                 f"model.pattern {self.pattern!r}; change one of them"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; change one of them"
             )
         odd = f"model.width {self.width} / model.heads {self.heads} is odd, but"
         if "G" in self.pattern and self.width // self.heads % 2:

@@ -105,7 +105,7 @@ class FlopsPerToken(NamedTuple):
 def parameters(config: ModelConfig) -> Parameters:
     C, biased = config.width, int(config.bias)
     tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
-    softmax = 4 * C * C + 4 * biased * C
+    softmax = _softmax_weights(config) + 2 * biased * (C + config.kv_width)
     gated = 4 * C * C + GATE_CHANNELS * (C + C // 2) + C // 2 + C // config.heads + 4 * biased * C
     H, S, V = config.heads, config.slots, config.slot_channels
     slots = _slot_weights(config) + biased * (H * 2 * (S + V) + C) + H * (S * CONV_TAPS + V + 3)
@@ -146,7 +146,7 @@ def _products(config: ModelConfig) -> Flops:
     mixers = (
         layers["T"] * 2 * C**2
         + layers["S"] * _slot_weights(config)
-        + layers["A"] * 4 * C**2
+        + layers["A"] * _softmax_weights(config)
         + layers["G"] * (4 * C**2 + gates)
     )
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * C
@@ -170,6 +170,11 @@ def _operator(config: ModelConfig) -> Flops:
     forward += H_S * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
     backward += H_S * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2)
     return Flops(forward + 5 * gated, backward + 11 * gated)
+
+
+def _softmax_weights(config: ModelConfig) -> int:
+    """Numbers of the two projections of an A layer: queries, keys and values in, one output."""
+    return 2 * config.width * (config.width + config.kv_width)
 
 
 def _slot_weights(config: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from tost_lm.model.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
 
 KeysAndValues = tuple[Tensor, Tensor]
-"""Each [B, H, S, D]."""
+"""Each [B, H, S, D]; H may be fewer heads than those of the queries."""
 
 
 class KeyValueState(NamedTuple):
@@ -26,21 +26,21 @@ class KeyValueState(NamedTuple):
 
 
 class SoftmaxMixer(nn.Module):
-    GROUPS = (1, 1, 1)
-    """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
-
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.groups = (self.heads // self.kv_heads, 1, 1)
+        """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
         self.window = config.window
-        self.in_proj = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
     ) -> tuple[Tensor, KeyValueState | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
-        q, k, v = self.in_proj(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
         if info.rotary is not None:
             q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
         y_BTC, *new_state = ATTENTION(
@@ -148,12 +148,12 @@ def _attend(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: st
 
 
 def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tensor]:
-    q, *_, offsets = tensors
+    q, k, *_, offsets = tensors
     B, H, T, D = q.shape
     y_BTC = q.new_empty(B, T, H * D)
     if not wanted_state:
         return [y_BTC]
-    shape = state_rows(B, offsets), H, torch.library.get_ctx().new_dynamic_size(), D
+    shape = state_rows(B, offsets), k.shape[1], torch.library.get_ctx().new_dynamic_size(), D
     return [y_BTC, q.new_empty(shape), q.new_empty(shape)]
 
 

@@ -58,7 +58,7 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
             _split_heads(module, residual)
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer | Mlp):
-            groups = module.GROUPS if isinstance(module, SoftmaxMixer | Mlp) else (1,)
+            groups = module.groups if isinstance(module, SoftmaxMixer | Mlp) else (1,)
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
     for parameter in model.parameters():
@@ -213,6 +213,8 @@ class SoftmaxOverRanks:
 def _split_heads(mixer: TssaMixer | SlotMixer | SoftmaxMixer, residual: Residual) -> None:
     whole, axis = mixer.heads, residual.axis
     mixer.heads = whole // axis.size
+    if isinstance(mixer, SoftmaxMixer):
+        mixer.kv_heads //= axis.size
     if isinstance(mixer, TssaMixer):
         mixer.softmax = UniformMemberships(whole) if mixer.membership == "uniform" else SoftmaxOverRanks(axis)
         _set_slices(mixer, mixer, axis, temp=TensorSlice(0), denom_bias=TensorSlice(0))

@@ -296,7 +296,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         twice += of_tiles * again
         times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        once, sent = (times * 2 * sum(tokens) * model.width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
+        once, sent = (times * 2 * sum(tokens) * model.kv_width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
         yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
         yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)
 

@@ -1,13 +1,13 @@
 """Activations of a rank during training, planned from the settings alone. Symbols as in `plan_memory`.
 
-They are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs
-of two norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
-LayerScale it takes 2 less. An A layer stores q, k and v (3) in place of w. With rotary embedding it stores 5, because v
-keeps the memory of all three. With several sequence ranks it stores k and v of the whole sequence; with a window of w
-tokens those of the last w − 1 of each rank, and of its own. In bytes per token
-there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
-statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores its input and the normalized
-input in float32, 8·C in place of e·C. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
+They are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs of two
+norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
+LayerScale it takes 2 less. An A layer stores q, k and v (3) in place of w. With rotary embedding it stores 5, because
+v keeps the memory of all three. With `model.kv_heads`, k and v are narrower. With several sequence ranks it stores k
+and v of the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. In bytes
+per token there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H,
+the norms' statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores its input and the
+normalized input in float32, 8·C in place of e·C. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
 
 An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
 input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
@@ -114,9 +114,12 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         here = config.tile_tokens / ranks
         rotary, gathered = bool(model.rope_theta), ranks * gathered_tokens(config, config.tile_tokens) / here
         beside = 2 * (gathered + 1 if model.window else gathered)  # gathered keys and values, with a window also a copy
-        attention = (1 if rotary else 3) + beside if ranks > 1 else (5 if rotary else 3)
-        mixer = e * C * attention + 4 * H
-        received = 2 * gathered * stream if ranks > 1 else 0.0
+        projected = C + 2 * model.kv_width
+        attention = projected + (C + model.kv_width if rotary else 0)
+        if ranks > 1:
+            attention = (C if rotary else projected) + beside * model.kv_width
+        mixer = e * attention + 4 * H
+        received = 2 * gathered * e * model.kv_width / parallel.tensor if ranks > 1 else 0.0
     mixer = (2 + scale) * stream + (_norm_bytes(config) + mixer) / parallel.tensor
     kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
     if config.memory.activation_checkpointing == "none":

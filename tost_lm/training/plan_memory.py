@@ -149,7 +149,7 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     layers, tokens = layers_by_letter(model), config.train.micro_batch_size * config.train.seq_len
     statistics = 4 * (2 * model.width + model.heads) * layers["T"]
     slots = slot_state_bytes(config) * layers["S"]
-    keys_and_values = 2 * e * model.width * max(0, model.window - 1) * layers["A"]
+    keys_and_values = 2 * e * model.kv_width * max(0, model.window - 1) * layers["A"]
     tiles = math.ceil(config.row_tokens / config.tile_tokens)
     return tiles * (statistics + slots + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
 

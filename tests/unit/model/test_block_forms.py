@@ -15,6 +15,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},
     "swiglu": {"mlp": "swiglu", "bias": True},
     "untied head": {"tied_head": False},
+    "grouped queries": {"kv_heads": 2},
+    "one key": {"kv_heads": 1, "bias": True, "window": T},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -63,11 +65,14 @@ def normed(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> T
 
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
-    q, k, v = linear(p, "mixer.in_proj", x).split(WIDTH, -1)
+    D = WIDTH // HEADS
+    heads_of_keys = config.kv_heads or HEADS
+    q, k, v = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split([HEADS, heads_of_keys, heads_of_keys], -2)
     heads = []
     for h in range(HEADS):
-        q_h, k_h, v_h = (y.unflatten(-1, (HEADS, -1))[..., h, :] for y in (q, k, v))
-        scores = rotated(q_h) @ rotated(k_h).mT / (WIDTH // HEADS) ** 0.5
+        g = h * heads_of_keys // HEADS
+        q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
+        scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
         heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v_h)
     return torch.cat(heads, -1)

@@ -39,7 +39,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
-        {"norm": "rms", "mlp": "swiglu", "tied_head": False, "bias": True},
+        {"pattern": "A", "norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 1, "bias": True},
     ],
 )
 def test_parameters_are_those_of_the_model(settings: dict[str, Any]):
@@ -59,7 +59,8 @@ def test_published_sizes(preset: str, millions: float):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"pattern": "T"}, {"pattern": "A"}, {"pattern": "TA"}, {"pattern": "TA", "mlp": "swiglu"}]
+    "settings",
+    [{"pattern": "T"}, {"pattern": "A"}, {"pattern": "TA"}, {"pattern": "TA", "mlp": "swiglu", "kv_heads": 1}],
 )
 def test_products_are_what_torch_counts(settings: dict[str, Any]):
     config = config_of(**settings)

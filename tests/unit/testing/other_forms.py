@@ -2,5 +2,5 @@
 
 from typing import Any
 
-OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
+OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 2}
 """For models of 4 heads."""
