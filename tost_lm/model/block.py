@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from tost_lm.model.config import ModelConfig
+from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer, SlotState
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
-
-NORM_EPSILON = 1e-5
 
 MixerState = TssaState | SlotState | KeyValueState | GatedState
 

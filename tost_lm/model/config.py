@@ -8,6 +8,8 @@ from tost_lm.config import Section
 
 MIXERS = "TSAG"
 """The letters of a pattern."""
+NORM_EPSILON = 1e-5
+"""Of norms of the residual stream, and of queries and keys."""
 CONV_TAPS = 4
 """S layers: tokens that the convolution of the keys reads."""
 SWIGLU_MULTIPLE = 256
@@ -71,6 +73,8 @@ class ModelConfig(Section):
     """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
     kv_heads: int | None = Field(default=None, gt=0)
     """A layers: heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
+    qk_norm: bool = False
+    """A layers: RMSNorm of the queries and keys of each head before the rotary embedding, which bounds the scores. All heads of a layer share its two scales."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """A layers: base of the rotary embedding of queries and keys; 0: no rotary embedding."""
     window: int = Field(default=0, ge=0)

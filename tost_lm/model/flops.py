@@ -110,13 +110,14 @@ def parameters(config: ModelConfig) -> Parameters:
     H, S, V = config.heads, config.slots, config.slot_channels
     slots = _slot_weights(config) + biased * (H * 2 * (S + V) + C) + H * (S * CONV_TAPS + V + 3)
     layers = layers_by_letter(config)
+    of_heads = 2 * layers["A"] * (C // config.heads) if config.qk_norm else 0
     of_norm = C if config.norm == "rms" else (1 + biased) * C
     return Parameters(
         embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
         mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
         mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),
-        scales=(2 * config.layers + 1) * of_norm + (2 * config.layers * C if config.layer_scale else 0),
+        scales=(2 * config.layers + 1) * of_norm + of_heads + (2 * config.layers * C if config.layer_scale else 0),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.model.attention import causal_attention
-from tost_lm.model.config import ModelConfig
+from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
 
@@ -18,7 +18,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class KeyValueState(NamedTuple):
-    """Keys (after the rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
+    """Keys (after norm and rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
     window of the last window − 1. Rows with fewer tokens are padded with zeros on the left."""
 
     key: Tensor
@@ -34,6 +34,7 @@ class SoftmaxMixer(nn.Module):
         self.window = config.window
         self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
@@ -41,6 +42,7 @@ class SoftmaxMixer(nn.Module):
         """Attend to the earlier tokens of the document (in `state`) and to these."""
         heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
         q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = self.q_norm(q), self.k_norm(k)
         if info.rotary is not None:
             q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
         y_BTC, *new_state = ATTENTION(
@@ -51,6 +53,10 @@ class SoftmaxMixer(nn.Module):
             info.wanted_state,
         )
         return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.qk_norm else nn.Identity()
 
 
 @dataclass(frozen=True)

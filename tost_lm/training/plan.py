@@ -249,6 +249,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     layers, tssa, counts = model.layers, layers_by_letter(model)["T"], parameters(model)
     mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
+    replicated += 2 * layers_by_letter(model)["A"] if model.qk_norm else 0
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks

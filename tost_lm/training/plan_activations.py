@@ -3,11 +3,13 @@
 They are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs of two
 norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
 LayerScale it takes 2 less. An A layer stores q, k and v (3) in place of w. With rotary embedding it stores 5, because
-v keeps the memory of all three. With `model.kv_heads`, k and v are narrower. With several sequence ranks it stores k
-and v of the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. In bytes
-per token there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H,
-the norms' statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores its input and the
-normalized input in float32, 8·C in place of e·C. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
+v keeps the memory of all three, and without a window on one sequence rank 6: the kernel's output and a copy of it.
+With `model.kv_heads`, k and v are narrower. With `model.qk_norm` it stores q and k before and after the norm, and 4
+bytes for each of their heads. With several sequence ranks it stores k and v of the whole sequence; with a window of w
+tokens those of the last w − 1 of each rank, and of its own. In bytes per token there are also the memberships Π 4·H,
+the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms' statistics 16 (RMSNorm 8), and the
+input of the last norm e·C. On a CPU, RMSNorm stores its input and the normalized input in float32, 8·C in place of
+e·C. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
 
 An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
 input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
@@ -114,11 +116,18 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         here = config.tile_tokens / ranks
         rotary, gathered = bool(model.rope_theta), ranks * gathered_tokens(config, config.tile_tokens) / here
         beside = 2 * (gathered + 1 if model.window else gathered)  # gathered keys and values, with a window also a copy
-        projected = C + 2 * model.kv_width
-        attention = projected + (C + model.kv_width if rotary else 0)
+        projected, read = C + 2 * model.kv_width, C + model.kv_width  # read: queries and keys
+        changed = rotary or model.qk_norm
         if ranks > 1:
-            attention = (C if rotary else projected) + beside * model.kv_width
+            attention = (
+                (C if changed else 0) + (projected if model.qk_norm or not rotary else 0) + beside * model.kv_width
+            )
+        else:
+            # Without a window, the kernel stores its output in the order of q's memory, of which the projection has a copy.
+            attention = projected + (read if changed else 0) + (C if changed and not model.window else 0)
         mixer = e * attention + 4 * H
+        if model.qk_norm:
+            mixer += 4 * read * H / C + _head_norm_bytes(config) * read
         received = 2 * gathered * e * model.kv_width / parallel.tensor if ranks > 1 else 0.0
     mixer = (2 + scale) * stream + (_norm_bytes(config) + mixer) / parallel.tensor
     kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
@@ -176,3 +185,11 @@ def _norm_input_bytes(config: PretrainConfig) -> float:
     if config.model.norm == "rms" and config.run.device == "cpu":
         return 8 * config.model.width  # float32, and normalized
     return ELEMENT_BYTES[config.train.dtype] * config.model.width
+
+
+def _head_norm_bytes(config: PretrainConfig) -> int:
+    """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway: on a
+    CPU the input in float32, and normalized."""
+    if config.run.device != "cpu":
+        return 0
+    return 4 if config.train.dtype == "float32" else 8

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 
 from tost_lm.config import validate
@@ -16,6 +17,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "swiglu": {"mlp": "swiglu", "bias": True},
     "untied head": {"tied_head": False},
     "grouped queries": {"kv_heads": 2},
+    "norms of queries and keys": {"qk_norm": True},
+    "all": {**OTHER_FORMS, "bias": True, "window": 3},
     "one key": {"kv_heads": 1, "bias": True, "window": T},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
@@ -59,9 +62,12 @@ def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def normed(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
     if config.norm == "rms":
-        return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
-    x = x - x.mean(-1, keepdim=True)
-    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"] + p.get(f"{name}.bias", 0)
+        return scaled(p, name, x)
+    return scaled(p, name, x - x.mean(-1, keepdim=True)) + p.get(f"{name}.bias", 0)
+
+
+def scaled(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
 
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
@@ -72,9 +78,12 @@ def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
     for h in range(HEADS):
         g = h * heads_of_keys // HEADS
         q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
+        if config.qk_norm:
+            q_h, k_h = (scaled(p, f"mixer.{name}", x) for name, x in (("q_norm", q_h), ("k_norm", k_h)))
         scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
-        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v_h)
+        ones = torch.ones(T, T, dtype=torch.bool)
+        seen = ones.tril() & ones.triu(1 - (config.window or T))
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_h)
     return torch.cat(heads, -1)
 
 

@@ -39,7 +39,15 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
-        {"pattern": "A", "norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 1, "bias": True},
+        {
+            "pattern": "A",
+            "norm": "rms",
+            "mlp": "swiglu",
+            "tied_head": False,
+            "kv_heads": 1,
+            "qk_norm": True,
+            "bias": True,
+        },
     ],
 )
 def test_parameters_are_those_of_the_model(settings: dict[str, Any]):

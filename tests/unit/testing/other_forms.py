@@ -2,5 +2,5 @@
 
 from typing import Any
 
-OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 2}
+OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 2, "qk_norm": True}
 """For models of 4 heads."""
