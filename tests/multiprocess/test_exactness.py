@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
                                          "positions": "sinusoidal", "bias": False},
     "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
                                  "positions": "none", "layer_scale": 0.0},
-    "other forms of a block": {**OTHER_FORMS, "window": 5},
+    "other forms of a block": {**OTHER_FORMS, "window": 5, "z_loss": 0.1},
 }  # fmt: skip
 
 

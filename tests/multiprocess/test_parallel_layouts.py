@@ -24,7 +24,7 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
         (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", {}),
-        (2, 2, (1, 3), "adamw", {}), (2, 1, (1, 2, 3), "sgd", OTHER_FORMS),
+        (2, 2, (1, 3), "adamw", {}), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
     ],
 )  # fmt: skip
 def test_four_ranks_train_as_one_process(

@@ -30,6 +30,7 @@ MODELS: list[dict[str, Any]] = [
         "positions": "none",
         "denom_bias": "head",
         **OTHER_FORMS,
+        "z_loss": 0.1,
     },
     {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
 ]

@@ -53,10 +53,11 @@ class Record(NamedTuple):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
-def build_model(**settings: Any) -> TiledLM:
+def build_model(z_loss: float = 0.0, **settings: Any) -> TiledLM:
     torch.manual_seed(0)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
     model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"))
+    model.head.z_loss = z_loss
     for name, parameter in model.named_parameters():
         if (parameter.dim() == 1 and not name.endswith("log_rate")) or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -96,13 +97,13 @@ def train_in_one_process(
     losses, norms, gradients = [], [], []
     for step in range(steps):
         tokens, labels = global_batch(step)
-        loss = model(tokens, labels=labels).loss
+        output = model(tokens, labels=labels)
         optimizer.zero_grad()
-        loss.backward()
+        output.loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf")).item())
         optimizer.step()
-        losses.append(loss.item())
+        losses.append((output.loss - output.z_loss).item())
     return Record(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 

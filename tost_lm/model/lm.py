@@ -16,7 +16,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.sequence_shard import SequenceShard
 
@@ -30,14 +30,16 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.z_loss = 0.0
+        """In training, the coefficient of the mean squared log-sum-exp of the logits, which is added to the loss."""
         tied = config.tied_head
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width)))
 
-    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The summed loss in nats; for each token [B, T] its nats and, without gradients, `LMOutput.is_top`."""
-        weight_VC = self.weight_or(embedding_VC)
-        total, nats_M, is_top_M = linear_cross_entropy(x_BTC.flatten(0, 1), weight_VC, labels_BT.flatten())
-        return total, nats_M.view(labels_BT.shape), None if is_top_M is None else is_top_M.view(labels_BT.shape)
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
+        """The summed loss; the fields of tokens are [B, T]."""
+        x_MC, weight_VC = x_BTC.flatten(0, 1), self.weight_or(embedding_VC)
+        found = linear_cross_entropy(x_MC, weight_VC, labels_BT.flatten(), z_loss=self.z_loss)
+        return found.map_tokens(lambda x_M: x_M.view(labels_BT.shape))
 
     def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
         """[B, T, V] for a call with T `tokens`; with tensor ranks, x is one shard of the residual stream."""
@@ -125,14 +127,15 @@ class TostLM(nn.Module):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)
             states.append(mixer_state)
         x_BTC, embedding_VC = self.norm(x_BTC), self.embedding.weight
-        loss = nats_BT = is_top_BT = None
+        loss = nats_BT = is_top_BT = z_loss = None
         if labels is not None:
-            total, nats_BT, is_top_BT = self.head(x_BTC, embedding_VC, labels)
-            loss = total / ((labels != IGNORED_LABEL).sum() if label_count is None else label_count)
+            total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels)
+            count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
+            loss, z_loss = total / count, z / count
         ends = info.end_positions[-1:] if output_state == "last" else info.end_positions
         state = LMState(tuple(states), ends) if output_state else None
         compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
-        return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits)
+        return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits, z_loss)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, tile by tile: see `TokenStream`."""

@@ -28,7 +28,7 @@ from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops.cross_entropy import linear_cross_entropy
+from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
@@ -146,16 +146,16 @@ class VocabularyHead(Head):
 
     def __init__(self, whole: Head, config: ModelConfig, residual: Residual):
         super().__init__(config)
-        self.residual = residual
+        self.residual, self.z_loss = residual, whole.z_loss
         _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
         """As `Head.forward`, equal on all ranks."""
         x_MC, weight_VC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1), self.weight_or(embedding_VC)
-        total, nats_M, is_top_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
-        shape_TB = labels_BT.T.shape
-        return total, nats_M.view(shape_TB).T, None if is_top_M is None else is_top_M.view(shape_TB).T
+        labels_M = labels_BT.T.flatten()
+        found = linear_cross_entropy(x_MC, weight_VC, labels_M, shard=self.words, z_loss=self.z_loss)
+        return found.map_tokens(lambda x_M: x_M.view(labels_BT.T.shape).T)
 
     def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
         """As `Head.logits`."""

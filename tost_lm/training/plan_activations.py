@@ -123,7 +123,7 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
                 (C if changed else 0) + (projected if model.qk_norm or not rotary else 0) + beside * model.kv_width
             )
         else:
-            # Without a window, the kernel stores its output in the order of q's memory, of which the projection has a copy.
+            # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
             attention = projected + (read if changed else 0) + (C if changed and not model.window else 0)
         mixer = e * attention + 4 * H
         if model.qk_norm:

@@ -141,7 +141,7 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
         "slot_memory": (MEMORY, [*shares, drawn(1, T, H, D), -torch.rand(H).double(), *[None] * 3], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
-        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", ""]),
+        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", "", "0.1"]),
     }
 
 

@@ -55,6 +55,19 @@ def test_weights_are_drawn_as_published():
             assert abs(p.mean().item()) < 0.05 * std + 3e-4, name
 
 
+def test_z_loss_is_a_part_of_the_loss_in_training_only():
+    model, tokens = TostLM(config()).double(), torch.arange(12).view(2, 6)
+    labels = tokens.clone()
+    labels[:, ::2] = -100
+    model.head.z_loss = 0.5
+    trained = model(tokens, labels)
+    with torch.no_grad():
+        measured = model(tokens, labels)
+    torch.testing.assert_close(trained.z_loss, 0.5 * trained.logits[:, 1::2].logsumexp(-1).square().mean().detach())
+    torch.testing.assert_close(trained.loss.detach(), measured.loss + trained.z_loss)
+    assert (measured.z_loss, measured.loss) == (0, measured.nats.sum() / 6)
+
+
 def test_the_head_is_the_embedding():
     model = TostLM(config())
     with torch.no_grad():

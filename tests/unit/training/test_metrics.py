@@ -63,6 +63,7 @@ def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[st
     assert {name: row[name] for name in ("step", "loss", "lr", "grad_norm", "tokens", "mfu")} == {
         "step": 5, "loss": 2.0, "lr": 5e-4, "grad_norm": 0.25, "tokens": 5 * 32, "mfu": None,
     }  # fmt: skip
+    assert "z_loss" not in row
     assert row["tokens_per_second"] == 2 * row["tokens_per_second_device"]
     flops = flops_per_token(config().model, 8).total
     assert row["tflops_device"] == pytest.approx(row["tokens_per_second_device"] * flops / 1e12)
