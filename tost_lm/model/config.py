@@ -19,12 +19,17 @@ GATE_CHANNELS = 16
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
 # gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The slots and hybrid presets are
-# ours, at the same sizes (docs/experiments.md).
+# ours, at the same sizes (docs/experiments.md); those of 1b and 3b parameters have the forms of a block that are usual at
+# such sizes.
 _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
 _SLOTS = {"pattern": "S", "positions": "none", "layer_scale": 1.0}
 _HYBRID = {**_SLOTS, "pattern": "SSSA", "window": 256}
+_FORMS = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
+_FORMS_OF_HYBRID = {**_FORMS, "kv_heads": 8, "qk_norm": True}
+_1B = {"layers": 20, "heads": 32, "width": 2048}
+_3B = {"layers": 28, "heads": 48, "width": 3072}
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
     "tost-medium": {"pattern": "T", **_MEDIUM},
@@ -32,15 +37,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "slots-base": {**_SLOTS, **_BASE},
     "slots-medium": {**_SLOTS, **_MEDIUM},
     "slots-large": {**_SLOTS, **_LARGE},
+    "slots-1b": {**_SLOTS, **_1B, **_FORMS},
+    "slots-3b": {**_SLOTS, **_3B, **_FORMS},
     "hybrid-base": {**_HYBRID, **_BASE},
     "hybrid-medium": {**_HYBRID, **_MEDIUM},
     "hybrid-large": {**_HYBRID, **_LARGE},
+    "hybrid-1b": {**_HYBRID, **_1B, **_FORMS_OF_HYBRID},
+    "hybrid-3b": {**_HYBRID, **_3B, **_FORMS_OF_HYBRID},
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "rope_theta": 0.0},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "rope_theta": 0.0},
 }
 Preset = Literal[
-    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "hybrid-base",
-    "hybrid-medium", "hybrid-large", "gpt2-base", "gpt2-base-layerscale",
+    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "slots-1b", "slots-3b",
+    "hybrid-base", "hybrid-medium", "hybrid-large", "hybrid-1b", "hybrid-3b", "gpt2-base", "gpt2-base-layerscale",
 ]  # fmt: skip
 
 
@@ -48,7 +57,7 @@ class ModelConfig(Section):
     """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers at the same sizes; in a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
     """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention, G gated linear attention. With SSSA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
     layers: int = Field(gt=0)
