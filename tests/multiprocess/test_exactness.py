@@ -194,7 +194,7 @@ def test_megatron_gathers_contiguous_tensors_as_nccl_wants_them():
 
 def refuse_heads_and_words() -> list[str]:
     mesh, refusals = mesh_of(4, 1), []
-    for settings in ({"heads": 2}, {"vocab_size": VOCAB + 1}):
+    for settings in ({"heads": 2}, {"kv_heads": 2}, {"vocab_size": VOCAB + 1}):
         with pytest.raises(Exception, match=r"is not divisible by parallel\.tensor 4") as refused:
             parallelize(build_model(**settings), mesh)
         refusals.append(str(refused.value))
@@ -202,6 +202,7 @@ def refuse_heads_and_words() -> list[str]:
 
 
 def test_heads_and_words_that_ranks_cannot_share_are_refused():
-    heads, words = run_on_ranks(refuse_heads_and_words, 4)[0]
+    heads, keys, words = run_on_ranks(refuse_heads_and_words, 4)[0]
     assert "model.heads 2" in heads
+    assert "model.kv_heads 2" in keys
     assert words.endswith(f"pad it to {VOCAB + 4}")

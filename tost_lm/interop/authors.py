@@ -94,9 +94,10 @@ def to_authors(
         ConfigError: the released code has no such model; a line for each setting.
     """
     kind = "A" if set(config.pattern) == {"A"} else "T"
-    kv_heads = None if config.kv_heads == config.heads else config.kv_heads
+    kv_heads = config.kv_heads or config.heads
     model = config.model_copy(update={"pattern": "".join(sorted(set(config.pattern))), "kv_heads": kv_heads})
-    differing = {name: value for name, value in MODELS[kind].items() if getattr(model, name) != value}
+    theirs = {**MODELS[kind], **({"kv_heads": config.heads} if kind == "A" else {})}
+    differing = {name: value for name, value in theirs.items() if getattr(model, name) != value}
     if differing:
         raise ConfigError(
             "\n".join(

@@ -8,7 +8,9 @@ from other_forms import OTHER_FORMS
 from torch import Tensor
 
 from tost_lm.config import validate
+from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.testing import assert_close
 
 LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7
@@ -112,4 +114,14 @@ def test_logits_and_every_gradient_equal_the_formulas(form: str):
 
 @pytest.mark.parametrize(("width", "hidden"), [(16, 256), (96, 256), (97, 512), (768, 2048), (2048, 5632)])
 def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
-    assert ModelConfig(layers=1, heads=1, width=width, rope_theta=0, mlp="swiglu").mlp_width == hidden
+    config = ModelConfig(layers=1, heads=1, width=width, rope_theta=0, mlp="swiglu")
+    assert config.mlp_width == hidden
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(ConfigError, match=r"model\.heads 4 is not a multiple of model\.kv_heads 3; change one of them"):
+        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "kv_heads": 3}, "test")
+    three = validate(ModelConfig, {"layers": 1, "heads": 3, "width": 12, "mlp": "swiglu"}, "test")
+    assert obstacle_to_tensor_ranks(three, 3) == (
+        "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"
+    )
