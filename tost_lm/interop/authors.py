@@ -96,8 +96,8 @@ def to_authors(
     kind = "A" if set(config.pattern) == {"A"} else "T"
     kv_heads = config.kv_heads or config.heads
     model = config.model_copy(update={"pattern": "".join(sorted(set(config.pattern))), "kv_heads": kv_heads})
-    theirs = {**MODELS[kind], **({"kv_heads": config.heads} if kind == "A" else {})}
-    differing = {name: value for name, value in theirs.items() if getattr(model, name) != value}
+    supported = {**MODELS[kind], **({"kv_heads": config.heads} if kind == "A" else {})}
+    differing = {name: value for name, value in supported.items() if getattr(model, name) != value}
     if differing:
         raise ConfigError(
             "\n".join(

@@ -119,9 +119,8 @@ def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
         projected, read = C + 2 * model.kv_width, C + model.kv_width  # read: queries and keys
         changed = rotary or model.qk_norm
         if ranks > 1:
-            attention = (
-                (C if changed else 0) + (projected if model.qk_norm or not rotary else 0) + beside * model.kv_width
-            )
+            kept = projected if model.qk_norm or not rotary else 0
+            attention = (C if changed else 0) + kept + beside * model.kv_width
         else:
             # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
             attention = projected + (read if changed else 0) + (C if changed and not model.window else 0)

@@ -70,14 +70,15 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Linear:
         """The head as the library has it."""
-        if self.model.config.tied_head:
+        weight_VC = self.model.head.weight
+        if weight_VC is None:
             return self.lm_head
-        head = nn.Linear(*reversed(self.model.head.weight.shape), bias=False, device="meta")
-        head.weight = self.model.head.weight
+        head = nn.Linear(*reversed(weight_VC.shape), bias=False, device="meta")
+        head.weight = weight_VC
         return head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        if self.model.config.tied_head:
+        if self.model.head.weight is None:
             self.lm_head = new_embeddings
         else:
             self.model.head.weight = new_embeddings.weight
@@ -133,7 +134,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         logits_BKV = None
         if labels is None or not self.training:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits_BKV = linear(x_BTC[:, kept], self.get_output_embeddings().weight)
+            x_BKC, head = x_BTC[:, kept], self.model.head
+            logits_BKV = self.lm_head(x_BKC) if head.weight is None else linear(x_BKC, head.weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, past_key_values=cache)
 
     def _read(
