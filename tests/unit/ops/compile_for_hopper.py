@@ -44,7 +44,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
     instructions = None
     if options.get("FULL"):
         groups = options.get("GROUPS", 1)
-        tokens, step, channels = slot_kernels.TOKENS.value, slot_kernels.STEP.value, 1
+        tokens, step, channels = slot_kernels.TOKENS, slot_kernels.STEP.value, 1
         if "G_" in options:
             tokens, step = tiles.TOKENS.value, tiles.STEP.value
             channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])

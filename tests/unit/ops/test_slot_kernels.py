@@ -26,6 +26,12 @@ NAMES_OF_NAIVE = (NAMES[0], *NAMES[3:7])
 Results = dict[str, Tensor]
 
 
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Chunks of 16 tokens: a few tokens have several."""
+    monkeypatch.setattr(triton, "TOKENS", 16)
+
+
 class Call:
     """Random documents, packed into one row or as rows of equal length. Every number is exact in float32."""
 
@@ -77,10 +83,10 @@ class Call:
     "call",
     [
         pytest.param(Call(0, (1,), 1, 16, 16, packed=False), id="one token"),
-        pytest.param(Call(1, (65, 65), 1, 5, 9, packed=False), id="rows, odd sizes"),
-        pytest.param(Call(2, (1, 70, 130), 1, 16, 28), id="documents"),
-        pytest.param(Call(3, (65,), 1, 35, 70), id="many slots and channels"),
-        pytest.param(Call(4, (64, 64), 2, 3, 1, fresh=True), id="empty state, full chunks, two heads"),
+        pytest.param(Call(1, (17, 17), 1, 5, 9, packed=False), id="rows, odd sizes"),
+        pytest.param(Call(2, (1, 18, 34), 1, 16, 28), id="documents"),
+        pytest.param(Call(3, (17,), 1, 35, 70), id="many slots and channels"),
+        pytest.param(Call(4, (16, 32), 2, 3, 1, fresh=True), id="empty state, full chunks, two heads"),
     ],
 )
 def test_outputs_states_and_gradients_are_those_of_pytorch_in_float64(call: Call):
@@ -90,7 +96,7 @@ def test_outputs_states_and_gradients_are_those_of_pytorch_in_float64(call: Call
 
 
 def test_outputs_and_gradients_are_the_formulas():
-    call = Call(5, (1, 90), 1, 7, 20, fresh=True)
+    call = Call(5, (1, 37), 1, 7, 20, fresh=True)
     call.d_outputs[1:] = [torch.zeros_like(d) for d in call.d_outputs[1:]]
     ours, theirs, truth = call.run(triton), call.run_naive(torch.float32), call.run_naive(torch.float64)
     for name in NAMES_OF_NAIVE:
@@ -99,7 +105,7 @@ def test_outputs_and_gradients_are_the_formulas():
 
 def test_the_state_alone_is_that_of_pytorch_in_float64():
     """Sequence ranks compute it before their reads."""
-    call, results = Call(8, (3, 70), 2, 5, 9), []
+    call, results = Call(8, (3, 20), 2, 5, 9), []
     for backend, dtype in ((triton, torch.float32), (chunks, torch.float32), (chunks, torch.float64)):
         _, write, value, log_decay, *state = (x.detach().to(dtype) for x in call.inputs)
         initial = torch.cat([state[0], state[1][..., None]], -1).double()
@@ -113,7 +119,7 @@ def test_the_state_alone_is_that_of_pytorch_in_float64():
 
 def test_bfloat16_values_cost_one_rounding():
     """The errors of y and d_value, by norm, are at most 1.1 times those of the exact values rounded to bfloat16."""
-    call = Call(6, (100,), 1, 16, 28)
+    call = Call(6, (40,), 1, 16, 28)
     call.inputs = [x.bfloat16() for x in call.inputs]
     call.d_outputs = [d.bfloat16() for d in call.d_outputs]
     truth, ours = call.run(chunks, torch.float64), call.run(triton, torch.bfloat16)
@@ -124,7 +130,7 @@ def test_bfloat16_values_cost_one_rounding():
 
 
 def test_a_nan_reaches_only_later_tokens_of_its_document():
-    draw = lambda: Call(7, (3, 66, 2), 1, 5, 6)
+    draw = lambda: Call(7, (3, 34, 2), 1, 5, 6)
     clean = draw().run(triton)
     # A NaN in `write` reaches all channels, one in a value its own.
     for i, channels in ((1, [0, 1, 2, 3, 4, 5]), (2, [2])):
@@ -132,9 +138,9 @@ def test_a_nan_reaches_only_later_tokens_of_its_document():
         call.inputs[i][0, 23, 0, 2] = float("nan")
         spoiled = call.run(triton)
         assert spoiled["y"].isnan().any((0, 1, 2)).nonzero().flatten().tolist() == channels
-        assert spoiled["y"][:, 23:69, 0, channels].isnan().all()
+        assert spoiled["y"][:, 23:37, 0, channels].isnan().all()
         for name, before in (("y", 23), ("d_read", 3), ("d_write", 3), ("d_value", 3)):
-            for tokens in (slice(0, before), slice(69, None)):
+            for tokens in (slice(0, before), slice(37, None)):
                 assert torch.equal(spoiled[name][:, tokens], clean[name][:, tokens])
         for name in ("memory", "mass", "d_memory", "d_mass"):
             assert torch.equal(spoiled[name][[0, 2]], clean[name][[0, 2]])

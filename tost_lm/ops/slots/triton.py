@@ -29,7 +29,7 @@ from tost_lm.ops.naive import running_dtype
 from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 from tost_lm.sizes import TRITON_SLOT_CHUNK_TOKENS
 
-TOKENS = tl.constexpr(TRITON_SLOT_CHUNK_TOKENS)
+TOKENS = TRITON_SLOT_CHUNK_TOKENS
 STEP = tl.constexpr(4)
 """Tokens whose loads are issued together."""
 CHANNELS = 32
@@ -62,7 +62,7 @@ class _SlotMemory(torch.autograd.Function):
         ctx, read_MHS: Tensor | None, write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor,
         lengths: Sequence[int],
     ):  # fmt: skip
-        layout = document_layout((0, *accumulate(lengths)), TOKENS.value, value_MHD.device)
+        layout = document_layout((0, *accumulate(lengths)), TOKENS, value_MHD.device)
         shape = len(layout.start_K), *initial_nHSE.shape[1:]
         sums_KHSE = write_MHS.new_empty(shape, dtype=running_dtype(write_MHS.device))
         before_KHSE, initial_nHSE = write_MHS.new_empty(shape), initial_nHSE.contiguous()  # empty_like keeps strides
@@ -118,7 +118,7 @@ def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *
     with torch.cuda.device_of(value_MHD):
         kernel[(len(layout.start_K) * H,)](
             *(None if x is None else x.contiguous() for x in arguments),
-            H=H, S=S, D=D, S_=S_, D_=D_, FULL=len(layout.start_K) * TOKENS.value == M, num_warps=1,
+            H=H, S=S, D=D, S_=S_, D_=D_, FULL=len(layout.start_K) * TOKENS == M, num_warps=1,
         )  # fmt: skip
 
 
