@@ -29,6 +29,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import torch
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -37,6 +38,8 @@ from tost_lm.cli.main import ALL, module_of
 from tost_lm.config import Section, read_toml, validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.evaluation.recall_config import RecallConfig
+from tost_lm.interop.authors import to_authors
+from tost_lm.model import ModelConfig, TostLM
 from tost_lm.training.config import PretrainConfig
 
 LANGUAGES = {"bash", "python", "toml", "text"}
@@ -240,6 +243,12 @@ class Pages:
             self._folders[page] = Checkout(folder)
             if re.search("runs/(base|long)", "".join(block.text for block in blocks_of(page))):
                 self._folders[page].train_base()
+            if any(
+                re.search("tost convert (gpt2|ckpt.pt)", block.text)
+                for block in blocks_of(page)
+                if block in QUICK and not block.missing
+            ):
+                write_models_of_others(folder)
         return self._folders[page]
 
     def _run_once(self, checkout: "Checkout", block: Block) -> None:
@@ -390,6 +399,16 @@ SENTENCES = (
     "When the rain stopped, the children drew a river on the dry half of the yard.",
     "He wrote the number on his hand, washed the dishes, and lost the number.",
 )
+
+
+def write_models_of_others(folder: Path) -> None:
+    """Write small models as the pages name them: gpt2 of the Hugging Face library, ckpt.pt of the released code."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64)).save_pretrained(folder / "gpt2")
+    sizes = {"preset": "tost-base", "layers": 1, "heads": 2, "width": 8, "max_positions": 64}
+    model = TostLM(validate(ModelConfig, sizes, "test"))
+    torch.save(to_authors(model.config, model.state_dict(), iterations=600_000), folder / "ckpt.pt")
 
 
 def write_files(folder: Path) -> None:

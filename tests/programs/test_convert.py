@@ -17,6 +17,7 @@ from programs import refusal, run, snapshot
 import tost_lm
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
+from tost_lm.files import sha256_file
 from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import StoredTensors, write_checkpoint
@@ -75,6 +76,10 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     assert written == "written to models/tost: tost generate models/tost"
     assert torch.equal(logits(tost_lm.load(tmp_path / "models/tost")), logits(model))
     assert tost_lm.load_tokenizer(tmp_path / "models/tost").encode("Hello world") == [15496, 995]
+    card = (tmp_path / "models/tost/README.md").read_text()
+    assert "\n# tost\n" in card
+    assert "| converted from | ckpt.pt, ckpt.pt of the released code (arXiv 2412.17810) |" in card
+    assert f"| SHA-256 of ckpt.pt | {sha256_file(tmp_path / 'ckpt.pt')} |\n| iterations there | 600,000 |" in card
     progress = Progress.read(tmp_path / "models/tost")
     assert (progress.step, progress.updates) == (600000, 599990)
     moments, weights = StoredTensors(tmp_path / "models/tost", "optimizer"), model.state_dict()
@@ -110,6 +115,9 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     for folder in ("models/gpt2", "gpt2"):
         assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
         assert tost_lm.load_tokenizer(tmp_path / folder).vocab_size == 50257
+    card = (tmp_path / "models/gpt2/README.md").read_text()
+    assert "| converted from | gpt2, GPT-2 of the Hugging Face library |" in card
+    assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card
     printed = refusal(PROGRAM, "models/gpt2", "convert.folder=back", "convert.to=authors", cwd=tmp_path)
     assert printed == "model.gelu 'tanh': the released code only has 'exact'; this model cannot be converted"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from programs import refusal, run, snapshot
 
+from tost_lm.markdown import format_result
 from tost_lm.testing import FLOAT32_REORDERED
 
 PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
@@ -71,6 +72,8 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
     assert line in log
     assert line in output
     assert "scoring" not in output
+    card = (workplace / "runs/tiny/checkpoints/step_00000008/README.md").read_text()
+    assert f"| word perplexity | {format_result('word_perplexity', last)} | during training, step 8, test set " in card
     run("pretrain.train", "run.toml", "train.steps=8", "run.name=without", cwd=workplace)
     assert (workplace / "runs/without/evaluations.jsonl").read_text() == ""
     assert weights(workplace, "tiny") == weights(workplace, "without")

@@ -28,6 +28,8 @@ def test_an_extended_model_trains_and_resumes_without_its_initial_weights(workpl
     *_, promise, next_command = run("pretrain.extend", *EXTEND, *how, cwd=workplace).splitlines()
     assert promise == "the logits of the first 64 positions are bitwise identical"
     assert next_command == "to continue training: train.initial_weights=models/long model.max_positions=256"
+    card = (workplace / "models/long/README.md").read_text()
+    assert "| context extended from | runs/tiny/checkpoints/step\\_00000012, manifest SHA-256 " in card
     before = snapshot(workplace / "models")
     assert run("pretrain.extend", *EXTEND, *how, cwd=workplace).startswith("reusing models/long ")
     assert "exists and is not" in refusal("pretrain.extend", *EXTEND, *how[:1], "extend.denom_bias=head", cwd=workplace)

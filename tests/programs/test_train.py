@@ -50,6 +50,11 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     assert "tokens/s/device  " in log
     assert json.loads((folder / "env.json").read_text())["world_size"] == 2
     assert tost_lm.load(folder).parameter_count() > 0
+    card = (folder / "checkpoints/step_00000012/README.md").read_text()
+    assert "\n# tiny, step 12\n" in card
+    assert "| steps | 12 of 12, 12 applied by the optimizer |\n| training tokens | 1,536 |\n" in card
+    assert "| parallel layout | tensor 1 × sequence 1 × data 2, ZeRO stage 1 |" in card
+    assert "## Results" not in card
 
 
 def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, never_stopped: Path):

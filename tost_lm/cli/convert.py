@@ -6,20 +6,24 @@
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
 Face library with GPT-2. The result is a model folder, which every program reads. It also has the optimizer's moments
-and the number of updates of a ckpt.pt. Logits stay the same up to rounding. A ckpt.pt that would run code is refused.
+and the number of updates of a ckpt.pt. Its model card, README.md, names the source. Logits stay the same up to
+rounding. A ckpt.pt that would run code is refused.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
 sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`.
 """
 
+import json
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tost_lm.config import read_toml, run_program, validate
 from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.files import sha256_file
 from tost_lm.interop.convert_config import ConversionConfig, ConvertConfig
+from tost_lm.version import VERSION
 
 
 def main(path: Path, config: ConvertConfig) -> None:
@@ -34,9 +38,10 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
     from tost_lm.interop.authors import AuthorsModel
-    from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer
+    from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
     from tost_lm.interop.load import read_foreign, read_tokenizer_folder
-    from tost_lm.model.checkpoint import shard_name, write_checkpoint, write_tensors
+    from tost_lm.model.checkpoint import CARD, shard_name, write_checkpoint, write_tensors
+    from tost_lm.training.card import CONVERSION, model_card
     from tost_lm.training.progress import Progress
 
     foreign = read_foreign(source)
@@ -60,12 +65,23 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
         )
     theirs = foreign if isinstance(foreign, AuthorsModel) else None
 
-    def write_optimizer(folder: Path) -> None:
+    record: dict[str, Any] = {
+        "source": str(source),
+        "format": "ckpt.pt of the released code (arXiv 2412.17810)" if theirs else "GPT-2 of the Hugging Face library",
+        "sha256": {path.name: sha256_file(path) for path in ([source] if theirs else weight_files(source))},
+        "tost_lm": VERSION,
+    }
+    if theirs:
+        record |= {"iterations": theirs.iterations, "nats_per_token": theirs.best_nats}
+
+    def write_others(folder: Path) -> None:
         if theirs and theirs.moments:
             write_tensors(folder / shard_name("optimizer", 0, 1), theirs.moments)
             Progress(theirs.iterations, theirs.updates, tokenizer_sha256=tokenizer.sha256).write(folder)
+        (folder / CONVERSION).write_text(json.dumps(record, indent=1))
+        (folder / CARD).write_text(model_card(folder, conversion.folder.name))
 
-    write_checkpoint(conversion.folder, config, weights, tokenizer, write_optimizer)
+    write_checkpoint(conversion.folder, config, weights, tokenizer, write_others)
     trained = ""
     if theirs:
         nats = "" if theirs.best_nats is None else f", {theirs.best_nats:.4f} nats per token of their validation set"

@@ -19,12 +19,17 @@ from tost_lm.model.extension_config import ExtendConfig
 
 def main(path: Path, config: ExtendConfig) -> None:
     from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
-    from tost_lm.model.checkpoint import find_checkpoint
+    from tost_lm.files import write_atomically
+    from tost_lm.model.checkpoint import CARD, find_checkpoint
     from tost_lm.model.extension import extend
+    from tost_lm.training.card import model_card
 
     source = find_checkpoint(path)
     for line in extend(source, config.extend, read_tokenizer(find_tokenizer(source))):
         print(line)
+    folder = config.extend.folder
+    if not (folder / CARD).exists():
+        write_atomically(folder / CARD, model_card(folder, folder.name))
 
 
 def run() -> NoReturn:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tost_lm.evaluation.data_sets import describe_published
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.files import write_atomically
+from tost_lm.markdown import format_result, table
 
 NAME = "results.jsonl"
 
@@ -25,13 +25,6 @@ def record(home: Path, results: dict[str, Any]) -> None:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
     header = ("protocol", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
     write_atomically(path.with_suffix(".md"), table(header, [_cells(row) for row in _readable(path)]) + "\n")
-
-
-def format_result(headline: str, totals: dict[str, Any]) -> str:
-    """A result as it is cited, with its standard error if there is one."""
-    error = totals.get(f"{headline}_standard_error")
-    form = ".2%" if headline == "accuracy" else ",.4f" if totals[headline] < 10 else ",.2f"
-    return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
 def _readable(path: Path) -> Iterator[dict[str, Any]]:

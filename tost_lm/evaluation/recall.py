@@ -13,9 +13,9 @@ from torch import Tensor
 from tost_lm.errors import TrainingError
 from tost_lm.evaluation.mqar import Examples, draw_examples
 from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.subject import pick_device, results_path
 from tost_lm.files import write_atomically
+from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.adamw import build_adamw

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.history import format_result
 from tost_lm.evaluation.published import PUBLISHED, condition, why_models_not_comparable, why_not_comparable
-from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.subject import HUB, hub_home
+from tost_lm.markdown import escape, format_result, table
 
 
 def side_by_side(homes: Sequence[Path]) -> str:

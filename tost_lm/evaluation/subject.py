@@ -7,6 +7,7 @@ version of this package. It is reused while these are the same.
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,6 +138,16 @@ class Subject:
             return None
         print(f"reusing {path} (same checkpoint, text and settings)")
         return results
+
+    def cited_results(self) -> list[dict[str, Any]]:
+        """The results with a headline that were measured on exactly this checkpoint, by protocol."""
+        found, checkpoint_sha256 = [], sha256_file(self.checkpoint / "manifest.json")
+        for path in sorted(self.home.glob("eval/*/results.json")):
+            with suppress(ValueError, KeyError, TypeError):  # damaged, or from another version
+                results = json.loads(path.read_bytes())
+                if results["identity"]["checkpoint_sha256"] == checkpoint_sha256 and "headline" in results:
+                    found.append(results)
+        return found
 
     def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
         """Write results.json; `started` is the time.monotonic() at which the evaluation began.

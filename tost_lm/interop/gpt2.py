@@ -85,6 +85,11 @@ def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, {name: weight.T.contiguous() if _is_transposed(name) else weight for name, weight in theirs.items()}
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of GPT-2 in a folder."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def read_gpt2_tokenizer(folder: Path) -> Gpt2Tokenizer | None:
     """The tokenizer in a folder; None if there is none.
 
@@ -173,7 +178,7 @@ def _listed(names: list[str]) -> str:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Weights by their names without PREFIX; no causal masks."""
-    files = sorted(folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise CheckpointError(
             f"{folder}: no model.safetensors; load the model in transformers and write it with save_pretrained"

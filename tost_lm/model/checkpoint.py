@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FORMAT = "tost_lm.checkpoint.v2"
 MANIFEST = "manifest.json"
 MODEL = "model.json"
+CARD = "README.md"
+"""The model card; not in the manifest, so that it may be edited."""
 HUGGING_FACE_MODEL, HUGGING_FACE_PREFIX = "config.json", "model."
 GIVE = "give a run folder, a step folder or an export"
 REPLACE = "delete the checkpoint or copy it again"
@@ -120,7 +122,9 @@ def write_checkpoint(
         for name, content in metadata_files(config, tokenizer, dict.fromkeys(weights, shard), total_bytes).items():
             (temp / name).write_bytes(content)
         write_extra(temp)
-        publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})
+        publish_checkpoint(
+            temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir() if file.name != CARD}
+        )
     except (OSError, SafetensorError) as error:
         remove_temp_folder(folder)
         raise CheckpointError(f"{folder}: cannot be written: {write_failure(error)[1]}") from None

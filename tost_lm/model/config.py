@@ -119,6 +119,19 @@ class ModelConfig(Section):
         return -(-8 * self.width // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
 
     @property
+    def layer_kinds(self) -> str:
+        """The mixers and their pattern, in words."""
+        window = f" over {self.window:,} tokens" if self.window else ""
+        kinds = {
+            "T": "token statistics (TSSA), linear in time",
+            "S": "slot memory, linear in time",
+            "A": f"softmax attention{window}",
+            "G": "gated linear attention",
+        }
+        used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in self.pattern]
+        return kinds[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {', '.join(used)}"
+
+    @property
     def position_limit(self) -> int | None:
         """The longest sequence length that the model accepts; None: unlimited."""
         by_bias = "T" in self.pattern and self.denom_bias == "position"

@@ -24,6 +24,7 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.checkpoint import (
+    CARD,
     FileEntry,
     StoredTensors,
     flush_and_hash,
@@ -35,6 +36,7 @@ from tost_lm.model.checkpoint import (
 )
 from tost_lm.parallel import zero
 from tost_lm.parallel.watchdog.messages import NoMessageError, ThreadMessages
+from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.retention import prune, require_disk_space, require_disk_space_for_run
@@ -127,7 +129,9 @@ class CheckpointWriter:
             if problems:
                 raise CheckpointError(problems[0])
             entries = {name: entry for entries, _ in reports for name, entry in entries.items()}
+            card = model_card(temp_folder, run=self._config.run_folder)
             with explain_write_errors(temp_folder):
+                (temp_folder / CARD).write_text(card)
                 publish_checkpoint(temp_folder, folder, entries)
             with explain_write_errors(folder.parent):
                 prune(folder, self._config.checkpoint)

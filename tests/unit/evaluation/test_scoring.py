@@ -14,11 +14,11 @@ from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.report.markdown import escape
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import overview
 from tost_lm.evaluation.scoring import DocumentScores, bootstrap_error, score_documents
 from tost_lm.evaluation.subject import Subject
+from tost_lm.markdown import escape
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.history import format_result, record
+from tost_lm.evaluation.history import record
 from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.published import KNOWN_OF_GPT2, PUBLISHED, is_reached
 from tost_lm.evaluation.side_by_side import side_by_side
+from tost_lm.markdown import format_result
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from tost_lm.evaluation.report.comparison_charts import step_chart
 from tost_lm.evaluation.report.groups import mean_curve
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.markdown import table
 
 HEADER = ("run", "branches after step", "steps", "schedule", "data", "last training loss", "last validation loss")
 

@@ -11,10 +11,10 @@ from tost_lm.config import validate
 from tost_lm.evaluation.report.analysis.memberships import curve_table, memberships_of_groups
 from tost_lm.evaluation.report.comparison_charts import position_curves_chart, step_chart
 from tost_lm.evaluation.report.groups import Curve, Group, at_step, common_steps, curve, mean_curve, seed
-from tost_lm.evaluation.report.markdown import escape, table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.retrieval import of_groups as retrieval_of_groups
 from tost_lm.evaluation.report.scores import METRICS, Metric, Score, gap_to_best, limitations
+from tost_lm.markdown import escape, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
 

@@ -8,10 +8,10 @@ import numpy as np
 from tost_lm.evaluation.positions_config import POSITIONS
 from tost_lm.evaluation.report.charts import Chart, column, line_data, new_figure, position_axis
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
-from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import checkpoint_line, missing_line
 from tost_lm.evaluation.report.record import EvaluatedModel
+from tost_lm.markdown import escape, table
 
 
 def length_extrapolation(run: EvaluatedModel, page: Page) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tost_lm.evaluation.data_sets import describe_published
-from tost_lm.evaluation.history import format_result
-from tost_lm.evaluation.report.markdown import escape, fenced, table
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file
+from tost_lm.markdown import escape, fenced, format_result, table
 from tost_lm.model.checkpoint import read_model_config
 
 ENOUGH_DOCUMENTS = 10

@@ -16,11 +16,11 @@ from tost_lm.evaluation.report.analysis.subspaces import subspaces
 from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.branches import branches
 from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
-from tost_lm.evaluation.report.markdown import escape, table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.files import sha256_file
+from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
 from tost_lm.model.checkpoint import MANIFEST, read_entries
 
@@ -74,7 +74,7 @@ def overview(run: RunRecord) -> str:
     model = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml"))
     limit = model.position_limit
     rows = [
-        ("layers", _layers(model)),
+        ("layers", model.layer_kinds),
         ("shape", f"{model.layers} layers, {model.heads} heads, width {model.width}"),
         ("vocabulary size", f"{model.vocab_size:,}"),
         ("maximum length", "unlimited" if limit is None else f"{limit:,} positions"),
@@ -126,18 +126,6 @@ def _smoke_notice(run: RunRecord) -> str:
         f"parameters: {ratio:.2g} tokens per parameter. About {ENOUGH_TOKENS_PER_PARAMETER} are usual (arXiv "
         "2203.15556). The results show that the programs work, not how good the model can be."
     )
-
-
-def _layers(model: ModelConfig) -> str:
-    window = f" over {model.window:,} tokens" if model.window else ""
-    kinds = {
-        "T": "token statistics (TSSA), linear in time",
-        "S": "slot memory, linear in time",
-        "A": f"softmax attention{window}",
-        "G": "gated linear attention",
-    }
-    used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in model.pattern]
-    return kinds[model.pattern[0]] if len(used) == 1 else f"pattern {model.pattern}: {', '.join(used)}"
 
 
 def _data(run: RunRecord) -> str:

@@ -7,10 +7,10 @@ import numpy as np
 
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.curves import loss_chart, optimizer_chart, position_chart
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import missing_line
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.markdown import table
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50

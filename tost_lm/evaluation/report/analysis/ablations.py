@@ -6,9 +6,9 @@ from typing import Any
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart, new_figure
 from tost_lm.evaluation.report.curves import DARK
-from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import ABLATIONS
+from tost_lm.markdown import table, with_error
 
 
 @analysis_section("Ablations of the operator", ABLATIONS)

@@ -7,9 +7,9 @@ from tost_lm.evaluation.report.analysis.layers import layers_chart, number_ticks
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart, line_data, new_figure
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
-from tost_lm.evaluation.report.markdown import escape, table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import CODING_RATE
+from tost_lm.markdown import escape, table, with_error
 
 CHANGE = "change of R_var (nats)"
 COLUMNS = {

@@ -6,9 +6,9 @@ from typing import Any
 from tost_lm.evaluation.report.analysis.layers import add_layer_legend, draw_layers, layer_columns
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart, line_data, log_value_axis, new_figure, position_axis
-from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import INFLUENCE
+from tost_lm.markdown import table, with_error
 
 
 @analysis_section("Influence of one token", INFLUENCE)

@@ -9,9 +9,9 @@ from tost_lm.evaluation.report.analysis.layers import layers_chart
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart
 from tost_lm.evaluation.report.groups import Curve, Group, curve
-from tost_lm.evaluation.report.markdown import escape, table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import MEMBERSHIPS
+from tost_lm.markdown import escape, table, with_error
 
 CONCENTRATION = (
     "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "

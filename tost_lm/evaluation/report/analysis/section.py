@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from tost_lm.evaluation.report.markdown import escape
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import checkpoint_line
 from tost_lm.evaluation.report.record import EvaluatedModel
+from tost_lm.markdown import escape
 
 Paragraphs = Callable[[dict[str, Any], Page], list[str]]
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from tost_lm.evaluation.report.analysis.section import analysis_section
-from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import SLOTS
+from tost_lm.markdown import table, with_error
 
 
 @analysis_section("Slot memory", SLOTS)

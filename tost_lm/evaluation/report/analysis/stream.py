@@ -10,9 +10,9 @@ from tost_lm.evaluation.report.analysis.layers import LIGHTEST, SHAPES, number_t
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.analysis.tokens import visible
 from tost_lm.evaluation.report.charts import Chart, line_data, log_value_axis
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import STREAM
+from tost_lm.markdown import table
 
 PANELS = {
     "update": "relative update by the branch",

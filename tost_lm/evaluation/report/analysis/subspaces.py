@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from tost_lm.evaluation.report.analysis.layers import number_ticks, select_layers
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.markdown import table
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import SUBSPACES
+from tost_lm.markdown import table
 
 
 @analysis_section("Subspaces", SUBSPACES)

@@ -11,9 +11,9 @@ from tost_lm.evaluation.report.analysis.layers import SHAPES, number_ticks, sele
 from tost_lm.evaluation.report.analysis.section import analysis_section
 from tost_lm.evaluation.report.charts import Chart, line_data, new_figure
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
-from tost_lm.evaluation.report.markdown import table, with_error
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.subject import TOKENS
+from tost_lm.markdown import table, with_error
 
 COLOURS = (DARK, CONTRAST, "0.55")
 VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"})

@@ -1,7 +1,8 @@
 """Markdown from plain text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 NUMBER = r"[<+−-]? ?\d[\d.,]*(?:e[+-]?\d+)?%?"
 NUMBERS = re.compile(rf"{NUMBER}(?:(?: ± | of |, | / ){NUMBER})*(?: \(.*\))?|NaN|–|")
@@ -20,6 +21,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def with_error(mean: float, standard_error: float | None, form: str) -> str:
     """A mean ± its standard error, if there is one."""
     return f"{mean:{form}}" + ("" if standard_error is None else f" ± {standard_error:{form.strip('+')}}")
+
+
+def format_result(headline: str, totals: Mapping[str, Any]) -> str:
+    """A result as it is cited, with its standard error if there is one."""
+    error = totals.get(f"{headline}_standard_error")
+    form = ".2%" if headline == "accuracy" else ",.4f" if totals[headline] < 10 else ",.2f"
+    return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
 def fenced(text: str) -> str:
