@@ -88,7 +88,7 @@ main = measure.benchmark("data", run)
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     """A cell for each tokenizer."""
     from benchmarks import data_cells
-    from tost_lm.data.encoding import available_cores
+    from tost_lm.data.processes import available_cores
     from tost_lm.data.tokenizers import make_tokenizer
 
     workers = build.workers or available_cores()
@@ -99,6 +99,7 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {"SentencePiece": data_cells.train(build.source, build.vocab_size, model)}
     if build.gpt2:
         kinds["GPT-2, tiktoken"] = {"kind": "gpt2", "path": str(build.gpt2)}
+        kinds["GPT-2, tokenizer.json"] = data_cells.gpt2_json(build.gpt2, folder / "tokenizer.json")
     cells = []
     for name, settings in kinds.items():
         tokenizer = make_tokenizer(data_cells.data_config(build.source, settings, folder / "unused", workers))

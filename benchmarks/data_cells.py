@@ -19,7 +19,14 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
-from tost_lm.data.tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, make_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import (
+    Gpt2Tokenizer,
+    HfTokenizer,
+    SentencePieceTokenizer,
+    make_tokenizer,
+    read_tokenizer,
+)
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
@@ -50,6 +57,15 @@ def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
     """Train a SentencePiece tokenizer on a source; returns the settings that name it."""
     path.write_bytes(train_sentencepiece(_source_texts(source), vocab_size))
     return {"path": str(path)}
+
+
+def gpt2_json(gpt2: Path, path: Path) -> dict[str, Any]:
+    """Write GPT-2's tokenizer as a tokenizer.json; returns the settings that name it."""
+    from tost_lm.interop.hf.tokenizer import GPT2_EOT, fast_tokenizer
+
+    tokenizer: Any = fast_tokenizer(gpt2_tokenizer(gpt2))
+    tokenizer.backend_tokenizer.save(str(path))
+    return {"kind": "hf", "path": str(path), "eot_token": GPT2_EOT}
 
 
 def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: int) -> DataPrepConfig:
@@ -139,6 +155,11 @@ def _bare_encode(tokenizer_file: Path) -> Callable[[str], list[int]]:
 
         ranks = load_tiktoken_bpe(str(tokenizer_file))
         return tiktoken.Encoding("bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
+    if tokenizer_file.name == HfTokenizer.file_name:
+        import tokenizers
+
+        pipeline = tokenizers.Tokenizer.from_str(json.loads(tokenizer_file.read_bytes())["tokenizer"])
+        return lambda text: pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
     import sentencepiece
 
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file)).encode

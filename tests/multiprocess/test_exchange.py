@@ -1,4 +1,4 @@
-"""What 2 to 8 sequence ranks exchange, by one all-gather and by two all-to-alls, against one process."""
+"""What up to 8 sequence ranks exchange, by one all-gather and by two all-to-alls, against one process."""
 
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def on_this_rank(
     return outputs.index_copy(1, torch.arange(split.start, split.end), y), final
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
     first, *others = run_on_ranks(compare_with_one_process, ranks)
     assert len(first) == 2 * 12

@@ -1,62 +1,207 @@
-"""Where a training step waits for the device: each place where Python reads a value of a tensor."""
+"""Where a training step waits for the device: each place where Python reads a value of a tensor, or copies one from the
+host's memory."""
 
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_on_layouts import build_engine, train_steps
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from training_on_layouts import BATCH, VOCAB, T, build_engine
 
+from tost_lm.data.collation import micro_batches
+from tost_lm.data.loader import Batch
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
+from tost_lm.training.step import train_step
+from tost_lm.training.tiled import Tiling, tile
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
-ON_THE_HOST = {
+COPIES_TO_HOST = {"tolist", "numpy", "cpu"}
+COPIES_OF_VALUES = {"tensor", "as_tensor", "asarray"}
+NO_WAIT = {
     "optimizer.py:_get_value": "AdamW's count of steps, a host tensor",
+    "chunk.py:chunks": "of the path of CPUs",
     "chunked.py:score_gradients": "of the path of CPUs",
+    "chunked_phases.py:_over_earlier_chunks": "of the path of CPUs",
     "chunks.py:__init__": "of the path of CPUs: whether slots read a NaN",
+    "collation.py:<genexpr>": "from memory that the loader has pinned",
+    "collation.py:_cu_seqlens": "the ends of documents, a host tensor",
+    "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",
 }
+BETWEEN = {"test_waits.py", "overrides.py", "_compile.py"}
+"""Files of frames between the place and the record of its wait."""
 
 
-class Waits(TorchDispatchMode):
-    """Counts the functions that read values."""
+class Reads(TorchDispatchMode):
+    """Records the functions that read values."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Callable[[], None]) -> None:
         super().__init__()
-        self.places: Counter[str] = Counter()
+        self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.partition("::")[2] in READS:
-            frames = (x for x in reversed(traceback.extract_stack()[:-1]) if "_dynamo" not in x.filename)
-            frame = next(x for x in frames if not x.filename.endswith("_compile.py"))
-            place = f"{Path(frame.filename).name}:{frame.name}"
-            if place not in ON_THE_HOST:
-                self.places[place] += 1
+            self._record()
         return func(*args, **kwargs or {})
 
 
-def waits_of_a_step(bfloat16: bool) -> dict[str, int]:
-    engine = build_engine(ParallelConfig(zero_stage=1 if bfloat16 else 0), "adamw", bfloat16=bfloat16)
-    train_steps(engine, "adamw", range(1))
-    with Waits() as waits:
-        train_steps(engine, "adamw", range(1, 2))
-    return dict(waits.places)
+class Copies(TorchFunctionMode):
+    """Records the functions that copy between the memory of the host and that of a GPU, on a machine without a GPU.
+
+    What is made without a device is in the host's memory, and so is what is computed from it alone. All other tensors
+    would be in the GPU's. A function copies if it is given a device and Python's values or a tensor of the host, or
+    tensors of both. It uses a single number of the host without a copy. Not seen: `torch.FloatTensor(values)`, and
+    lists as indices.
+    """
+
+    def __init__(self, record: Callable[[], None]) -> None:
+        super().__init__()
+        self._record, self._on_host = record, WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        inputs = tree_leaves((args, kwargs))
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        of_host = [x for x in tensors if x in self._on_host]
+        device = any(isinstance(x, str | torch.device) and str(x) == "cpu" for x in inputs)  # the only one here
+        if name in COPIES_TO_HOST:
+            stays, copies = True, len(of_host) < len(tensors)
+        else:
+            stays = not device and len(of_host) == len(tensors)
+            copied = any(device or x.dim() for x in of_host) or (name in COPIES_OF_VALUES and not tensors)
+            copies = copied and not stays
+        if copies:
+            self._record()
+        results = func(*args, **kwargs)
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor):
+                (self._on_host.__setitem__ if stays else self._on_host.pop)(x, None)
+        return results
+
+
+@contextmanager
+def copies_recorded(record: Callable[[], None]) -> Iterator[None]:
+    mode, run = Copies(record), torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:  # a mode is off inside the functions that it sees
+        with mode:
+            return run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(torch.autograd, "_engine_run_backward", run_in_mode)
+        yield
+
+
+def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> dict[str, int]:
+    """How often a step waits in each place, after a step with another batch."""
+    places: Counter[str] = Counter()
+    columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
+
+    def record() -> None:
+        frames = (x for x in reversed(traceback.extract_stack()[:-1]) if Path(x.filename).name not in BETWEEN)
+        frame = next(x for x in frames if "_dynamo" not in x.filename)
+        place = f"{Path(frame.filename).name}:{frame.name}"
+        if place not in NO_WAIT:
+            places[place] += 1
+
+    def step(number: int) -> None:
+        tokens, labels, ends = batch(number)
+        here = Batch(tokens[..., columns], labels[..., columns], ends)
+        train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3)
+
+    step(0)
+    with Reads(record), copies_recorded(record):
+        step(1)
+    return dict(places)
+
+
+def rows(step: int) -> Batch:
+    tokens = np.random.default_rng(step).integers(VOCAB, size=(BATCH // 2, 2, T), dtype=np.int32)
+    return Batch(tokens, tokens, np.empty(0, np.int64))
+
+
+def packed(step: int) -> Batch:
+    """Two samples in a row, with other documents in each step."""
+    ends = [first + end for first in range(0, BATCH * T, T) for end in (3 + step, 11 + first // T, T)]
+    tokens = rows(step).tokens.reshape(BATCH // 2, 1, 2 * T)
+    return Batch(tokens, tokens, np.array(ends))
+
+
+def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[dict[str, int]]:
+    """Of rows, of packed documents, and of packed documents in tiles."""
+    engine = build_engine(parallel, "adamw", bfloat16=bfloat16, window=8)
+    cases = [(rows, T, None), (packed, 2 * T, None), (packed, 2 * T, 20)]
+    return [waits_of_a_step(engine, tile(engine.mesh, tokens, size), batch) for batch, tokens, size in cases]
+
+
+OF_THE_NORM = {"zero.py:_clip_and_record_norm": 1, "utils.py:clip_grad_norm_": 2}
+OF_THE_NORM_IN_BFLOAT16 = {
+    "utils.py:is_invalid_grad_norm": 1, "utils.py:clip_tensors_by_global_norm": 1,
+    "utils.py:mask_nan_or_inf_with_val_inplace": 1, "zero.py:_update_unless_skipped": 1, "zero.py:__call__": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("bfloat16", "of_the_norm"),
+    ("parallel", "bfloat16", "of_the_norm"),
     [
-        (False, {"zero.py:_clip_and_record_norm": 1}),
-        (True, {
-            "utils.py:is_invalid_grad_norm": 1, "utils.py:clip_tensors_by_global_norm": 1,
-            "zero.py:_update_unless_skipped": 1, "zero.py:__call__": 1,
-        }),
+        (ParallelConfig(zero_stage=0), False, OF_THE_NORM),
+        (ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM),
+        (ParallelConfig(zero_stage=1), True, OF_THE_NORM_IN_BFLOAT16),
     ],
-)  # fmt: skip
-def test_a_step_of_two_micro_batches_reads_the_loss_and_the_gradient_norm_at_its_end(
-    bfloat16: bool, of_the_norm: dict[str, int]
+    ids=["float32", "two sequence ranks", "bfloat16"],
+)
+def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_norm_at_its_end(
+    parallel: ParallelConfig, bfloat16: bool, of_the_norm: dict[str, int]
 ):
-    [waits] = run_on_ranks(waits_of_a_step, 1, bfloat16)
-    assert waits == {"step.py:train_step": 1, **of_the_norm}
+    for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
+        for waits in of_rank:
+            assert waits == {"step.py:train_step": 1, **of_the_norm}
+
+
+class _CopiesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d * torch.tensor([1.0, 2.0], device=d.device)
+
+
+X, DEVICE = torch.zeros(2, requires_grad=True), torch.device("cpu")
+ONES = torch.ones(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [
+        (lambda: torch.arange(2).to(DEVICE), 1),
+        (lambda: torch.tensor([1], device=DEVICE), 1),
+        (lambda: torch.as_tensor(np.ones(2), device="cpu"), 1),
+        (lambda: X[torch.tensor([0])], 1),
+        (lambda: torch.zeros_like(X).copy_(torch.ones(2)), 1),
+        (lambda: (X + 1).tolist(), 1),
+        (lambda: X.detach().cpu() + 1, 1),
+        (lambda: _CopiesBackward.apply(X).sum().backward(), 1),  # pyright: ignore[reportAttributeAccessIssue]
+        (lambda: torch.tensor([1, 2]).cumsum(0).tolist(), 0),
+        (lambda: torch.arange(2, device=DEVICE) + ONES, 0),
+        (lambda: X.to(DEVICE)[ONES], 0),
+        (lambda: X * torch.tensor(2.0), 0),
+        (lambda: torch.as_tensor(X, device=DEVICE) + 1, 0),
+    ],
+)
+def test_copies_are_recorded(function: Callable[[], object], times: int):
+    recorded: list[None] = []
+    with copies_recorded(lambda: recorded.append(None)):
+        function()
+    assert len(recorded) == times

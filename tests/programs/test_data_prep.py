@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forked import CHECKOUT
+from hf_tokenizers import EOT, byte_level
 from programs import interrupt, refusal, run, snapshot, write_corpus
 
 from tost_lm.data.shards import Shards
@@ -123,6 +124,21 @@ def test_gpt2_with_nanogpt_split(tmp_path):
     assert len(documents) == 2
     assert [tokens[:2].tolist() for tokens in documents] == [[15496, 995]] * 2
     assert "of 50,257 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
+
+
+def test_a_tokenizer_json(config, tmp_path):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    words = ("corpus.source=corpus.jsonl", "shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=tokenizer.json")
+    assert "kind hf: nothing to train" in run("data_prep.train_tokenizer", *words, cwd=tmp_path)
+    refused = refusal("data_prep.build_shards", *words, cwd=tmp_path)
+    assert refused == (
+        "tokenizer.path tokenizer.json: tokenizer.eot_token is not set; set it to the token that ends a document, one "
+        "of <pad>, <|endoftext|>"
+    )
+    run("data_prep.build_shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
+    assert "of 400 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
+    again = run("data_prep.build_shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
+    assert again.startswith("reusing shards: ")
 
 
 def test_both_programs_read_markdown_and_count_the_files_they_leave_out(config, tmp_path):

@@ -21,6 +21,7 @@ COMMANDS = {
         "eval analyze",
         "eval compare",
         "eval verify",
+        "eval contamination",
         "report",
     ],
     "Generation and other formats": ["generate", "convert", "lm-eval"],

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.encoding import available_cores, encoded_blocks
+from tost_lm.data.encoding import encoded_blocks
 from tost_lm.data.journal import JOURNAL, Journal
+from tost_lm.data.processes import available_cores
 from tost_lm.data.shard_format import BAD_ROWS, FORMAT, MANIFEST, SPLITS, Manifest, dtype_for, read_manifest
 from tost_lm.data.shard_writer import LENGTHS, SplitWriter
 from tost_lm.data.sources import count_rows, fingerprint, read_blocks

@@ -7,6 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
 
+TRAINED = ["vocab_size", "user_symbols"]  # settings of a tokenizer that is trained here
+
 
 class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
@@ -56,12 +58,14 @@ class CorpusConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: SentencePiece BPE trained on the corpus, or GPT-2's BPE."""
+    """The tokenizer: SentencePiece BPE trained on the corpus, GPT-2's BPE, or a tokenizer.json."""
 
-    kind: Literal["sentencepiece", "gpt2"] = "sentencepiece"
-    """`gpt2` needs no training, but the package tiktoken."""
+    kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
+    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the packages tiktoken and tokenizers."""
     path: Path | None = None
-    """sentencepiece: the model file, which train_tokenizer writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them."""
+    """sentencepiece: the model file, which train_tokenizer writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json."""
+    eot_token: str | None = None
+    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
     vocab_size: int | None = Field(default=None, ge=300)
     """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces, two special pieces and user_symbols. Unset: use the model in `path`, whatever its training text."""
     user_symbols: list[str] = Field(default=[])
@@ -75,12 +79,14 @@ class TokenizerConfig(Section):
     def _check_kind(self) -> "TokenizerConfig":
         if self.kind == "sentencepiece" and self.path is None:
             raise ValueError("tokenizer.path: not set; set it to the SentencePiece model, or set tokenizer.kind=gpt2")
+        if self.kind == "hf" and self.path is None:
+            raise ValueError("tokenizer.path: not set; set it to a tokenizer.json")
         if self.path is not None and not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
-        if self.kind == "gpt2":
-            for name in ("vocab_size", "user_symbols"):
-                if getattr(self, name):
-                    raise ValueError(f"tokenizer.{name}: tokenizer.kind gpt2 does not use it; remove it")
+        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", *TRAINED], "hf": TRAINED}[self.kind]
+        for name in unused:
+            if getattr(self, name):
+                raise ValueError(f"tokenizer.{name}: tokenizer.kind {self.kind} does not use it; remove it")
         return self
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid, silu
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import GATE_CHANNELS, ModelConfig
 from tost_lm.model.positions import SequenceInfo, state_rows
+from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.registered import Registered
 
 GATE_TEMPERATURE = 16.0
@@ -67,7 +68,7 @@ def _attend(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Te
         q, k, v, gate,
         initial_state=info.pad_rows(memory),
         output_final_state=bool(info.output_state),
-        cu_seqlens=None if info.cu_seqlens is None else info.cu_seqlens.to(q.device),
+        cu_seqlens=int64_tensor(info.local.offsets, q.device) if info.local.packed else None,
     )  # fmt: skip
     return [o_BTHD, info.select_rows(memory)] if info.output_state else [o_BTHD]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tost_lm.ops.layout import to_device
 from tost_lm.ops.registered import handle_for
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
@@ -57,7 +58,7 @@ class SequenceInfo:
         Raises:
             ValueError: cu_seqlens or the shard does not fit the tokens, or start_positions the documents.
         """
-        B, T = tokens_BT.shape
+        (B, T), device = tokens_BT.shape, tokens_BT.device
         if not B * T:
             raise ValueError(f"tokens must be [B, T] with B, T ≥ 1, got {[B, T]}")
         if cu_seqlens is not None:
@@ -71,13 +72,14 @@ class SequenceInfo:
             raise ValueError(f"state holds {len(starts)} rows, the input {documents}; give a row for each document")
         first_n = [start + before for start, before in zip(starts[local.documents], local.before, strict=True)]
         if cu_seqlens is not None:
-            position = torch.cat([torch.arange(s, s + n) for s, n in zip(first_n, local.lengths, strict=True)])
+            ahead_n = torch.tensor(first_n) - torch.tensor(local.offsets[:-1])
+            position = to_device(torch.arange(T) + ahead_n.repeat_interleave(torch.tensor(local.lengths)), device)
         elif len(set(first_n)) == 1:
-            position = torch.arange(first_n[0], first_n[0] + T, device=tokens_BT.device)
+            position = torch.arange(first_n[0], first_n[0] + T, device=device)
         else:
-            position = torch.tensor(first_n)[:, None] + torch.arange(T)
+            position = to_device(torch.tensor(first_n)[:, None] + torch.arange(T), device)
         recurrent = max(local.lengths) == 1 and shard is None
-        info = cls(starts, local, cu_seqlens, position.to(tokens_BT.device), shard, output_state, recurrent=recurrent)
+        info = cls(starts, local, cu_seqlens, position, shard, output_state, recurrent=recurrent)
         return replace(info, handle=handle_for(info))
 
     @property

@@ -7,7 +7,6 @@ scan some columns for all of them. Shapes: N documents, n of them with tokens on
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import int64_tensor
+from tost_lm.ops.layout import cached_on_device, int64_tensor, to_device
 from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 
@@ -225,19 +224,19 @@ def _prefix_sums(
     return sum_R1n
 
 
-@lru_cache(maxsize=32)
+@cached_on_device(maxsize=32)
 def _first_ranks(lengths: tuple[int, ...], documents: tuple[int, ...], device: torch.device) -> Tensor:
     """The rank with the first token of the document that continues or starts at each border of ranks, [R + 1]."""
     border_R1, start_N1 = (torch.tensor((0, *accumulate(x))) for x in (lengths, documents))
     start_R1 = start_N1[torch.searchsorted(start_N1, border_R1, right=True) - 1]
-    return (torch.searchsorted(border_R1, start_R1, right=True) - 1).to(device)
+    return to_device(torch.searchsorted(border_R1, start_R1, right=True) - 1, device)
 
 
-@lru_cache(maxsize=8)
+@cached_on_device(maxsize=8)
 def _tokens_before(lengths: tuple[int, ...], documents: tuple[int, ...] | None, device: torch.device) -> Tensor:
     """Tokens before each border of ranks: those of each of N packed documents, [R + 1, N], or all, [R + 1, 1]."""
     border_R11 = torch.tensor((0, *accumulate(lengths)))[:, None]
     if documents is None:
-        return border_R11.to(device)
+        return to_device(border_R11, device)
     length_N = torch.tensor(documents)
-    return (border_R11 - (length_N.cumsum(0) - length_N)).clamp(min=0).minimum(length_N).to(device)
+    return to_device((border_R11 - (length_N.cumsum(0) - length_N)).clamp(min=0).minimum(length_N), device)

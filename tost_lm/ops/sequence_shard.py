@@ -7,6 +7,7 @@ integers, equal on every rank, so ranks never exchange document boundaries.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -95,17 +96,28 @@ class LocalDocuments:
                 before=(split.start,) * B,
                 whole_lengths=(split.tokens,) * B,
             )
-        offsets = read_offsets(cu_seqlens, B, split.tokens)
-        first = bisect_right(offsets, split.start) - 1
-        last = bisect_right(offsets, split.end - 1) - 1
-        inner = offsets[first + 1 : last + 1]
-        return cls(
-            packed=True,
-            offsets=tuple(x - split.start for x in (split.start, *inner, split.end)),
-            documents=slice(first, last + 1),
-            before=(split.start - offsets[first], *(0 for _ in inner)),
-            whole_lengths=tuple(end - start for start, end in pairwise(offsets)),
+        return _packed(read_offsets(cu_seqlens), B, split)
+
+
+@lru_cache(maxsize=32)
+def _packed(offsets: tuple[int, ...], B: int, split: SequenceSplit) -> LocalDocuments:
+    """The documents at `offsets` of one row, cached: every TSSA layer asks for them."""
+    rising = all(start < end for start, end in pairwise(offsets))
+    if B != 1 or offsets[0] != 0 or offsets[-1] != split.tokens or not rising:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {split.tokens} with B == 1 and no empty document, got "
+            f"{offsets[0]} … {offsets[-1]} for B = {B}"
         )
+    first = bisect_right(offsets, split.start) - 1
+    last = bisect_right(offsets, split.end - 1) - 1
+    inner = offsets[first + 1 : last + 1]
+    return LocalDocuments(
+        packed=True,
+        offsets=tuple(x - split.start for x in (split.start, *inner, split.end)),
+        documents=slice(first, last + 1),
+        before=(split.start - offsets[first], *(0 for _ in inner)),
+        whole_lengths=tuple(end - start for start, end in pairwise(offsets)),
+    )
 
 
 class SequenceShard(Protocol):

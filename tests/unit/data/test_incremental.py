@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hf_tokenizers import byte_level, made, prefixed_bpe
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
@@ -34,19 +35,24 @@ def random_blocks(text: str, seed: int) -> Iterator[str]:
         yield block
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "gpt2"])
+@pytest.fixture(scope="module", params=["sentencepiece", "gpt2", "hf", "hf with a space before a text"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "gpt2":
         if not GPT2_FILES.is_dir():
             pytest.skip("GPT-2's encoder.json and vocab.bpe are not here")
         return gpt2_tokenizer(GPT2_FILES)
     texts = [text_of(seed, 300) for seed in range(50)]
+    if request.param == "hf":
+        return made(byte_level(texts))
+    if request.param.startswith("hf"):
+        return made(prefixed_bpe(texts), "</s>")
     return SentencePieceTokenizer(train_sentencepiece(texts, 400, symbol_pieces(["  ", " x", "\n "])))
 
 
 def test_token_texts_concatenate_to_the_text(tokenizer: Tokenizer):
     ids = tokenizer.encode("a  page naïve page x=1.\n")
-    assert "".join(token_text(tokenizer, i) for i in ids) == "a  page naïve page x=1.\n"
+    text = "".join(token_text(tokenizer, i) for i in ids)
+    assert text == " " * tokenizer.adds_space + "a  page naïve page x=1.\n"
     assert " page" in [token_text(tokenizer, i) for i in ids]
     assert token_text(tokenizer, tokenizer.eot) == ""
 

@@ -122,7 +122,9 @@ def test_models_trained_elsewhere_are_accepted_if_lossless():
     for name in lossless:
         with pytest.raises(DataError, match="is not lossless"):
             train(**{key: value for key, value in lossless.items() if key != name})
-    tokenizer = train(**lossless)  # it adds a space before every text
+    tokenizer = train(**lossless)
+    assert tokenizer.adds_space
+    assert not train(**lossless, add_dummy_prefix=False).adds_space
     whole = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes)
     for text in corpus():
         assert tokenizer.encode(text) == whole.encode(escape(text))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.evaluation.data_sets import find_set_file
+from tost_lm.evaluation.example_texts import READERS
 from tost_lm.evaluation.likelihood import Likelihoods
 from tost_lm.evaluation.protocols import Example, find_protocol
 from tost_lm.evaluation.ranks import Ranks
@@ -63,6 +64,10 @@ def test_prompts(tokenizer, tmp_path: Path, data_set: str, row: Any, context: st
     assert example.facts["answer"] == answer
 
 
+def test_contamination_is_measured_on_questions_with_their_answers(tmp_path: Path):
+    assert READERS["arc_easy"](write(tmp_path / "file", ARC)) == ["Question: Which is short?\nAnswer: no"]
+
+
 def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):
     path = write(tmp_path / "file", PIQA | {"goal": "To bake it, " * 20})
     [example] = find_protocol("piqa@lm-eval").examples(path, tokenizer, 16)
@@ -102,7 +107,7 @@ ROWS = {"hellaswag": HELLASWAG, "arc_easy": ARC, "arc_challenge": ARC, "piqa": P
     ("data_set", "row", "problem"),
     [
         ("hellaswag", {**HELLASWAG, "ctx_b": None}, "ctx_b: input should be a valid string; give HellaSwag's"),
-        ("hellaswag", {**HELLASWAG, "label": ""}, "the answer '' is none of 0, 1, 2, 3; give HellaSwag's"),
+        ("hellaswag", {**HELLASWAG, "label": ""}, "label: input should be a valid integer"),
         ("hellaswag", {**HELLASWAG, "label": 4}, "the answer '4' is none of 0, 1, 2, 3; "),
         ("hellaswag", {**HELLASWAG, "endings": ["one"]}, "1 choices with 1 labels; "),
         ("hellaswag", ARC, "activity_label: field required; give HellaSwag's validation set, hellaswag_val.jsonl"),
@@ -120,6 +125,18 @@ def test_malformed_questions_are_rejected(tokenizer, tmp_path: Path, data_set: s
         find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", ROWS[data_set], row), tokenizer, 100)
     assert f"file, line 2: {problem}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_choice_without_a_token_is_rejected(tokenizer, tmp_path: Path):
+    class Stripping(SentencePieceTokenizer):
+        """Drops white space at the end of a text."""
+
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.rstrip())
+
+    path = write(tmp_path / "file", {**PIQA, "sol2": ""})
+    with pytest.raises(DataError, match="file, line 1: a choice without a token; remove the line"):
+        find_protocol("piqa@lm-eval").examples(path, Stripping(tokenizer.model_bytes), 100)
 
 
 @pytest.mark.parametrize(("text", "likely"), [("goal,sol1\na,b\n", "text in lower case"), ("", "an empty file")])

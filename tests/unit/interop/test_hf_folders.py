@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import tost_lm
@@ -215,6 +216,25 @@ def test_ids_are_those_of_our_tokenizer_with_user_symbols(tmp_path: Path):
     check_ids(
         SentencePieceTokenizer(train_sentencepiece([PAGES], 340, symbols)), tmp_path, [PAGES, *ODD, *drawn_texts()]
     )
+
+
+def test_a_tokenizer_json_is_exported_with_its_ids(make_export: Callable[..., Path], tmp_path: Path):
+    truncating = with_added(byte_level(), "lines", "<|user|>")
+    truncating.enable_truncation(8)
+    cases = {"byte-level": (made(truncating), ODD), "unigram": (made(metaspace_unigram(), "</s>"), ["", "漢字 é"])}
+    cases["prefixed"] = (made(prefixed_bpe(), "</s>"), ["", " a  b\n", "漢字 é"])
+    for name, (tokenizer, texts) in cases.items():
+        check_ids(tokenizer, tmp_path / name, [PAGES, *texts])
+    tokenizer = cases["byte-level"][0]
+    run = make_export(tokenizer)
+    export(run, tmp_path / "hf")
+    assert tost_lm.load_tokenizer(run).model_bytes == tost_lm.load_tokenizer(tmp_path / "hf").model_bytes
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.encode(f"{PAGES}{EOT}") == [tokenizer.eot, *tokenizer.encode(f"{PAGES}{EOT}")]
+    native = "".join(generate_text(tost_lm.load(run), tost_lm.load_tokenizer(run), "The page", 5))
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = model.generate(**theirs("The page", return_tensors="pt"), max_new_tokens=5)[0]
+    assert tokenizer.decode(ids.tolist()) == f"The page{native}"
 
 
 @pytest.mark.skipif(not (DATA / "gpt2_bpe").is_dir(), reason="GPT-2's BPE files are missing")

@@ -6,8 +6,9 @@
 
 Writes Megatron's .bin and .idx files, the tokenizer and manifest.json to shards.folder. Existing shards of the same
 corpus, settings and tokenizer are verified and reused. Train a SentencePiece tokenizer first, with
-`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. Files of a source
-folder with an unsupported ending are counted and left out.
+`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. With tokenizer.kind=hf,
+tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
+with an unsupported ending are counted and left out.
 """
 
 import time

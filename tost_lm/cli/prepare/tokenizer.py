@@ -27,8 +27,8 @@ CHECKED_BYTES = 8_000_000  # takes a few seconds
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
     """Train the tokenizer, check that it is lossless, write it."""
-    if config.tokenizer.kind == "gpt2":
-        print("tokenizer.kind gpt2: nothing to train; run tost prepare shards")
+    if (kind := config.tokenizer.kind) != "sentencepiece":
+        print(f"tokenizer.kind {kind}: nothing to train; run tost prepare shards")
         return
     path, vocab_size = model_path(config), config.tokenizer.vocab_size
     if vocab_size is None:

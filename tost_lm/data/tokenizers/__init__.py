@@ -6,6 +6,7 @@ from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint
 from tost_lm.data.tokenizers.characters import CharacterTokenizer
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
+from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
 from tost_lm.data.tokenizers.interface import Tokenizer
 from tost_lm.data.tokenizers.record import model_path, retrain_reason
 from tost_lm.data.tokenizers.sentencepiece_bpe import SentencePieceTokenizer
@@ -15,6 +16,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "CharacterTokenizer",
     "Gpt2Tokenizer",
+    "HfTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
     "find_tokenizer",
@@ -22,7 +24,7 @@ __all__ = [
     "read_tokenizer",
 ]
 
-KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, CharacterTokenizer)
+KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, HfTokenizer, CharacterTokenizer)
 TOKENIZER_FILES = tuple(kind.file_name for kind in KINDS)
 """Possible names of a tokenizer's file in a shard folder or a checkpoint."""
 
@@ -31,11 +33,14 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
     """The tokenizer of a configuration.
 
     Raises:
-        DataError: the SentencePiece model is missing or has other settings; GPT-2's files are missing.
+        DataError: the SentencePiece model is missing or has other settings; GPT-2's files are missing; the
+            tokenizer.json is missing, damaged, not lossless or without the end-of-text token.
     """
     if config.tokenizer.kind == "gpt2":
         return gpt2_tokenizer(config.tokenizer.path)
     path = model_path(config)
+    if config.tokenizer.kind == "hf":
+        return hf_tokenizer(path, config.tokenizer.eot_token, config.corpus.normalization)
     if config.tokenizer.vocab_size is None:
         return read_tokenizer(path)
     if reason := retrain_reason(config, fingerprint(config.corpus)):
@@ -46,13 +51,12 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer's file: GPT-2's if its name ends in .tiktoken, characters in .json, else a SentencePiece model.
+    """Read a tokenizer's file: of another kind if it has the name of its files, else a SentencePiece model.
 
     Raises:
         DataError: the file is missing, unreadable or not such a tokenizer; or its package is not installed.
     """
-    by_suffix = {Path(kind.file_name).suffix: kind for kind in KINDS}
-    kind = by_suffix.get(path.suffix, SentencePieceTokenizer)
+    kind = {kind.file_name: kind for kind in KINDS}.get(path.name, SentencePieceTokenizer)
     try:
         return kind(path.read_bytes())
     except FileNotFoundError:

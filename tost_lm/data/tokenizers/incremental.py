@@ -19,21 +19,22 @@ def encode_blocks(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator["np.n
     """Token ids of the concatenated `blocks`, as arrays of any length, without the end-of-text id.
 
     The ids equal `tokenizer.encode` of the whole text if the text has spaces and the tokenizer cuts at them. The text
-    is cut before a space that follows a non-space character. GPT-2 always cuts there; so does a SentencePiece model
-    unless one of its pieces crosses a word boundary (a user symbol may). A block without such a space is cut at its
-    end, where one token may become two.
+    is cut before a space that follows a non-space character. GPT-2 always cuts there; so does any other tokenizer
+    unless one of its tokens crosses a word boundary (a user symbol may). A block without such a space is cut at its
+    end, where one token may become two, and a tokenizer that puts a space before a text puts one.
     """
-    pending = ""
+    pending, space = "", ""
     for block in blocks:
         text = pending + block
         cut = _last_boundary(text)
         if not cut and len(text) >= BLOCK_CHARACTERS:
             cut = len(text)
         if cut:
-            yield tokenizer.encode_array(text[:cut])
+            yield tokenizer.encode_array(text[:cut].removeprefix(space))
+            space = " " if tokenizer.adds_space else ""  # it puts back the space before a cut
         pending = text[cut:]
     if pending:
-        yield tokenizer.encode_array(pending)
+        yield tokenizer.encode_array(pending.removeprefix(space))
 
 
 def decode_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
@@ -62,8 +63,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _last_boundary(text: str) -> int:
-    """Index of the last space after a non-space character; 0: none."""
-    end = len(text)
+    """Index of the last space after a non-space character and before any character; 0: none."""
+    end = len(text) - 1
     while (space := text.rfind(" ", 1, end)) > 0:
         if not text[space - 1].isspace():
             return space

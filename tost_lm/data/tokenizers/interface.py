@@ -15,13 +15,14 @@ class Tokenizer(ABC):
 
     Attributes: `file_name` of the tokenizer in a shard folder or a checkpoint; `model_bytes`, the content of that file,
     with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; and `has_eot`. Without it the vocabulary
-    has no such id, and `eot` is an ordinary id that texts start after.
+    has no such id, and `eot` is an ordinary id that texts start after. `adds_space`: a space is put before every text.
     """
 
     file_name: str
     vocab_size: int
     eot: int
     has_eot = True
+    adds_space = False
 
     def __init__(self, model_bytes: bytes) -> None:
         self.model_bytes = model_bytes

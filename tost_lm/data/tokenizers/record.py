@@ -10,7 +10,7 @@ from tost_lm.version import VERSION
 
 
 def model_path(config: DataPrepConfig) -> Path:
-    """Path of the SentencePiece model."""
+    """Path of the SentencePiece model or the tokenizer.json."""
     assert config.tokenizer.path is not None, "the settings check it"
     return config.tokenizer.path
 

@@ -51,9 +51,10 @@ class SentencePieceTokenizer(Tokenizer):
         if self.decode(self._model.encode(escape(PROBE))) != PROBE:
             raise DataError(f"the SentencePiece model is not lossless (spaces, rare or normalized characters); {TRAIN}")
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
-        first, second, both = self._model.encode(["a", " b", "a b"], num_threads=1)
+        first, second, spaced, both = self._model.encode(["a", "b", " b", "a b"], num_threads=1)
+        self.adds_space = first + second == both
         # True for the models trained here, except with some user symbols.
-        self._cuts_at_spaces = first + second == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
+        self._cuts_at_spaces = first + spaced == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()

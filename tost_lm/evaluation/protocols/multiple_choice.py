@@ -14,7 +14,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.data_sets import describe_file
 from tost_lm.evaluation.likelihood import Likelihoods, Request
-from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_json_lines, to_array
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_json_lines
 from tost_lm.evaluation.protocols.lambada import accuracy_of
 from tost_lm.evaluation.windows import left_truncated
 
@@ -26,6 +26,11 @@ class Question(NamedTuple):
     """A label of each choice."""
     answer: str
     """The label of the right choice."""
+
+    @property
+    def right(self) -> int:
+        """Index of the right choice."""
+        return self.labels.index(self.answer)
 
 
 class QuestionRow(BaseModel):
@@ -40,7 +45,7 @@ class HellaSwagRow(QuestionRow):
     ctx_a: str
     ctx_b: str
     endings: list[str]
-    label: int | str
+    label: int
 
     def to_question(self) -> Question:
         context = f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}"
@@ -72,6 +77,15 @@ class PiqaRow(QuestionRow):
         return Question(f"Question: {self.goal}\nAnswer:", choices, _numbers(choices), str(self.label))
 
 
+ROWS: dict[str, type[QuestionRow]] = {
+    "hellaswag": HellaSwagRow,
+    "arc_easy": ArcRow,
+    "arc_challenge": ArcRow,
+    "piqa": PiqaRow,
+}
+"""Rows of the file of each test set."""
+
+
 class MultipleChoice(Protocol):
     """`hellaswag@lm-eval`, `arc_easy@lm-eval`, `arc_challenge@lm-eval` and `piqa@lm-eval`: the likeliest choice after
     the question and a space, without examples before it.
@@ -79,36 +93,17 @@ class MultipleChoice(Protocol):
     `accuracy` compares the nats of whole choices, `normalized_accuracy` (the harness's acc_norm) nats per character.
     """
 
-    def __init__(self, data_set: str, row_type: type[QuestionRow], headline: str = "accuracy"):
-        """`row_type` has the fields of the file."""
-        self.name, self.data_set, self.row_type, self.headline = f"{data_set}@lm-eval", data_set, row_type, headline
+    def __init__(self, data_set: str, headline: str = "accuracy"):
+        self.name, self.data_set, self.headline = f"{data_set}@lm-eval", data_set, headline
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         found = []
-        for place, question in self._questions(path):
+        for place, question in questions(path, self.data_set):
             requests = [_request(question.context, choice, tokenizer, window) for choice in question.choices]
             if not all(len(request.target) for request in requests):
                 raise DataError(f"{place}: a choice without a token; remove the line")
-            answer = question.labels.index(question.answer)
-            found.append(Example(tuple(requests), {"choices": list(question.choices), "answer": answer}))
+            found.append(Example(tuple(requests), {"choices": list(question.choices), "answer": question.right}))
         return found
-
-    def _questions(self, path: Path) -> Iterator[tuple[str, Question]]:
-        """The place and content of each question. Raises DataError."""
-        fix = f"give {describe_file(self.data_set)}"
-        for place, row in read_json_lines(path, describe_file(self.data_set)):
-            try:
-                question = self.row_type.model_validate(row).to_question()
-            except ValidationError as error:
-                problem = error.errors(include_url=False)[0]
-                field, message = ".".join(map(str, problem["loc"])) or "the line", problem["msg"]
-                raise DataError(f"{place}: {field}: {message[0].lower()}{message[1:]}; {fix}") from None
-            _, choices, labels, answer = question
-            if len(choices) != len(labels) or len(choices) < 2:
-                raise DataError(f"{place}: {len(choices)} choices with {len(labels)} labels; {fix}")
-            if answer not in labels:
-                raise DataError(f"{place}: the answer {answer!r} is none of {', '.join(labels)}; {fix}")
-            yield place, question
 
     def row(self, example: Example, scores: Likelihoods) -> Row:
         lengths, answer = [len(choice) for choice in example.facts["choices"]], example.facts["answer"]
@@ -124,9 +119,26 @@ class MultipleChoice(Protocol):
         }
 
     def totals(self, rows: Sequence[Row]) -> Row:
-        normalized = accuracy_of(rows, "normalized_")
-        chance = to_array([{"chance": 1 / len(row["choices"])} for row in rows], "chance").mean()
-        return {**accuracy_of(rows), **normalized, "chance": float(chance)}
+        chance = float(np.mean([1 / len(row["choices"]) for row in rows]))
+        return {**accuracy_of(rows), **accuracy_of(rows, "normalized_"), "chance": chance}
+
+
+def questions(path: Path, data_set: str) -> Iterator[tuple[str, Question]]:
+    """The place, for error messages, and the content of each question of a file. Raises DataError."""
+    expected = describe_file(data_set)
+    for place, row in read_json_lines(path, expected):
+        try:
+            question = ROWS[data_set].model_validate(row).to_question()
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            field, message = ".".join(map(str, problem["loc"])) or "the line", problem["msg"]
+            raise DataError(f"{place}: {field}: {message[0].lower()}{message[1:]}; give {expected}") from None
+        choices, labels = len(question.choices), question.labels
+        if choices != len(labels) or choices < 2:
+            raise DataError(f"{place}: {choices} choices with {len(labels)} labels; give {expected}")
+        if question.answer not in labels:
+            raise DataError(f"{place}: the answer {question.answer!r} is none of {', '.join(labels)}; give {expected}")
+        yield place, question
 
 
 def cleaned(text: str) -> str:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tost_lm.data.tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 
 GPT2_EOT = "<|endoftext|>"
@@ -28,6 +28,8 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         pipeline, eot = _gpt2(tokenizer), GPT2_EOT
     elif isinstance(tokenizer, SentencePieceTokenizer):
         pipeline, eot = _sentencepiece(tokenizer)
+    elif isinstance(tokenizer, HfTokenizer):
+        pipeline, eot = _plain(tokenizer), tokenizer.eot_token
     else:
         return None
     if pipeline is None:
@@ -38,6 +40,13 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         split_special_tokens=True, clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
+
+
+def _plain(tokenizer: HfTokenizer) -> Pipeline:
+    pipeline = Pipeline.from_str(tokenizer.tokenizer_json)
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    return pipeline
 
 
 def _gpt2(tokenizer: Gpt2Tokenizer) -> Pipeline:

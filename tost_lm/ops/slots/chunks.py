@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
+from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS
 
@@ -174,7 +175,7 @@ class _Sums:
     """What the chunks of a group add to M and N by their end, [k, H, S, E], in the dtype of running sums."""
 
     def __init__(self, write_kHLS: Tensor, value_kHLD: Tensor, group: _Group, decays: _Decays):
-        tokens_k1 = torch.tensor([chunk.tokens for chunk in group.chunks], device=write_kHLS.device)[:, None]
+        tokens_k1 = int64_tensor(tuple(chunk.tokens for chunk in group.chunks), write_kHLS.device)[:, None]
         token_L = torch.arange(write_kHLS.shape[2], device=write_kHLS.device)
         self.left_k1L = (tokens_k1 - 1 - token_L).clamp_min(0)[:, None]
         self.faded_kHL1 = (decays.log_H[:, None] * self.left_k1L).exp()[..., None]

@@ -1,0 +1,269 @@
+"""A tokenizer.json gives the library's ids, is lossless or refused, and travels in one file."""
+
+import gzip
+import hashlib
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builds import prep_config
+from hf_tokenizers import EOT, TEXTS, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from tost_lm.config import validate
+from tost_lm.data.build import build_shards
+from tost_lm.data.config import DataPrepConfig
+from tost_lm.data.shards import Shards
+from tost_lm.data.tokenizers import HfTokenizer, make_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.data.tokenizers.hf import hf_tokenizer
+from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
+from tost_lm.errors import ConfigError, DataError
+
+SHARED = Path(__file__).parents[3] / "../shared/data"
+GPT2, BOOKS = SHARED / "gpt2_bpe", SHARED / "books/valid.jsonl.gz"
+MADE: dict[str, tuple[Callable[[], Pipeline], str]] = {
+    "byte-level BPE": (byte_level, EOT),
+    "byte-level BPE with added tokens": (lambda: with_added(byte_level(), "  ", "The lines", EOT * 2), EOT),
+    "Unigram with a space before a text": (metaspace_unigram, "</s>"),
+    "BPE with a space before a text": (prefixed_bpe, "</s>"),
+}
+HARD_CASES = [
+    " ", "  ", "a", "\n", "\0", "<0x0A>", "<unk>", "<s>", "</s>", EOT, "<pad>", SPACE_MARK, ESCAPE, "0", "1", "2", "é",
+    "e\u0301", "😀", "\ufeff", "\ufffd", "The lines", "0x0A>", "/s>", "<",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MADE)
+def pair(request: pytest.FixtureRequest) -> tuple[HfTokenizer, Pipeline]:
+    """A tokenizer, and the library's own."""
+    make, eot_token = MADE[request.param]
+    pipeline = make()
+    return made(pipeline, eot_token), pipeline
+
+
+def written(folder: Path, pipeline: Pipeline) -> Path:
+    path = folder / "tokenizer.json"
+    path.write_text(pipeline.to_str())
+    return path
+
+
+def prep(path: Path, **tokenizer: Any) -> DataPrepConfig:
+    tree = {
+        "corpus": {"source": "x"},
+        "tokenizer": {"kind": "hf", "path": str(path), **tokenizer},
+        "shards": {"folder": "x"},
+    }
+    return validate(DataPrepConfig, tree, "test")
+
+
+def test_texts_have_the_ids_of_the_library(pair: tuple[HfTokenizer, Pipeline]):
+    tokenizer, pipeline = pair
+    for text in [*TEXTS, "\n".join(TEXTS * 20), "naïve 漢字 😀\0", ""]:
+        array = tokenizer.encode_array(text)
+        assert array.dtype == np.uint32
+        assert array.tolist() == tokenizer.encode(text) == pipeline.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(array) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.lists(st.sampled_from(HARD_CASES)).map("".join))
+@example(text="".join(HARD_CASES))
+@example(text=" ".join(HARD_CASES))
+def test_any_text_is_lossless_and_has_no_special_ids(pair: tuple[HfTokenizer, Pipeline], text: str):
+    tokenizer, pipeline = pair
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not {i for i, token in pipeline.get_added_tokens_decoder().items() if token.special}.intersection(ids)
+
+
+def test_special_tokens_decode_to_the_empty_string(pair: tuple[HfTokenizer, Pipeline]):
+    tokenizer, pipeline = pair
+    assert tokenizer.eot in pipeline.encode(f"a{tokenizer.eot_token}").ids
+    text = tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")])
+    assert text == ("a b" if tokenizer.adds_space else "ab")
+    assert tokenizer.decode([tokenizer.eot]) == ""
+
+
+def test_truncation_padding_and_the_post_processor_are_not_applied():
+    pipeline = byte_level()
+    expected = pipeline.encode(TEXTS[0]).ids
+    pipeline.enable_truncation(4)
+    pipeline.enable_padding(length=100)
+    pipeline.post_processor = processors.TemplateProcessing(f"{EOT} $A {EOT}", special_tokens=[(EOT, 1)])
+    assert len(pipeline.encode(TEXTS[0]).ids) == 100
+    assert made(pipeline).encode(TEXTS[0]) == expected
+
+
+def test_the_vocabulary_reaches_to_the_last_added_token():
+    tree = json.loads(with_added(byte_level(), "<one>", "<two>").to_str())
+    assert made(Pipeline.from_str(json.dumps(tree))).vocab_size == 402
+    tree["model"]["vocab"]["unused"] = 500
+    sparse = made(Pipeline.from_str(json.dumps(tree)))
+    assert sparse.vocab_size == 501
+    assert sparse.decode([450, *sparse.encode("a")]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "eot_token", "loss"),
+    [
+        (lambda: byte_level(normalizer=normalizers.Lowercase()), EOT, "it decodes 'A Bc' as 'a bc'"),
+        (lambda: byte_level(normalizer=normalizers.Strip()), EOT, "it decodes 'a ' as 'a'"),
+        (lambda: byte_level(normalizer=normalizers.NFD()), EOT, "it decodes 'é"),
+        (lambda: metaspace_unigram(byte_fallback=False), "</s>", "it decodes 'A Bc' as ' '"),
+    ],
+)
+def test_tokenizers_that_change_texts_are_refused(tmp_path: Path, pipeline: Any, eot_token: str, loss: str):
+    path = written(tmp_path, pipeline())
+    with pytest.raises(DataError) as caught:
+        make_tokenizer(prep(path, eot_token=eot_token))
+    assert str(caught.value).startswith(f"tokenizer.path {path}: the tokenizer is not lossless: {loss}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_fails_is_refused(tmp_path: Path):
+    path = written(tmp_path, Pipeline(models.WordLevel({"a": 0}, "[UNK]")))
+    with pytest.raises(DataError, match=r"json: the tokenizer fails for .*\[UNK\].*; use another tokenizer$"):
+        make_tokenizer(prep(path, eot_token="a"))
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_a_unicode_form_must_be_that_of_the_corpus(tmp_path: Path, form: str):
+    path = written(tmp_path, byte_level(normalizer=getattr(normalizers, form)()))
+    with pytest.raises(DataError, match=rf"brings texts to {form} .*; set corpus\.normalization={form}$"):
+        hf_tokenizer(path, EOT, "none")
+    assert hf_tokenizer(path, EOT, form).encode("e\u0301") == hf_tokenizer(path, EOT, "NFKC").encode("é")
+
+
+def test_the_end_of_text_token_must_be_named(tmp_path: Path):
+    path = written(tmp_path, byte_level())
+    choose = r"set it to the token that ends a document, one of <pad>, <\|endoftext\|>$"
+    with pytest.raises(DataError, match=rf"json: tokenizer\.eot_token is not set; {choose}"):
+        make_tokenizer(prep(path))
+    with pytest.raises(DataError, match=rf"json: tokenizer\.eot_token </s>: not in its vocabulary; {choose}"):
+        make_tokenizer(prep(path, eot_token="</s>"))
+    path = written(tmp_path, with_added(byte_level(), "<|end|>", *(f"<|{n}|>" for n in range(9))))
+    ordinary = make_tokenizer(prep(path, eot_token="<|end|>"))
+    assert (ordinary.eot, ordinary.vocab_size) == (400, 410)
+    assert ordinary.eot not in ordinary.encode("a<|end|>")
+    plain = Pipeline(models.BPE({"a": 0}, []))
+    with pytest.raises(DataError, match="it has no special tokens; add one that ends a document"):
+        make_tokenizer(prep(written(tmp_path, plain)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("vocab_size", 400, "hf"), ("user_symbols", ["x"], "hf"), ("eot_token", EOT, "gpt2"), ("eot_token", EOT, None)],
+)
+def test_settings_of_other_kinds_are_refused(name: str, value: Any, kind: str | None):
+    with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: tokenizer\.kind \w+ does not use it; remove it"):
+        prep(Path("x"), kind=kind or "sentencepiece", **{name: value})
+
+
+def test_a_missing_path_is_refused():
+    tree = {"corpus": {"source": "x"}, "tokenizer": {"kind": "hf"}, "shards": {"folder": "x"}}
+    with pytest.raises(ConfigError, match=r"tokenizer\.path: not set; set it to a tokenizer\.json"):
+        validate(DataPrepConfig, tree, "test")
+
+
+def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):
+    whole, path = byte_level().to_str(), tmp_path / "tokenizer.json"
+    tree = json.loads(whole)
+    tree["model"]["merges"][0] = ["no", "token"]
+    others = ["", "{}", "[]", whole[:1000], whole[:-3], json.dumps(tree["model"]["vocab"]), json.dumps(tree), "\0"]
+    for text in others:
+        path.write_text(text)
+        with pytest.raises(DataError) as caught:
+            make_tokenizer(prep(path, eot_token=EOT))
+        assert str(caught.value).startswith(f"tokenizer.path {path}: not a tokenizer.json, or damaged: ")
+        assert "\n" not in str(caught.value)
+    path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"not a tokenizer\.json: not UTF-8; set it to a tokenizer\.json"):
+        make_tokenizer(prep(path, eot_token=EOT))
+    for wrong, problem in ((tmp_path, "Is a directory"), (tmp_path / "no.json", "No such file or directory")):
+        with pytest.raises(DataError, match=f"{wrong}: cannot be read: {problem}; set it to a tokenizer.json"):
+            make_tokenizer(prep(wrong, eot_token=EOT))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = written(tmp_path, byte_level())
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"needs the package tokenizers: pip install 'tost-lm\[hf\]'"):
+        make_tokenizer(prep(path, eot_token=EOT))
+
+
+def test_the_file_holds_the_original_and_the_end_of_text_token(tmp_path: Path):
+    path = written(tmp_path, byte_level())
+    tokenizer = hf_tokenizer(path, EOT, "none")
+    stored = tmp_path / tokenizer.file_name
+    stored.write_bytes(tokenizer.model_bytes)
+    content = json.loads(stored.read_bytes())
+    assert content["tokenizer"].encode() == path.read_bytes()
+    assert content["eot_token"] == EOT
+    assert tokenizer.sha256 == hashlib.sha256(stored.read_bytes()).hexdigest()
+    assert tokenizer.sha256 != hf_tokenizer(path, "<pad>", "none").sha256
+    for again in (read_tokenizer(stored), pickle.loads(pickle.dumps(tokenizer))):
+        assert type(again) is HfTokenizer
+        assert (again.sha256, again.eot, again.vocab_size) == (tokenizer.sha256, 1, 400)
+        assert again.encode(f"{TEXTS[0]}{EOT}") == tokenizer.encode(f"{TEXTS[0]}{EOT}")
+    for damaged in (b"", b"[]", tokenizer.model_bytes[:-5], path.read_bytes()):
+        stored.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"tokenizer\.hf\.json: not a file that tost prepare shards wrote"):
+            read_tokenizer(stored)
+
+
+def test_shards_are_the_same_from_any_number_of_workers(tmp_path: Path):
+    source = tmp_path / "corpus.jsonl"
+    source.write_text("".join(json.dumps({"text": f"{text} {EOT}"}) + "\n" for text in TEXTS))
+    tokenizer = made(byte_level())
+    for workers in (1, 2):
+        build_shards(prep_config(source, tmp_path / str(workers), workers), tokenizer)
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "12")
+    assert one == two
+    shards = Shards.open(tmp_path / "1")
+    shards.verify()
+    assert shards.manifest["tokenizer"] == {"sha256": tokenizer.sha256, "vocab_size": 400, "eot": 1}
+    decoded = [
+        shards.tokenizer().decode(ids.tolist())
+        for split in ("train", "valid", "test")
+        for ids in shards.documents(split)
+    ]
+    assert sorted(decoded) == sorted(f"{text} {EOT}" for text in TEXTS)
+
+
+def test_a_loss_that_only_the_corpus_shows_ends_the_build(tmp_path: Path):
+    tokenizer = made(byte_level(normalizer=normalizers.Replace("colour", "color")))
+    source = tmp_path / "corpus.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "It has the colour blue."]))
+    with pytest.raises(DataError) as caught:
+        build_shards(prep_config(source, tmp_path / "shards"), tokenizer)
+    assert str(caught.value) == (
+        "the tokenizer is not lossless: in row 61 of the corpus it decodes 's the colour blue.' as "
+        "'s the color blue.'; use a tokenizer that changes no text"
+    )
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.skipif(not (GPT2.is_dir() and BOOKS.is_file()), reason="GPT-2's files or the books are not here")
+def test_gpt2_as_a_tokenizer_json_has_the_ids_of_the_kind_gpt2_on_books():
+    vocab = json.loads((GPT2 / "encoder.json").read_bytes())
+    merges = (GPT2 / "vocab.bpe").read_text("utf-8").splitlines()[1:]
+    pipeline = Pipeline(models.BPE(vocab, [(first, second) for first, second in map(str.split, merges)]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = byte_level().decoder
+    tokenizer, expected = made(pipeline), gpt2_tokenizer(GPT2)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (expected.vocab_size, expected.eot)
+    with gzip.open(BOOKS, "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            array = tokenizer.encode_array(row["text"])
+            assert np.array_equal(array, expected.encode_array(row["text"]))
+            assert tokenizer.decode(array) == row["text"]
+    assert tokenizer.encode(EOT) == expected.encode(EOT)
