@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from memory_of_training import settings_of, train_measured
+from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
 from tost_lm.testing import run_on_ranks
@@ -42,6 +43,8 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (1, {**LONG, "memory": BLOCKS}),
         (1, {**LONG, "memory": MLP_TILES}),
         (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
+        (1, {"vocab_size": 512, "pattern": "A", **OTHER_FORMS}),
+        (1, {**LONG, "pattern": "A", **OTHER_FORMS, "memory": {**BLOCKS, **MLP_TILES}}),
         (2, {**LONG, "pattern": "TA", "parallel": {"sequence": 2}, "memory": BLOCKS}),
         (2, {**LONG, "parallel": {"tensor": 2}, "memory": BLOCKS}),
         (2, {**LONG, "parallel": {"tensor": 2}, "memory": MLP_TILES}),

@@ -44,10 +44,12 @@ class Trainee(NamedTuple):
     parallel: ParallelConfig = ParallelConfig()
     bfloat16: bool = False
     timeout_s: float = 20
+    model: dict[str, Any] = {}  # noqa: RUF012, never changed
+    """Settings that differ from those of `build_model`."""
 
     def config(self, **checkpoint: Any) -> PretrainConfig:
         tree = {
-            "model": build_model().config.model_dump(mode="json"),
+            "model": build_model(**self.model).config.model_dump(mode="json"),
             "data": {"folder": "shards"},
             "train": {"steps": 99, "global_batch_size": BATCH, "micro_batch_size": 1, "seq_len": T},
             "parallel": self.parallel.model_dump(),
@@ -69,7 +71,9 @@ class Training:
         os.chdir(self.folder)
         at = find_checkpoint(RUN) if step_folders(RUN) else None
         weights = read_weights(at) if at else None
-        self.engine = build_engine(trainee.parallel, "adamw", bfloat16=trainee.bfloat16, weights=weights)
+        self.engine = build_engine(
+            trainee.parallel, "adamw", bfloat16=trainee.bfloat16, weights=weights, **trainee.model
+        )
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
         self.writer = CheckpointWriter(self.engine, config, trainee.corpora)
         self.curve: Curve = []

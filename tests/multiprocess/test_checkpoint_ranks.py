@@ -24,6 +24,7 @@ from checkpointed_training import (
     problem_of,
     small_disk,
 )
+from other_forms import OTHER_FORMS
 
 from tost_lm.data.mixture import Corpora
 from tost_lm.model.checkpoint import find_checkpoint, step_folder
@@ -60,11 +61,16 @@ def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora
     # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
     layouts = {
         "stage 0": {"zero_stage": 0}, "stage 1": {}, "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2},
+        "other forms": {"tensor": 2},
     }  # fmt: skip
-    stops = [(2,), (2,), (0, 2), (2,), (2,)]
+    stops = [(2,), (2,), (0, 2), (2,), (2,), (2,)]
     trainees = [
-        Trainee(tmp_path / name, corpora, build_layout(**layout), name == "bf16") for name, layout in layouts.items()
-    ]
+        Trainee(
+            tmp_path / name, corpora, build_layout(**layout), name == "bf16",
+            model=OTHER_FORMS if name == "other forms" else {},
+        )
+        for name, layout in layouts.items()
+    ]  # fmt: skip
     for outcomes in run_on_ranks(stop_and_resume, 2, trainees, stops):
         for name, outcome in zip(layouts, outcomes, strict=True):
             for expected, found in outcome:

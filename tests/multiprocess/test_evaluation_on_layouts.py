@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
@@ -25,7 +26,7 @@ from tost_lm.testing import assert_close, run_on_ranks
 
 MODELS: list[dict[str, Any]] = [
     {"pattern": "T"},
-    {"pattern": "A", "window": 5, "positions": "none"},
+    {"pattern": "A", "window": 5, "positions": "none", **OTHER_FORMS},
     {"pattern": "TTA", "membership": "energy-mean", "denom_bias": "head", "positions": "sinusoidal"},
 ]
 EOT = 1

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
 
@@ -28,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
                                          "positions": "sinusoidal", "bias": False},
     "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
                                  "positions": "none", "layer_scale": 0.0},
+    "other forms of a block": {**OTHER_FORMS, "window": 5, "z_loss": 0.1},
 }  # fmt: skip
 
 
@@ -92,7 +94,9 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
 @pytest.mark.parametrize(("tensor", "sequence"), MIXES)
 def test_training_equals_one_process(tensor: int, sequence: int):
     # Gradients are compared, not only what an optimizer makes of them: one for each model will do.
-    assert_training_equals_one_process(tensor, sequence, list(zip(MODELS, ("adamw", "sgd", "adamw"), strict=True)))
+    assert_training_equals_one_process(
+        tensor, sequence, list(zip(MODELS, ("adamw", "sgd", "adamw", "sgd"), strict=True))
+    )
 
 
 def assert_training_equals_one_process(tensor: int, sequence: int, cases: list[tuple[str, str]]) -> None:
@@ -190,7 +194,7 @@ def test_megatron_gathers_contiguous_tensors_as_nccl_wants_them():
 
 def refuse_heads_and_words() -> list[str]:
     mesh, refusals = mesh_of(4, 1), []
-    for settings in ({"heads": 2}, {"vocab_size": VOCAB + 1}):
+    for settings in ({"heads": 2}, {"kv_heads": 2}, {"vocab_size": VOCAB + 1}):
         with pytest.raises(Exception, match=r"is not divisible by parallel\.tensor 4") as refused:
             parallelize(build_model(**settings), mesh)
         refusals.append(str(refused.value))
@@ -198,6 +202,7 @@ def refuse_heads_and_words() -> list[str]:
 
 
 def test_heads_and_words_that_ranks_cannot_share_are_refused():
-    heads, words = run_on_ranks(refuse_heads_and_words, 4)[0]
+    heads, keys, words = run_on_ranks(refuse_heads_and_words, 4)[0]
     assert "model.heads 2" in heads
+    assert "model.kv_heads 2" in keys
     assert words.endswith(f"pad it to {VOCAB + 4}")

@@ -1,8 +1,10 @@
 """Every parallel layout trains as one process does, in float32."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+from other_forms import OTHER_FORMS
 from training_on_layouts import Record, T, train_on_layout
 
 from tost_lm.config import validate
@@ -12,20 +14,26 @@ from tost_lm.testing import run_on_ranks
 GRAD_CLIP = 0.5
 
 
-def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str) -> list[Record]:
+def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, **model: Any) -> list[Record]:
     layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
-    return [train_on_layout(layout, optimizer, GRAD_CLIP) for layout in layouts]
+    return [train_on_layout(layout, optimizer, GRAD_CLIP, **model) for layout in layouts]
 
 
 # Every pair of axes, and every stage with each axis; tests/full has all layouts.
 @pytest.mark.parametrize(
-    ("tensor", "sequence", "stages", "optimizer"),
-    [(1, 1, (0, 1), "adamw"), (2, 1, (0, 2, 3), "sgd"), (1, 2, (0, 2), "sgd"), (2, 2, (1, 3), "adamw")],
+    ("tensor", "sequence", "stages", "optimizer", "model"),
+    [
+        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", {}),
+        (2, 2, (1, 3), "adamw", {}), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+    ],
 )  # fmt: skip
-def test_four_ranks_train_as_one_process(tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str):
-    for records in run_on_ranks(train_in_stages, 4, {"tensor": tensor, "sequence": sequence}, stages, optimizer):
+def test_four_ranks_train_as_one_process(
+    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
+):
+    layout = {"tensor": tensor, "sequence": sequence}
+    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer):
         for record in records:
-            record.assert_as_one_process(optimizer, GRAD_CLIP)
+            record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
 
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from all_to_alls import by_all_to_alls
 from memory_of_training import Measured, Settings, settings_of, train_measured
+from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training import plan, plan_memory
+from tost_lm.training import plan, plan_activations
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import peak_moment
 
@@ -26,10 +27,10 @@ FEW_NUMBERS = 128
 TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
 
 
-@pytest.mark.parametrize("pattern", ["TA", "SA"])
+@pytest.mark.parametrize("model", [{"pattern": "TA"}, {"pattern": "SA"}, {"pattern": "TA", **OTHER_FORMS}])
 @pytest.mark.parametrize("axis", ["sequence", "tensor"])
-def test_memory_to_a_tenth_and_messages_to_the_byte(pattern: str, axis: str):
-    settings = settings_of(**SMALL, pattern=pattern, parallel={axis: RANKS})
+def test_memory_to_a_tenth_and_messages_to_the_byte(model: dict[str, Any], axis: str):
+    settings = settings_of(**SMALL, **model, parallel={axis: RANKS})
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
@@ -64,7 +65,7 @@ def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
-    for module in (plan, plan_memory):
+    for module in (plan, plan_activations):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     for measured in run_on_ranks(by_all_to_alls, 4, train_measured, settings):
         assert_sent_as_planned(measured, settings)

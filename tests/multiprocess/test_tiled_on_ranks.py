@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
 from test_parallel_layouts import GRAD_CLIP
 from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
@@ -21,7 +22,16 @@ WINDOW = 7
 MODELS: list[dict[str, Any]] = [
     {"pattern": "TTA", "window": WINDOW},
     {"pattern": "SST", "denom_bias": "head"},
-    {"pattern": "TA", "layers": 2, "window": T, "membership": "energy-mean", "positions": "none", "denom_bias": "head"},
+    {
+        "pattern": "TA",
+        "layers": 2,
+        "window": T,
+        "membership": "energy-mean",
+        "positions": "none",
+        "denom_bias": "head",
+        **OTHER_FORMS,
+        "z_loss": 0.1,
+    },
     {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
 ]
 

@@ -42,7 +42,7 @@ class Record(NamedTuple):
         gradients = {f"gradient of {name}, step {step}": x for step, named in steps for name, x in named.items()}
         return {**scalars, **gradients, **self.weights}
 
-    def assert_as_one_process(self, optimizer: str, grad_clip: float, **run: int) -> None:
+    def assert_as_one_process(self, optimizer: str, grad_clip: float, **run: Any) -> None:
         """In float32, this record is as accurate as one process with torch alone."""
         theirs, truth = (
             train_in_one_process(optimizer, grad_clip, dtype, **run).tensors()
@@ -53,10 +53,11 @@ class Record(NamedTuple):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
-def build_model(**settings: Any) -> TiledLM:
+def build_model(z_loss: float = 0.0, **settings: Any) -> TiledLM:
     torch.manual_seed(0)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
     model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"))
+    model.head.z_loss = z_loss
     for name, parameter in model.named_parameters():
         if (parameter.dim() == 1 and not name.endswith("log_rate")) or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -89,20 +90,20 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def train_in_one_process(
-    optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int = STEPS, window: int = 0
+    optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int = STEPS, **settings: Any
 ) -> Record:
-    model = build_model(window=window).to(dtype)
+    model = build_model(**settings).to(dtype)
     optimizer = build_optimizer(model, optimizer_name)
     losses, norms, gradients = [], [], []
     for step in range(steps):
         tokens, labels = global_batch(step)
-        loss = model(tokens, labels=labels).loss
+        output = model(tokens, labels=labels)
         optimizer.zero_grad()
-        loss.backward()
+        output.loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf")).item())
         optimizer.step()
-        losses.append(loss.item())
+        losses.append((output.loss - output.z_loss).item())
     return Record(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 
@@ -114,13 +115,13 @@ def build_engine(
     bfloat16: bool = False,
     weights: dict[str, Tensor] | None = None,
     memory: dict[str, Any] | None = None,
-    window: int = 0,
     prepare: Callable[[TostLM], object] = lambda model: None,
+    **settings: Any,
 ) -> Any:
-    """DeepSpeed around this rank's shard of the model; `memory` has settings of activation checkpointing, `prepare`
-    changes the model in place."""
+    """DeepSpeed around this rank's shard of the model of `settings`; `memory` has settings of activation checkpointing,
+    `prepare` changes the model in place."""
     mesh = build_mesh(start_world("cpu"), parallel)
-    model = build_model(window=window)
+    model = build_model(**settings)
     if weights:
         model.load_state_dict(weights)
     apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))

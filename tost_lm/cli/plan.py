@@ -75,11 +75,12 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
     launches = f"{plan.operations_per_layer(config):.0f} launches per layer and micro-batch"
+    activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
         "operator": f"{in_units(operator)} per token {bandwidth}",
-        "elementwise": f"{in_units(elementwise)} per token; norms, GELU, LayerScale, residual sums, loss",
+        "elementwise": f"{in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums, loss",
         "launches": f"{launches} at {cluster.launch_us:g} µs, less the above",
         "optimizer": f"{in_units(plan.optimizer_bytes(config))} per rank",
         "communication": "collectives, without overlap",

@@ -25,7 +25,7 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
-from tost_lm.interop.gpt2 import HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
+from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
 from tost_lm.model import ModelConfig
 from tost_lm.optim.config import OptimConfig
 
@@ -33,7 +33,7 @@ MODEL_ARGS = {**SIZES, "block_size": "max_positions", "bias": "bias"}
 """Their arguments, and our settings."""
 KNOWN_ARGS = {*MODEL_ARGS, "dropout", "TSSA"}
 TSSA = {"pattern": "T", "positions": "learned", "membership": "energy-share", "denom_bias": "position"}
-MODELS = {"T": {**TSSA, "gelu": "exact"}, "A": {**SOFTMAX, "gelu": "exact"}}
+MODELS = {"T": {**TSSA, **BLOCK, "gelu": "exact"}, "A": {**SOFTMAX, "gelu": "exact"}}
 """Settings of their two models, by the letter of the mixer."""
 LAYER_SCALE = 1e-5
 """Its initial value; the trained one is among the weights."""
@@ -94,8 +94,10 @@ def to_authors(
         ConfigError: the released code has no such model; a line for each setting.
     """
     kind = "A" if set(config.pattern) == {"A"} else "T"
-    model = config.model_copy(update={"pattern": "".join(sorted(set(config.pattern)))})
-    differing = {name: value for name, value in MODELS[kind].items() if getattr(model, name) != value}
+    kv_heads = config.kv_heads or config.heads
+    model = config.model_copy(update={"pattern": "".join(sorted(set(config.pattern))), "kv_heads": kv_heads})
+    supported = {**MODELS[kind], **({"kv_heads": config.heads} if kind == "A" else {})}
+    differing = {name: value for name, value in supported.items() if getattr(model, name) != value}
     if differing:
         raise ConfigError(
             "\n".join(

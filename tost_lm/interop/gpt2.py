@@ -41,7 +41,9 @@ PREFIX, HEAD, MASKS = "transformer.", "lm_head.weight", (".attn.bias", ".attn.ma
 """Prefix of all names in a model with its head; the tied head; constants of old versions."""
 SIZES = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "vocab_size": "vocab_size"}
 """GPT-2's settings, and ours."""
-SOFTMAX = {"pattern": "A", "positions": "learned", "rope_theta": 0.0, "window": 0}
+BLOCK = {"norm": "layer", "mlp": "gelu", "tied_head": True}
+"""Our settings of the parts that all models with these names share."""
+SOFTMAX = {"pattern": "A", "positions": "learned", "rope_theta": 0.0, "window": 0, "qk_norm": False, **BLOCK}
 """Our settings of GPT-2, beside LayerScale, which it lacks."""
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 FIXED = {

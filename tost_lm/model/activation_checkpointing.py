@@ -26,8 +26,8 @@ def apply_activation_checkpointing(
     Args:
         activation_checkpointing: `full` stores the input of each block and computes the block again in the backward.
         mlp_tile_tokens: the MLP branch of each block (norm, MLP, LayerScale, sum) reads this many tokens of a row at a
-            time, stores its input only, and is computed again. Its 8·C wide activations exist for one tile at a time.
-            With sequence or tensor ranks, the tokens are those of this rank's residual stream.
+            time, stores its input only, and is computed again. Activations of its hidden channels exist for one tile at
+            a time. With sequence or tensor ranks, the tokens are those of this rank's residual stream.
         context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
     """
     for block in model.blocks:

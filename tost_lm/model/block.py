@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
-from tost_lm.model.config import ModelConfig
+from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer, SlotState
@@ -32,11 +32,25 @@ def no_checkpoint(compute: Callable[..., Any], *arguments: Any) -> Any:
     return compute(*arguments)
 
 
-class Norm(nn.LayerNorm):
+class LayerNorm(nn.LayerNorm):
     """LayerNorm of the residual stream, rounded to the weights' dtype first: in bfloat16, half the memory."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(self.weight.dtype))
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm (arXiv 1910.07467) of the residual stream, rounded first as in `LayerNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def build_norm(config: ModelConfig) -> LayerNorm | RmsNorm:
+    """A norm of the residual stream."""
+    if config.norm == "rms":
+        return RmsNorm(config.width, eps=NORM_EPSILON)
+    return LayerNorm(config.width, eps=NORM_EPSILON, bias=config.bias)
 
 
 class LayerScale(nn.Module):
@@ -51,14 +65,31 @@ class LayerScale(nn.Module):
 
 
 class Mlp(nn.Module):
+    groups: tuple[int, ...] = (1,)
+    """Relative sizes of the tensors that `in_proj` computes, in order."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.in_proj = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.out_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        hidden = config.mlp_width
+        self.in_proj = nn.Linear(config.width, len(self.groups) * hidden, bias=config.bias)
+        self.out_proj = nn.Linear(hidden, config.width, bias=config.bias)
         self.approximation = {"exact": "none", "tanh": "tanh"}[config.gelu]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.out_proj(gelu(self.in_proj(x_BTC), approximate=self.approximation))
+
+
+class SwigluMlp(Mlp):
+    """silu(gate) · up (arXiv 2002.05202)."""
+
+    groups = (1, 1)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate, up = self.in_proj(x_BTC).chunk(2, -1)
+        return self.out_proj(silu(gate) * up)
+
+
+MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 
 
 class Block(nn.Module):
@@ -66,11 +97,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, letter: str):
         super().__init__()
-        self.mixer_norm = Norm(config.width, bias=config.bias)
+        self.mixer_norm = build_norm(config)
         self.mixer = MIXER_OF[letter](config)
         self.mixer_scale = _layer_scale(config)
-        self.mlp_norm = Norm(config.width, bias=config.bias)
-        self.mlp = Mlp(config)
+        self.mlp_norm = build_norm(config)
+        self.mlp = MLP_OF[config.mlp](config)
         self.mlp_scale = _layer_scale(config)
         self.checkpoint: CheckpointWrapper = no_checkpoint
         """Wraps the whole block."""

@@ -8,19 +8,28 @@ from tost_lm.config import Section
 
 MIXERS = "TSAG"
 """The letters of a pattern."""
+NORM_EPSILON = 1e-5
+"""Of norms of the residual stream, and of queries and keys."""
 CONV_TAPS = 4
 """S layers: tokens that the convolution of the keys reads."""
+SWIGLU_MULTIPLE = 256
+"""The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
 GATE_CHANNELS = 16
 """G layers: rank of the projection to the forget gates (arXiv 2312.06635, section 4.4)."""
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
 # gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The slots and hybrid presets are
-# ours, at the same sizes (docs/experiments.md).
+# ours, at the same sizes (docs/experiments.md); those of 1b and 3b parameters have the forms of a block that are usual at
+# such sizes.
 _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
 _SLOTS = {"pattern": "S", "positions": "none", "layer_scale": 1.0}
 _HYBRID = {**_SLOTS, "pattern": "SSSA", "window": 256}
+_FORMS = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
+_FORMS_OF_HYBRID = {**_FORMS, "kv_heads": 8, "qk_norm": True}
+_1B = {"layers": 20, "heads": 32, "width": 2048}
+_3B = {"layers": 28, "heads": 48, "width": 3072}
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
     "tost-medium": {"pattern": "T", **_MEDIUM},
@@ -28,23 +37,27 @@ PRESETS: dict[str, dict[str, Any]] = {
     "slots-base": {**_SLOTS, **_BASE},
     "slots-medium": {**_SLOTS, **_MEDIUM},
     "slots-large": {**_SLOTS, **_LARGE},
+    "slots-1b": {**_SLOTS, **_1B, **_FORMS},
+    "slots-3b": {**_SLOTS, **_3B, **_FORMS},
     "hybrid-base": {**_HYBRID, **_BASE},
     "hybrid-medium": {**_HYBRID, **_MEDIUM},
     "hybrid-large": {**_HYBRID, **_LARGE},
+    "hybrid-1b": {**_HYBRID, **_1B, **_FORMS_OF_HYBRID},
+    "hybrid-3b": {**_HYBRID, **_3B, **_FORMS_OF_HYBRID},
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "rope_theta": 0.0},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "rope_theta": 0.0},
 }
 Preset = Literal[
-    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "hybrid-base",
-    "hybrid-medium", "hybrid-large", "gpt2-base", "gpt2-base-layerscale",
+    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "slots-1b", "slots-3b",
+    "hybrid-base", "hybrid-medium", "hybrid-large", "hybrid-1b", "hybrid-3b", "gpt2-base", "gpt2-base-layerscale",
 ]  # fmt: skip
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer: pre-norm blocks of a token mixer and a GELU MLP, and a head tied to the embedding."""
+    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers at the same sizes; in a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
     """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention, G gated linear attention. With SSSA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
     layers: int = Field(gt=0)
@@ -52,9 +65,9 @@ class ModelConfig(Section):
     heads: int = Field(gt=0)
     """Number of heads of the mixer; must divide model.width."""
     width: int = Field(gt=0)
-    """Channels of the residual stream (hidden size). The MLP is four times as wide."""
+    """Channels of the residual stream (hidden size)."""
     vocab_size: int = Field(default=50304, gt=0)
-    """Rows of the token embedding, to which the head is tied. The default is GPT-2's 50257, padded to a multiple of 64."""
+    """Rows of the token embedding and of the head. The default is GPT-2's 50257, padded to a multiple of 64."""
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
     """Position embedding, added to the token embedding: `learned` as published; `sinusoidal`, computed for any position; `none`."""
     max_positions: int = Field(default=1024, gt=0)
@@ -67,21 +80,43 @@ class ModelConfig(Section):
     """S layers: slots of each head."""
     slot_channels: int = Field(default=28, gt=0)
     """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
+    kv_heads: int | None = Field(default=None, gt=0)
+    """A layers: heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
+    qk_norm: bool = False
+    """A layers: RMSNorm of the queries and keys of each head before the rotary embedding, which bounds the scores. All heads of a layer share its two scales."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """A layers: base of the rotary embedding of queries and keys; 0: no rotary embedding."""
     window: int = Field(default=0, ge=0)
     """A layers: sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
     layer_scale: float = Field(default=1e-5, ge=0)
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """MLP of a block: `gelu`, 4 times as wide as the model, as published; `swiglu`, silu(gate) · up, 8/3 times as wide, rounded up to a multiple of 256."""
     gelu: Literal["exact", "tanh"] = "exact"
-    """GELU of the MLP: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
+    """GELU of the MLP `gelu`: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
+    tied_head: bool = True
+    """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
     bias: bool = False
-    """Biases in linear layers and norms."""
+    """Biases in linear layers and, with norm `layer`, in norms."""
 
     @property
     def letters(self) -> str:
         """The mixer of each layer, a letter each."""
         return self.pattern * (self.layers // len(self.pattern))
+
+    @property
+    def kv_width(self) -> int:
+        """A layers: channels of the keys of all heads, and of the values."""
+        return self.width // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden channels of an MLP; a SwiGLU has as many again for its gate."""
+        if self.mlp == "gelu":
+            return 4 * self.width
+        return -(-8 * self.width // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
 
     @property
     def position_limit(self) -> int | None:
@@ -125,6 +160,10 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.layers {self.layers} is not a multiple of the {len(self.pattern)} letters of "
                 f"model.pattern {self.pattern!r}; change one of them"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; change one of them"
             )
         odd = f"model.width {self.width} / model.heads {self.heads} is odd, but"
         if "G" in self.pattern and self.width // self.heads % 2:

@@ -2,9 +2,9 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
-arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU,
-LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the backward (sums
-over time in TSSA, scores in attention).
+arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU or
+SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
+backward (sums over time in TSSA, scores in attention).
 
 **Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
 
@@ -66,7 +66,7 @@ class Parameters(NamedTuple):
     """Parameter counts by component."""
 
     embedding: int
-    """Token embedding, shared with the head."""
+    """Token embedding, and the head's weight if it is not tied to it."""
     positions: int
     mixers: int
     """Projections, and parameters of operators: temp, denom_bias, convolutions, decays."""
@@ -105,18 +105,30 @@ class FlopsPerToken(NamedTuple):
 def parameters(config: ModelConfig) -> Parameters:
     C, biased = config.width, int(config.bias)
     tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
-    softmax = 4 * C * C + 4 * biased * C
+    softmax = _softmax_weights(config) + 2 * biased * (C + config.kv_width)
     gated = 4 * C * C + GATE_CHANNELS * (C + C // 2) + C // 2 + C // config.heads + 4 * biased * C
     H, S, V = config.heads, config.slots, config.slot_channels
     slots = _slot_weights(config) + biased * (H * 2 * (S + V) + C) + H * (S * CONV_TAPS + V + 3)
     layers = layers_by_letter(config)
+    of_heads = 2 * layers["A"] * (C // config.heads) if config.qk_norm else 0
+    of_norm = C if config.norm == "rms" else (1 + biased) * C
     return Parameters(
-        embedding=config.vocab_size * C,
+        embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
         mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
-        mlps=config.layers * (8 * C * C + 5 * biased * C),
-        scales=(2 * config.layers + 1) * (1 + biased) * C + (2 * config.layers * C if config.layer_scale else 0),
+        mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),
+        scales=(2 * config.layers + 1) * of_norm + of_heads + (2 * config.layers * C if config.layer_scale else 0),
     )
+
+
+def mlp_weights(config: ModelConfig) -> int:
+    """Numbers of the matrices of an MLP."""
+    return _mlp_matrices(config) * config.width * config.mlp_width
+
+
+def _mlp_matrices(config: ModelConfig) -> int:
+    """Matrices of width × mlp_width in an MLP: into each tensor of its hidden channels, and out."""
+    return 3 if config.mlp == "swiglu" else 2
 
 
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
@@ -135,10 +147,10 @@ def _products(config: ModelConfig) -> Flops:
     mixers = (
         layers["T"] * 2 * C**2
         + layers["S"] * _slot_weights(config)
-        + layers["A"] * 4 * C**2
+        + layers["A"] * _softmax_weights(config)
         + layers["G"] * (4 * C**2 + gates)
     )
-    weights = mixers + config.layers * 8 * C**2 + config.vocab_size * C
+    weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * C
     return Flops(2 * weights, 4 * weights)
 
 
@@ -159,6 +171,11 @@ def _operator(config: ModelConfig) -> Flops:
     forward += H_S * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
     backward += H_S * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2)
     return Flops(forward + 5 * gated, backward + 11 * gated)
+
+
+def _softmax_weights(config: ModelConfig) -> int:
+    """Numbers of the two projections of an A layer: queries, keys and values in, one output."""
+    return 2 * config.width * (config.width + config.kv_width)
 
 
 def _slot_weights(config: ModelConfig) -> int:

@@ -1,4 +1,4 @@
-"""The language model: embedding, positions, blocks, norm, and a head tied to the embedding."""
+"""The language model: embedding, positions, blocks, norm and head."""
 
 import math
 from collections.abc import Callable
@@ -11,29 +11,43 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import STATE_OF, Block, Norm
+from tost_lm.model.block import STATE_OF, Block, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.sequence_shard import SequenceShard
 
 INITIAL_STD = 0.02
 
 
-class TiedHead(nn.Module):
-    """The head, whose weight is the token embedding."""
+class Head(nn.Module):
+    """The head. Its weight is the token embedding, which calls pass, unless it is not tied to it."""
 
-    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The summed loss in nats; for each token [B, T] its nats and, without gradients, `LMOutput.is_top`."""
-        total, nats_M, is_top_M = linear_cross_entropy(x_BTC.flatten(0, 1), weight_VC, labels_BT.flatten())
-        return total, nats_M.view(labels_BT.shape), None if is_top_M is None else is_top_M.view(labels_BT.shape)
+    weight: nn.Parameter | None
 
-    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.z_loss = 0.0
+        """In training, the coefficient of the mean squared log-sum-exp of the logits, which is added to the loss."""
+        tied = config.tied_head
+        self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width)))
+
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
+        """The summed loss; the fields of tokens are [B, T]."""
+        x_MC, weight_VC = x_BTC.flatten(0, 1), self.weight_or(embedding_VC)
+        found = linear_cross_entropy(x_MC, weight_VC, labels_BT.flatten(), z_loss=self.z_loss)
+        return found.map_tokens(lambda x_M: x_M.view(labels_BT.shape))
+
+    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
         """[B, T, V] for a call with T `tokens`; with tensor ranks, x is one shard of the residual stream."""
-        return linear(x_BTC, weight_VC)
+        return linear(x_BTC, self.weight_or(embedding_VC))
+
+    def weight_or(self, embedding_VC: Tensor) -> Tensor:
+        """The weight, or the embedding if it is tied."""
+        return embedding_VC if self.weight is None else self.weight
 
 
 class TostLM(nn.Module):
@@ -47,11 +61,11 @@ class TostLM(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
         self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
-        self.norm = Norm(config.width, bias=config.bias)
-        self.head: Any = TiedHead()
+        self.norm = build_norm(config)
+        self.head: Any = Head(config)
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
         """Maps positions of the call's tokens to those of the residual stream on this rank; set by tensor ranks."""
-        self.apply(_init_linear_and_embedding)
+        self.apply(_init_matrices)
         for name, module in self.named_modules():
             if name.endswith(".out_proj") and isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INITIAL_STD / math.sqrt(2 * config.layers))
@@ -112,15 +126,16 @@ class TostLM(nn.Module):
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)
             states.append(mixer_state)
-        x_BTC, weight_VC = self.norm(x_BTC), self.embedding.weight
-        loss = nats_BT = is_top_BT = None
+        x_BTC, embedding_VC = self.norm(x_BTC), self.embedding.weight
+        loss = nats_BT = is_top_BT = z_loss = None
         if labels is not None:
-            total, nats_BT, is_top_BT = self.head(x_BTC, weight_VC, labels)
-            loss = total / ((labels != IGNORED_LABEL).sum() if label_count is None else label_count)
+            total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels)
+            count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
+            loss, z_loss = total / count, z / count
         ends = info.end_positions[-1:] if output_state == "last" else info.end_positions
         state = LMState(tuple(states), ends) if output_state else None
-        compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, weight_VC, tokens_BT.shape[1]))
-        return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits)
+        compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
+        return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits, z_loss)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, tile by tile: see `TokenStream`."""
@@ -159,8 +174,8 @@ def _in_this_grad_mode(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return call
 
 
-def _init_linear_and_embedding(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
+def _init_matrices(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding | Head) and module.weight is not None:
         nn.init.normal_(module.weight, std=INITIAL_STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)

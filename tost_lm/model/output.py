@@ -21,7 +21,7 @@ class LMOutput(NamedTuple):
     """The output of one call of the model."""
 
     loss: Tensor | None
-    """Mean nats per counted label; None without labels."""
+    """Mean nats per counted label, and `z_loss`; None without labels."""
     nats: Tensor | None
     """Loss of each token [B, T], 0 where the label is not counted; float32 or float64, without gradient."""
     is_top: Tensor | None
@@ -30,6 +30,8 @@ class LMOutput(NamedTuple):
     """The state after the last token; None if not requested."""
     compute_logits: Callable[[], Tensor]
     """Computes the logits. With tensor or sequence ranks, all ranks must call it."""
+    z_loss: Tensor | None = None
+    """The z-loss in `loss`, without gradient; 0 without a coefficient (`Head.z_loss`) or without gradients."""
 
     @property
     def logits(self) -> Tensor:

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.model.attention import causal_attention
-from tost_lm.model.config import ModelConfig
+from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
 
 KeysAndValues = tuple[Tensor, Tensor]
-"""Each [B, H, S, D]."""
+"""Each [B, H, S, D]; H may be fewer heads than those of the queries."""
 
 
 class KeyValueState(NamedTuple):
-    """Keys (after the rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
+    """Keys (after norm and rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
     window of the last window − 1. Rows with fewer tokens are padded with zeros on the left."""
 
     key: Tensor
@@ -28,16 +28,21 @@ class KeyValueState(NamedTuple):
 class SoftmaxMixer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.groups = (self.heads // self.kv_heads, 1, 1)
+        """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
         self.window = config.window
-        self.in_proj = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
     ) -> tuple[Tensor, KeyValueState | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
-        q, k, v = self.in_proj(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = self.q_norm(q), self.k_norm(k)
         if info.rotary is not None:
             q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
         y_BTC, *new_state = ATTENTION(
@@ -48,6 +53,10 @@ class SoftmaxMixer(nn.Module):
             info.wanted_state,
         )
         return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.qk_norm else nn.Identity()
 
 
 @dataclass(frozen=True)
@@ -145,12 +154,12 @@ def _attend(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: st
 
 
 def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tensor]:
-    q, *_, offsets = tensors
+    q, k, *_, offsets = tensors
     B, H, T, D = q.shape
     y_BTC = q.new_empty(B, T, H * D)
     if not wanted_state:
         return [y_BTC]
-    shape = state_rows(B, offsets), H, torch.library.get_ctx().new_dynamic_size(), D
+    shape = state_rows(B, offsets), k.shape[1], torch.library.get_ctx().new_dynamic_size(), D
     return [y_BTC, q.new_empty(shape), q.new_empty(shape)]
 
 

@@ -9,7 +9,7 @@ logits into loss and gradient in place.
 Shapes: M tokens, C channels, V vocabulary entries on this rank; m tokens and v entries of a tile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -49,10 +49,17 @@ class CrossEntropy(NamedTuple):
     """The loss of M tokens. A token whose label is not counted has 0 nats and no gradient."""
 
     total: Tensor
-    """Sum over the counted tokens, in nats; differentiable once, by one backward."""
+    """Sum over the counted tokens, in nats, and z; differentiable once, by one backward."""
     nats_M: Tensor
     is_top_M: Tensor | None
     """Whether no vocabulary entry has a larger logit than the label; None with gradients."""
+    z: Tensor
+    """z_loss · Σ log-sum-exp² over the counted tokens, without gradient; 0 where no gradients are computed."""
+
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> "CrossEntropy":
+        """With `change` applied to each tensor of tokens."""
+        is_top = None if self.is_top_M is None else change(self.is_top_M)
+        return self._replace(nats_M=change(self.nats_M), is_top_M=is_top)
 
 
 def linear_cross_entropy(
@@ -62,6 +69,7 @@ def linear_cross_entropy(
     *,
     shard: VocabularyShard | None = None,
     logits_bytes: int | None = None,
+    z_loss: float = 0.0,
 ) -> CrossEntropy:
     """−log softmax(x·Wᵀ) at each label, in float32 (float64 for float64 inputs).
 
@@ -75,31 +83,32 @@ def linear_cross_entropy(
             ranks. The gradient of x covers this rank's entries only: sum it over ranks.
         logits_bytes: budget of a tile's logits, exceeded only if one token needs more (without gradients on a CPU: one
             vocabulary entry). None: LOGITS_BYTES or DEVICE_LOGITS_BYTES, or less where that is faster.
+        z_loss: coefficient of the squared log-sum-exp of each counted token, which `total` includes with gradients.
     """
     if torch.compiler.is_compiling() and shard is None:
-        options = str(torch.is_grad_enabled()), str(logits_bytes or "")
-        total, nats_M, *is_top_M = OPERATOR(None, None, [x_MC, weight_VC, labels_M], *options)
-        return CrossEntropy(total, nats_M.detach(), *is_top_M or [None])
+        options = str(torch.is_grad_enabled()), str(logits_bytes or ""), str(z_loss)
+        total, nats_M, z, *is_top_M = OPERATOR(None, None, [x_MC, weight_VC, labels_M], *options)
+        return CrossEntropy(total, nats_M.detach(), is_top_M[0] if is_top_M else None, z.detach())
     if torch.is_grad_enabled():
         logits_bytes = logits_bytes or _budget(x_MC)
-        total, nats_M = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes)  # pyright: ignore[reportGeneralTypeIssues]
-        return CrossEntropy(total, nats_M, None)
+        total, nats_M, z = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes, z_loss)  # pyright: ignore[reportGeneralTypeIssues]
+        return CrossEntropy(total, nats_M, None, z)
     counted_M = labels_M != IGNORED_LABEL
     scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
     nats_M, is_top_M = (torch.zeros_like(labels_M, dtype=x.dtype).masked_scatter_(counted_M, x) for x in scored)
-    return CrossEntropy(nats_M.sum(), nats_M, is_top_M)
+    return CrossEntropy(nats_M.sum(), nats_M, is_top_M, nats_M.new_zeros(()))
 
 
-def _run(_: None, tensors: Sequence[Any], with_gradient: str, logits_bytes: str) -> list[Tensor]:
+def _run(_: None, tensors: Sequence[Any], with_gradient: str, logits_bytes: str, z_loss: str) -> list[Tensor]:
     with torch.set_grad_enabled(with_gradient == "True"):
-        found = linear_cross_entropy(*tensors, logits_bytes=int(logits_bytes or 0))
-    return [x for x in found if x is not None]
+        found = linear_cross_entropy(*tensors, logits_bytes=int(logits_bytes or 0), z_loss=float(z_loss))
+    return [x for x in (found.total, found.nats_M, found.z, found.is_top_M) if x is not None]
 
 
-def _fake(tensors: Sequence[Any], with_gradient: str, _: str) -> list[Tensor]:
+def _fake(tensors: Sequence[Any], with_gradient: str, _: str, _z_loss: str) -> list[Tensor]:
     x_MC, _, labels_M = tensors
     nats_M = x_MC.new_empty(len(labels_M), dtype=statistics_dtype(x_MC))
-    found = [nats_M.new_empty(()), nats_M]
+    found = [nats_M.new_empty(()), nats_M, nats_M.new_empty(())]
     return found if with_gradient == "True" else [*found, torch.empty_like(labels_M, dtype=torch.bool)]
 
 
@@ -129,27 +138,28 @@ def _kernels(x: Tensor) -> ModuleType | None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes):
+    def forward(ctx, x_MC, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes, z_loss):
         dtype = statistics_dtype(x_MC)
         gradients = None
         if any(ctx.needs_input_grad):
             gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
-        nats_M = torch.empty_like(labels_M, dtype=dtype)
+        nats_M, log_sum_M = (torch.empty_like(labels_M, dtype=dtype) for _ in range(2))
         tokens = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes, in_place=bool(_kernels(x_MC)))
         for start in range(0, len(x_MC), tokens):
             tile = slice(start, start + tokens)
-            nats_M[tile] = _loss_of_tile(x_MC, weight_VC, labels_M, tile, shard, gradients)
-        ctx.mark_non_differentiable(nats_M)
+            nats_M[tile], log_sum_M[tile] = _loss_of_tile(x_MC, weight_VC, labels_M, tile, shard, gradients, z_loss)
+        z = z_loss * log_sum_M.square().sum() if z_loss else nats_M.new_zeros(())
+        ctx.mark_non_differentiable(nats_M, z)
         ctx.gradients, ctx.dtypes = gradients, (x_MC.dtype, weight_VC.dtype)
-        return nats_M.sum(), nats_M
+        return nats_M.sum() + z, nats_M, z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_sum: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, d_sum: Tensor, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             raise RuntimeError("one backward has used up the gradients of linear_cross_entropy; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
+        return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 4
 
 
 def _score(
@@ -208,11 +218,12 @@ def _loss_of_tile(
     tile: slice,
     shard: VocabularyShard | None,
     gradients: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Nats of the tile's tokens [m]; adds its gradients to `gradients`."""
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """Nats and log-sum-exps of the tile's tokens [m], 0 where not counted; adds its gradients to `gradients`."""
     x_mC, labels_m = x_MC[tile], labels_M[tile]
     counted_m, row_m = labels_m != IGNORED_LABEL, _weight_row(labels_m, shard)
-    log_sum_m, label_m, d_mV = _loss(x_mC, weight_VC, row_m, counted_m, shard, gradients is not None)
+    log_sum_m, label_m, d_mV = _loss(x_mC, weight_VC, row_m, counted_m, shard, z_loss if gradients else None)
     if gradients is not None:
         d_x_MC, d_weight_VC = gradients
         d_x_MC[tile] = d_mV @ weight_VC
@@ -220,7 +231,7 @@ def _loss_of_tile(
             d_weight_VC.addmm_(d_mV.T, x_mC)
         else:
             d_weight_VC += d_mV.T @ x_mC
-    return (log_sum_m - label_m).where(counted_m, 0)
+    return (log_sum_m - label_m).where(counted_m, 0), log_sum_m.where(counted_m, 0)
 
 
 def _loss(
@@ -229,11 +240,11 @@ def _loss(
     row_m: Tensor,
     counted_m: Tensor,
     shard: VocabularyShard | None,
-    with_gradient: bool,
+    z_loss: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, the label's logit, and the gradient if it is asked for."""
+    """log-sum-exp, the label's logit, and the gradient unless `z_loss` is None."""
     if kernels := _kernels(x_mC):
-        return _loss_in_place(kernels, linear(x_mC, weight_VC), row_m, counted_m, shard, with_gradient)
+        return _loss_in_place(kernels, linear(x_mC, weight_VC), row_m, counted_m, shard, z_loss)
     p_mV = linear(x_mC, weight_VC).to(statistics_dtype(x_mC))
     is_here_m, index_m1 = _index(row_m, p_mV.shape[1])
     label_m = p_mV.gather(1, index_m1)[:, 0].where(is_here_m, 0)
@@ -242,24 +253,25 @@ def _loss(
     log_sum_m = (sum_m1.log() + largest_m1)[:, 0]
     if shard is not None:
         log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if with_gradient:
-        p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * counted_m[:, None])
+    if z_loss is not None:
+        scale_m = counted_m * (1 + 2 * z_loss * log_sum_m)
+        p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * scale_m[:, None])
         p_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(p_mV.dtype))
     return log_sum_m, label_m, p_mV.to(x_mC.dtype)
 
 
 def _loss_in_place(
     kernels: ModuleType, logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, shard: VocabularyShard | None,
-    with_gradient: bool,
+    z_loss: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_loss`; the gradient takes the place of the logits."""
-    if shard is None and with_gradient:
-        return *kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m), logits_mV
+    if shard is None and z_loss is not None:
+        return *kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m, z_loss), logits_mV
     log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)
     if shard is not None:
         log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if with_gradient:
-        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m)
+    if z_loss is not None:
+        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m, z_loss)
     return log_sum_m, label_m, logits_mV
 
 

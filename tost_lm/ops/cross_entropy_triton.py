@@ -28,19 +28,19 @@ LOWEST = tl.constexpr(-3.4e38)  # −inf − (−inf) would be NaN
 def log_sums(logits_mV: Tensor, row_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """log-sum-exp, the label's logit (0 if its row is not one of V) and the largest logit of each token, float32."""
     log_sum_m, label_m, largest_m = _empty(row_m)
-    _launch(logits_mV, row_m, row_m, log_sum_m, label_m, largest_m, STATISTICS=True, GRADIENT=False)
+    _launch(logits_mV, row_m, row_m, log_sum_m, label_m, largest_m, 0.0, STATISTICS=True, GRADIENT=False)
     return log_sum_m, label_m, largest_m
 
 
-def gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, log_sum_m: Tensor) -> None:
-    """softmax − one-hot of each counted token, 0 of the others, over `logits_mV`."""
-    _launch(logits_mV, row_m, counted_m, log_sum_m, log_sum_m, log_sum_m, STATISTICS=False, GRADIENT=True)
+def gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, log_sum_m: Tensor, z_loss: float) -> None:
+    """(1 + 2·z_loss·log-sum-exp)·softmax − one-hot of each counted token, 0 of the others, over `logits_mV`."""
+    _launch(logits_mV, row_m, counted_m, log_sum_m, log_sum_m, log_sum_m, z_loss, STATISTICS=False, GRADIENT=True)
 
 
-def log_sums_and_gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor) -> tuple[Tensor, Tensor]:
+def log_sums_and_gradient_(logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """log-sum-exp and the label's logit; the gradient over `logits_mV`, in one launch."""
     log_sum_m, label_m, largest_m = _empty(row_m)
-    _launch(logits_mV, row_m, counted_m, log_sum_m, label_m, largest_m, STATISTICS=True, GRADIENT=True)
+    _launch(logits_mV, row_m, counted_m, log_sum_m, label_m, largest_m, z_loss, STATISTICS=True, GRADIENT=True)
     return log_sum_m, label_m
 
 
@@ -48,15 +48,15 @@ def _empty(row_m: Tensor) -> list[Tensor]:
     return [torch.empty(len(row_m), dtype=torch.float32, device=row_m.device) for _ in range(3)]
 
 
-def _launch(logits_mV: Tensor, *tensors: Tensor, **stages: Any) -> None:
+def _launch(logits_mV: Tensor, *arguments: Tensor | float, **stages: Any) -> None:
     m, V = logits_mV.shape
     with torch.cuda.device_of(logits_mV):
-        loss_kernel[(m,)](logits_mV, *tensors, V=V, **stages, BLOCK=BLOCK, num_warps=WARPS)
+        loss_kernel[(m,)](logits_mV, *arguments, V=V, **stages, BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit
 def loss_kernel(
-    logits_mV, row_m, counted_m, log_sum_m, label_m, largest_m,
+    logits_mV, row_m, counted_m, log_sum_m, label_m, largest_m, z_loss,
     V: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
@@ -78,9 +78,9 @@ def loss_kernel(
     else:
         log_sum = tl.load(log_sum_m + m)
     if GRADIENT:
-        counted = tl.load(counted_m + m)
+        counted, scale = tl.load(counted_m + m), 1.0 + 2.0 * z_loss * log_sum
         for v in range(0, V, BLOCK):
             real_B = v + b_B < V
             logit_B = tl.load(logits_V + v + b_B, mask=real_B, other=0.0).to(tl.float32)
-            d_B = tl.where(counted, tl.exp(logit_B - log_sum) - tl.where(v + b_B == row, 1.0, 0.0), 0.0)
+            d_B = tl.where(counted, scale * tl.exp(logit_B - log_sum) - tl.where(v + b_B == row, 1.0, 0.0), 0.0)
             tl.store(logits_V + v + b_B, d_B.to(logits_mV.dtype.element_ty), mask=real_B)

@@ -70,6 +70,13 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
         return f"the G layers of model.pattern {model.pattern!r} do not support tensor parallelism; set parallel.tensor = 1"
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
+    if "A" in model.pattern and (model.kv_heads or model.heads) % ranks:
+        return f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+    if model.mlp_width % ranks:
+        return (
+            f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
+            "choose a divisor of them"
+        )
     if model.vocab_size % ranks:
         padded = -(-model.vocab_size // ranks) * ranks
         return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"

@@ -24,11 +24,11 @@ from torch.nn.functional import linear, pad
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.lm import TostLM
+from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops.cross_entropy import linear_cross_entropy
+from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
@@ -52,13 +52,13 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         raise ConfigError(obstacle)
     residual = Residual(axis)
     model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
-    model.set_submodule("head", VocabularyHead(model.config, residual))
+    model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
     model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
             _split_heads(module, residual)
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer | Mlp):
-            groups = 3 if isinstance(module, SoftmaxMixer) else 1  # q, k and v
+            groups = module.groups if isinstance(module, SoftmaxMixer | Mlp) else (1,)
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
     for parameter in model.parameters():
@@ -91,9 +91,9 @@ class Residual:
 
 
 class Column(ColumnParallelLinear):
-    """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups` groups (q, k and v)."""
+    """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups`, as in `TensorSlice`."""
 
-    def __init__(self, whole: Any, residual: Residual, groups: int = 1):
+    def __init__(self, whole: Any, residual: Residual, groups: tuple[int, ...]):
         out, width = whole.weight.shape
         super().__init__(
             width, out, config=_megatron(residual.axis, whole.weight.dtype), init_method=_no_init,
@@ -141,24 +141,25 @@ class VocabularyEmbedding(VocabParallelEmbedding):
         return super().forward(pad(tokens_BT, (0, self.residual.padding))).transpose(0, 1)
 
 
-class VocabularyHead(nn.Module):
-    """The tied head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
+class VocabularyHead(Head):
+    """The head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
 
-    def __init__(self, config: ModelConfig, residual: Residual):
-        super().__init__()
-        self.residual = residual
+    def __init__(self, whole: Head, config: ModelConfig, residual: Residual):
+        super().__init__(config)
+        self.residual, self.z_loss = residual, whole.z_loss
+        _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `TiedHead.forward`, equal on all ranks."""
-        x_MC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1)
-        total, nats_M, is_top_M = linear_cross_entropy(x_MC, weight_VC, labels_BT.T.flatten(), shard=self.words)
-        shape_TB = labels_BT.T.shape
-        return total, nats_M.view(shape_TB).T, None if is_top_M is None else is_top_M.view(shape_TB).T
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
+        """As `Head.forward`, equal on all ranks."""
+        x_MC, weight_VC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1), self.weight_or(embedding_VC)
+        labels_M = labels_BT.T.flatten()
+        found = linear_cross_entropy(x_MC, weight_VC, labels_M, shard=self.words, z_loss=self.z_loss)
+        return found.map_tokens(lambda x_M: x_M.view(labels_BT.T.shape).T)
 
-    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
-        """As `TiedHead.logits`."""
-        logits_TBV = linear(self._gather(x_BTC, tokens), weight_VC)
+    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
+        """As `Head.logits`."""
+        logits_TBV = linear(self._gather(x_BTC, tokens), self.weight_or(embedding_VC))
         return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
 
     def _gather(self, x_BTC: Tensor, tokens: int) -> Tensor:
@@ -212,6 +213,8 @@ class SoftmaxOverRanks:
 def _split_heads(mixer: TssaMixer | SlotMixer | SoftmaxMixer, residual: Residual) -> None:
     whole, axis = mixer.heads, residual.axis
     mixer.heads = whole // axis.size
+    if isinstance(mixer, SoftmaxMixer):
+        mixer.kv_heads //= axis.size
     if isinstance(mixer, TssaMixer):
         mixer.softmax = UniformMemberships(whole) if mixer.membership == "uniform" else SoftmaxOverRanks(axis)
         _set_slices(mixer, mixer, axis, temp=TensorSlice(0), denom_bias=TensorSlice(0))
@@ -228,7 +231,7 @@ def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: Tenso
             local = nn.Parameter(parameter.detach().clone())
         else:
             local = nn.Parameter(tensor_slice.local(parameter.detach(), axis))
-            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, tensor_slice.groups)
+            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, len(tensor_slice.groups))
             mark_slice(local, tensor_slice)
         setattr(module, name, local)
 

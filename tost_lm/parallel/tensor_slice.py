@@ -11,20 +11,24 @@ from tost_lm.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Dimension `dim` concatenates `groups` equal groups (q, k and v, say); each group is split evenly over ranks."""
+    """Dimension `dim` concatenates groups (q, k and v, say); each group is split evenly over ranks."""
 
     dim: int
-    groups: int = 1
+    groups: tuple[int, ...] = (1,)
+    """Relative sizes of the groups."""
 
     def local(self, whole: Tensor, axis: Axis) -> Tensor:
         """This rank's slice."""
-        slices = whole.unflatten(self.dim, (self.groups, -1)).chunk(axis.size, self.dim + 1)
-        return slices[axis.rank].flatten(self.dim, self.dim + 1).contiguous()
+        return torch.cat([group.chunk(axis.size, self.dim)[axis.rank] for group in self._groups(whole)], self.dim)
 
     def gather(self, local: Tensor, axis: Axis) -> Tensor:
         """The whole tensor on every rank; a collective call."""
-        slices = all_gather(local, axis)().unflatten(self.dim + 1, (self.groups, -1))
-        return torch.cat(list(slices), self.dim + 1).flatten(self.dim, self.dim + 1)
+        ranks = [self._groups(of_rank) for of_rank in all_gather(local, axis)()]
+        return torch.cat([piece for group in zip(*ranks, strict=True) for piece in group], self.dim)
+
+    def _groups(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        unit = tensor.shape[self.dim] // sum(self.groups)
+        return tensor.split([size * unit for size in self.groups], self.dim)
 
 
 def mark_slice(parameter: nn.Parameter, tensor_slice: TensorSlice) -> None:

@@ -64,6 +64,8 @@ class TrainConfig(Section):
     """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
     truncate_tokens: int | None = Field(default=None, gt=0)
     """Truncated back-propagation through time, an approximation: states pass through the whole row, and gradients stop at every multiple of this many tokens. Without it gradients are exact."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the z-loss, which keeps the logits from drifting: the mean of log-sum-exp(logits)² over the labels is added to the loss. The logged loss, validation and evaluation exclude it. 1e-4 is usual."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
     tf32: bool = False
@@ -96,7 +98,7 @@ class MemoryConfig(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
-    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations that are 4 times as wide as the model exist for one tile only. Without it whole rows are stored."""
+    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
 
 
 class CheckpointConfig(Section):

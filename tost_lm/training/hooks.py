@@ -76,7 +76,7 @@ def verify_checksums(checksums: Checksums, run: Run) -> None:
 
 def count_skips(guard: SpikeGuard, run: Run) -> None:
     """Log a skipped step, and end a run that skips too many in a row."""
-    step, (loss, grad_norm, reason_to_skip) = run.progress.step, run.outcome
+    step, (loss, grad_norm, reason_to_skip, _) = run.progress.step, run.outcome
     if reason_to_skip:
         sequences, batch = run.config.train.global_batch_size, step - 1 - run.progress.data_start
         samples = [batch * sequences, (batch + 1) * sequences - 1]
@@ -90,7 +90,7 @@ def log_metrics(run: Run) -> None:
     """The log line and the row of metrics."""
     step = run.progress.step
     if step % run.config.run.log_every == 0 or step in (1, run.config.train.steps):
-        run.metrics.step(step, run.outcome.loss, run.lr, run.outcome.grad_norm)
+        run.metrics.step(step, run.outcome.loss, run.lr, run.outcome.grad_norm, run.outcome.z_loss)
 
 
 def validate(validation: Validation, run: Run) -> None:

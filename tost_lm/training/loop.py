@@ -160,6 +160,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
     model = TiledLM(config.model)
     if checkpoint_folder:
         model.load_state_dict(checkpoint.read_weights(checkpoint_folder))
+    model.head.z_loss = config.train.z_loss
     model = parallelize(model, mesh).to(mesh.device)
     apply_activation_checkpointing(
         model,

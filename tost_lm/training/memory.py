@@ -10,7 +10,8 @@ import torch
 from tost_lm.errors import TrainingError
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan_memory import activation_bytes_per_token, tokens_in_memory, weights_and_optimizer
+from tost_lm.training.plan_activations import activation_bytes_per_token, tokens_in_memory
+from tost_lm.training.plan_memory import weights_and_optimizer
 
 TORCH_MESSAGES = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 

@@ -81,7 +81,7 @@ class Metrics:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
             self._log.flush()
 
-    def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
+    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None:
         """Record the state after `step` steps; rates cover the steps since the last record, without pauses."""
         now, batch_tokens = time.perf_counter(), self._config.batch_tokens
         trained = now - self._last_time - self._paused_in_window
@@ -91,6 +91,7 @@ class Metrics:
         row = {
             "step": step,
             "loss": loss,
+            **({"z_loss": z_loss} if self._config.train.z_loss else {}),
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": step * batch_tokens,
@@ -105,8 +106,9 @@ class Metrics:
         self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
+        beside = f"  z-loss {z_loss:.2e}" if self._config.train.z_loss else ""
         self.log(
-            f"step {step}/{self._config.train.steps}  loss {loss:.4f}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
+            f"step {step}/{self._config.train.steps}  loss {loss:.4f}{beside}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
             f"{each:,.0f} tokens/s/device  {self._use_of_device(row)}  ETA {eta}"
         )
         self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
@@ -161,7 +163,7 @@ class NullMetrics:
     wandb_run_id = ""
 
     def log(self, text: str) -> None: ...
-    def step(self, step: int, loss: float, lr: float, grad_norm: float) -> None: ...
+    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None: ...
     def validation(self, row: dict[str, Any]) -> None: ...
     def evaluation(self, row: dict[str, Any]) -> None: ...
     def event(self, step: int, kind: str, **fields: Any) -> None: ...

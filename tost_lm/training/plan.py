@@ -13,22 +13,24 @@ from typing import Any, Literal, NamedTuple
 from tost_lm.config import differences
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, parameters, peak_flops
+from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, mlp_weights, parameters, peak_flops
 from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
-from tost_lm.training.plan_config import ClusterConfig, PlanConfig
-from tost_lm.training.plan_memory import (
+from tost_lm.training.plan_activations import (
     ELEMENT_BYTES,
     exchanged_rows,
     gathered_tokens,
+    micro_batch_tokens,
+    slot_bytes_per_token,
+    slot_state_bytes,
+)
+from tost_lm.training.plan_config import ClusterConfig, PlanConfig
+from tost_lm.training.plan_memory import (
     largest_tile,
     logit_tiles,
-    micro_batch_tokens,
     parameters_per_rank,
     peak_moment,
     reduced_at_once,
-    slot_bytes_per_token,
-    slot_state_bytes,
     stage_of,
     weights_and_optimizer,
 )
@@ -162,7 +164,7 @@ def recomputed_flops(config: PlanConfig) -> float:
     """FLOPs per token that are recomputed."""
     model, flops = config.model, model_flops(config)
     forward = flops.products.forward + flops.attention.forward - 2 * model.vocab_size * model.width
-    mlps = 16 * model.layers * model.width**2
+    mlps = 2 * model.layers * mlp_weights(model)
     return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
 
 
@@ -188,16 +190,19 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token that eager operations outside products and operator read and write.
 
     Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
-    LayerScale 2 and 6, GELU 8 and 12. In bfloat16 the residual stream is float32: conversions 3 and 6, residual sum
-    5 and 6. The loss, in units of V bytes: its kernel 3·e (`ops.cross_entropy_triton`), and the sum of its weight's
-    gradient over tiles of logits 8 (in bfloat16 10) per tile and channel.
+    LayerScale 2 and 6, GELU 8 and 12 (SwiGLU, in tensors of its hidden channels, 5 and 13). In bfloat16 the residual
+    stream is float32: conversions 3 and 6, residual sum 5 and 6. The loss, in units of V bytes: its kernel 3·e
+    (`ops.cross_entropy_triton`), and the sum of its weight's gradient over tiles of logits 8 (in bfloat16 10) per tile
+    and channel.
     """
     e, model = ELEMENT_BYTES[config.train.dtype], config.model
     forward, backward = (5, 6) if e == 4 else (10, 15)
     if model.layer_scale:
         forward, backward = forward + 2, backward + 6
     half = forwards(config) * forward + backward
-    mlp_half = mlp_forwards(config) * (forward + 8) + backward + 12
+    relative = model.mlp_width / model.width
+    of_mlp = (5 * relative, 13 * relative) if model.mlp == "swiglu" else (8, 12)
+    mlp_half = mlp_forwards(config) * (forward + of_mlp[0]) + backward + of_mlp[1]
     loss = 3 * e + (8 if e == 4 else 10) * model.width / logit_tiles(config).tokens
     return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
 
@@ -244,6 +249,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     layers, tssa, counts = model.layers, layers_by_letter(model)["T"], parameters(model)
     mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
+    replicated += 2 * layers_by_letter(model)["A"] if model.qk_norm else 0
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
@@ -291,7 +297,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         twice += of_tiles * again
         times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        once, sent = (times * 2 * sum(tokens) * model.width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
+        once, sent = (times * 2 * sum(tokens) * model.kv_width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
         yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
         yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)
 

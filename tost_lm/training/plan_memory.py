@@ -14,41 +14,18 @@ The plan has five moments of a step, one of which has the peak. The symbols of t
 **Optimizer** state takes 12·n/R: the float32 copy of the weights that DeepSpeed makes, even in float32, and AdamW's two
 moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n.
 
-**Activations** are what autograd stores for the backward. The unit is e·C/t bytes per token. A T layer takes 16: inputs
-of two norms 2, of four linear layers 1 + 1 + 1 + 4, of GELU 4, of two LayerScales 2, and the operator's w 1. Without
-LayerScale it takes 2 less. An A layer stores q, k and v (3) in place of w. With rotary embedding it stores 5, because v
-keeps the memory of all three. With several sequence ranks it stores k and v of the whole sequence; with a window of w
-tokens those of the last w − 1 of each rank, and of its own. In bytes per token
-there are also the memberships Π 4·H, the sums before each chunk 4·(2C + H) per chunk or attention's 4·H, the norms'
-statistics 16, and the input of the last norm e·C.
+**Activations** are described in `plan_activations`.
 
-An S layer with S slots and V value channels a head stores other tensors in place of w and of the output projection's
-input (1 + 1). In bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
-value channel: what was read 4, and e each for norm, scale, gate and the output projection's input. Values and, in
-float32, read scores keep the memory of the input projection's output, 2·e·H·(S + V); in bfloat16 the scores' copy takes
-4·H·S. On a GPU there are also float32 values, 4·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
-1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks they are
-stored twice. The norm stores 4·H.
-
-The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
-
-`memory.mlp_tile_tokens`: the MLP branch stores its input in place of 12. The rest exists for one tile.
-
-`memory.activation_checkpointing = "full"`: a block stores its input, and what it received from other ranks. That is 2·s
-in an A layer, the keys and values of all sequence ranks (with a window of their last tokens), 4·t bytes in a T layer,
-and in an S layer up to 16 states of each row (`exchanged_rows`). One whole block exists during its backward, and the
-gradients in its MLP take 4 more.
-
-`memory.tile_tokens`: all this counts the tokens of one tile. In addition there are the sums of gradients over tiles,
-4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H) bytes in a T
-layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys and values
-in an A layer.
+`memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the sums of gradients
+over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H)
+bytes in a T layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys
+and values in an A layer.
 
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
 gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's
 input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the embedding's gradient is
-added to it.
+added to it; a head that is not tied keeps it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
@@ -62,24 +39,20 @@ import math
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter, parameters
-from tost_lm.parallel.config import ALL_GATHER_RANKS
-from tost_lm.sizes import (
-    CPU_CHUNK_ELEMENTS,
-    DEVICE_LOGITS_BYTES,
-    LOGITS_BYTES,
-    SLOT_CHUNK_TOKENS,
-    SLOT_GROUP_ELEMENTS,
-    TRITON_CHUNK_TOKENS,
-    TRITON_SLOT_CHUNK_TOKENS,
-    bucket_elements,
-)
+from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan_activations import (
+    ELEMENT_BYTES,
+    activation_bytes_per_token,
+    block_bytes,
+    micro_batch_tokens,
+    slot_state_bytes,
+    tokens_in_memory,
+)
 
 REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
 GATHERED = 1_000_000_000  # elements: its stage3_max_live_parameters
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 SMALLEST_TILE = 1024  # tokens
 AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
@@ -168,16 +141,6 @@ def parameters_per_rank(config: PretrainConfig) -> float:
     return counts.positions + counts.scales + (counts.embedding + counts.mixers + counts.mlps) / config.parallel.tensor
 
 
-def micro_batch_tokens(config: PretrainConfig) -> float:
-    """Tokens of a micro-batch on a sequence rank."""
-    return config.train.micro_batch_size * config.train.seq_len / config.parallel.sequence
-
-
-def tokens_in_memory(config: PretrainConfig) -> float:
-    """Tokens of a micro-batch on a sequence rank that are in memory at once: those of a tile, or all."""
-    return micro_batch_tokens(config) * config.tile_tokens / config.row_tokens
-
-
 def tile_states_bytes(config: PretrainConfig) -> float:
     """Bytes of the states between tiles on the device."""
     if config.memory.offload_tile_states or config.train.truncate_tokens:
@@ -186,16 +149,9 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     layers, tokens = layers_by_letter(model), config.train.micro_batch_size * config.train.seq_len
     statistics = 4 * (2 * model.width + model.heads) * layers["T"]
     slots = slot_state_bytes(config) * layers["S"]
-    keys_and_values = 2 * e * model.width * max(0, model.window - 1) * layers["A"]
+    keys_and_values = 2 * e * model.kv_width * max(0, model.window - 1) * layers["A"]
     tiles = math.ceil(config.row_tokens / config.tile_tokens)
     return tiles * (statistics + slots + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
-
-
-def slot_state_bytes(config: PretrainConfig) -> float:
-    """Bytes of a row's state in an S layer: M and N in float64, and the convolution's last keys."""
-    model = config.model
-    keys = ELEMENT_BYTES[config.train.dtype] * (CONV_TAPS - 1)
-    return model.heads * model.slots * (8 * (model.slot_channels + 1) + keys)
 
 
 def stage_of(config: PretrainConfig, ranks: int) -> int:
@@ -227,102 +183,6 @@ def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, fl
     if stage < 3:
         return e * n, 12 * partition
     return e * min(n, GATHERED) + (0.0 if config.parallel.offload == "all" else e * partition), 12 * partition
-
-
-def activation_bytes_per_token(config: PretrainConfig) -> float:
-    """Bytes per token that autograd stores until the backward."""
-    layers, e = layers_by_letter(config.model), ELEMENT_BYTES[config.train.dtype]
-    blocks = sum(count * _block_bytes_per_token(config, letter).kept for letter, count in layers.items())
-    return blocks + e * config.model.width / config.parallel.tensor
-
-
-class BlockBytes(NamedTuple):
-    """Bytes of a block's activations."""
-
-    kept: float
-    """Stored from its forward to its backward."""
-    in_backward: float
-    """In addition, during its backward."""
-
-
-def block_bytes(config: PretrainConfig) -> BlockBytes:
-    """Bytes for a micro-batch, in the kind of block that has most."""
-    tokens, e, tensor = tokens_in_memory(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
-    stream = e * config.model.width / tensor
-    blocks = [
-        _block_bytes_per_token(config, letter) for letter, count in layers_by_letter(config.model).items() if count
-    ]
-    kept, in_backward = (tokens * max(sizes) for sizes in zip(*blocks, strict=True))
-    if config.memory.mlp_tile_tokens is None:
-        return BlockBytes(kept, in_backward + 4 * stream * tokens)
-    row_tokens = config.tile_tokens / config.parallel.sequence
-    tile = tokens / row_tokens * min(config.memory.mlp_tile_tokens * tensor, row_tokens)
-    return BlockBytes(kept, in_backward + 3 * stream * tokens + (_mlp_bytes_per_token(config) + 4 * stream) * tile)
-
-
-def _block_bytes_per_token(config: PretrainConfig, letter: str) -> BlockBytes:
-    """Bytes per token without gradients, and without the MLP if it is tiled."""
-    model, parallel = config.model, config.parallel
-    C, H, e, ranks = model.width, model.heads, ELEMENT_BYTES[config.train.dtype], parallel.sequence
-    stream, residual, scale = e * C / parallel.tensor, 4 * C / parallel.tensor, 1 if model.layer_scale else 0
-    if letter == "T":
-        if config.run.device == "cpu":
-            chunk = min(config.tile_tokens / ranks, max(32, CPU_CHUNK_ELEMENTS // C))
-        else:
-            chunk = TRITON_CHUNK_TOKENS
-        mixer = e * C + 4 * H + 4 * (2 * C + H) / chunk
-        received = 4.0 * parallel.tensor if parallel.tensor > 1 else 0.0
-    elif letter == "S":
-        mixer = slot_bytes_per_token(config) - e * C
-        row_tokens = config.tile_tokens / ranks
-        rows = exchanged_rows(config)
-        received = rows * slot_state_bytes(config) / row_tokens / parallel.tensor if ranks > 1 else 0.0
-    else:
-        here = config.tile_tokens / ranks
-        rotary, gathered = bool(model.rope_theta), ranks * gathered_tokens(config, config.tile_tokens) / here
-        beside = 2 * (gathered + 1 if model.window else gathered)  # gathered keys and values, with a window also a copy
-        attention = (1 if rotary else 3) + beside if ranks > 1 else (5 if rotary else 3)
-        mixer = e * C * attention + 4 * H
-        received = 2 * gathered * stream if ranks > 1 else 0.0
-    mixer = (3 + scale) * stream + (mixer + 8) / parallel.tensor
-    kept = mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
-    if config.memory.activation_checkpointing == "none":
-        return BlockBytes(kept, 0.0)
-    same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
-    return BlockBytes(residual + received, kept - same)
-
-
-def exchanged_rows(config: PretrainConfig) -> int:
-    """Rows of statistics that a rank receives in an exchange, its own included: of all ranks, or in all-to-alls its
-    columns of all, the sums before it, and with tiles those over all ranks."""
-    ranks = config.parallel.sequence
-    return ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
-
-
-def gathered_tokens(config: PretrainConfig, tokens: int) -> float:
-    """Of `tokens` of a row, those on a sequence rank whose keys and values other ranks receive in an A layer."""
-    window, here = config.model.window, tokens / config.parallel.sequence
-    return min(here, max(1, window - 1)) if window else here
-
-
-def slot_bytes_per_token(config: PretrainConfig) -> float:
-    """Bytes per token that an S layer stores between its projections."""
-    model, ranks, e = config.model, config.parallel.sequence, ELEMENT_BYTES[config.train.dtype]
-    slots, values = model.heads * model.slots, model.heads * model.slot_channels
-    projected = 2 * e * (slots + values) + (4 * slots if e == 2 else 0)
-    state = slots * (model.slot_channels + 1)
-    states = (2 if ranks > 1 else 1) * state
-    if config.run.device == "cpu":
-        at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
-        in_operator = 8 * (states / min(at_once, micro_batch_tokens(config)) + state / (config.tile_tokens / ranks))
-    else:
-        in_operator = 4 * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, config.tile_tokens / ranks)
-    return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
-
-
-def _mlp_bytes_per_token(config: PretrainConfig) -> float:
-    model, e = config.model, ELEMENT_BYTES[config.train.dtype]
-    return ((11 if model.layer_scale else 10) * e * model.width + 8) / config.parallel.tensor
 
 
 class LogitTiles(NamedTuple):
@@ -364,19 +224,21 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
     two_buckets = min(n, 2 * filled) if on_cpu else 2 * filled
     bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
     empty_bucket = 0.0 if on_cpu else bucket
-    tied = e * config.model.vocab_size * config.model.width / tensor  # the gradients of head and embedding
+    # The gradients of head and embedding of one weight, or the last and its sum so far.
+    added = config.model.tied_head or accumulates
+    table = e * config.model.vocab_size * config.model.width / tensor if added else 0.0
 
     if stage == 0:
         summed = 4 * n if accumulates else 0.0
-        steps = [(summed, 0), (summed, 0), (4 * n, tied), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
+        steps = [(summed, 0), (summed, 0), (4 * n, table), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
     elif stage == 1 and e == 2:
         steps = [
-            (4 * n, 0), (4 * n, 0), (4 * n, tied), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
+            (4 * n, 0), (4 * n, 0), (4 * n, table), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
         ]  # fmt: skip
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
         steps = [
-            (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, tied + empty_bucket),
+            (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, table + empty_bucket),
             # At the update, a copy of the partition's gradients.
             (4 * partition, bucket + 4 * filled), (4 * partition, 4 * partition),
         ]  # fmt: skip
@@ -385,13 +247,13 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
         copy = 6 * filled if e == 2 else (0 if one_replica else 4 * filled)
         reduced = summed + 4 * partition if e == 4 else 4 * partition
         steps = [
-            (summed, 0), (summed, empty_bucket), (summed, bucket + tied), (reduced, bucket + copy),
+            (summed, 0), (summed, empty_bucket), (summed, bucket + table), (reduced, bucket + copy),
             (4 * partition, 4 * partition if e == 4 else 0),
         ]  # fmt: skip
     else:
         empty_bucket = bucket  # always allocated
         steps = [
-            (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + tied),
+            (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + table),
             (4 * partition + e * filled, bucket + 4 * filled), (4 * partition, bucket + 4 * partition),
         ]  # fmt: skip
     if parallel.offload != "none":

@@ -18,11 +18,13 @@ class Outcome(NamedTuple):
     """Result of a step, the same on every rank."""
 
     loss: float
-    """Of the global batch, in nats per labelled token."""
+    """Of the global batch, in nats per labelled token, without z-loss."""
     grad_norm: float
     """Global, before clipping."""
     reason_to_skip: str
     """Why weights and optimizer did not change; empty: the step was applied."""
+    z_loss: float = 0.0
+    """What was added to the loss; per labelled token as well."""
 
 
 def train_step(
@@ -51,19 +53,19 @@ def train_step(
         if losses:
             engine.step()  # does nothing before the last micro-batch
             check()
-        loss = engine(
+        output = engine(
             batch.tokens,
             labels=batch.labels,
             cu_seqlens=batch.cu_seqlens,
             label_count=label_count,
             tiling=tiling,
-        ).loss
-        engine.backward(loss)
-        losses.append(loss.detach())
+        )
+        engine.backward(output.loss)
+        losses.append(torch.stack([output.loss.detach() - output.z_loss, output.z_loss]))
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
-    total = all_reduce(all_reduce(torch.stack(losses).mean(), mesh.replicas), mesh.tensor)
-    mean_loss = float(total) / (mesh.replicas.size * mesh.tensor.size)
+    totals = all_reduce(all_reduce(torch.stack(losses).mean(0), mesh.replicas), mesh.tensor)
+    mean_loss, z_loss = (total / (mesh.replicas.size * mesh.tensor.size) for total in totals.tolist())
     before_update()
     grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(mean_loss, norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable)
+    return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable, z_loss)

@@ -103,7 +103,7 @@ def tiled_loss(
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(_tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    return _loss(model, batches, Tiling(tuple(tiles)))
+    return _losses(model, batches, Tiling(tuple(tiles)))[0]
 
 
 class TiledLM(TostLM):
@@ -113,7 +113,7 @@ class TiledLM(TostLM):
         """As `TostLM`, or forward(tokens_BL, labels_BL, cu_seqlens=…, label_count=…, tiling=…).
 
         In the second form tokens and labels are this rank's sequence shards, and cu_seqlens describes whole rows. With
-        several tiles the output has only the loss, which allows one backward; under no_grad it has only the nats.
+        several tiles the output has only the losses, which allow one backward; under no_grad it has only the nats.
 
         Raises:
             ConfigError: a document is longer than the model's positions.
@@ -126,7 +126,8 @@ class TiledLM(TostLM):
             return super().forward(tokens, labels, *arguments, **options, output_state=False, shard=shard)
         batches = list(_tile_batches(tokens, labels, *arguments, **options, tiles=tiling.tiles))
         if torch.is_grad_enabled():
-            return LMOutput(_loss(self, batches, tiling), None, None, None, _no_logits)
+            loss, z_loss = _losses(self, batches, tiling)
+            return LMOutput(loss, None, None, None, _no_logits, z_loss)
         return LMOutput(None, _nats(self, batches), None, None, _no_logits)
 
 
@@ -191,7 +192,8 @@ def _nats(model: Call, batches: Sequence[_TileBatch]) -> Tensor:
     return torch.cat(nats, 1)
 
 
-def _loss(model: TostLM, batches: Sequence[_TileBatch], tiling: Tiling) -> Tensor:
+def _losses(model: TostLM, batches: Sequence[_TileBatch], tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """`loss` and `z_loss` of `LMOutput`."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     losses_of = _truncated_losses if tiling.truncated else partial(_exact_losses, states_on_host=tiling.states_on_host)
 
@@ -202,22 +204,24 @@ def _loss(model: TostLM, batches: Sequence[_TileBatch], tiling: Tiling) -> Tenso
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
         losses = losses_of(lambda *arguments, **options: functional_call(model, leaves, arguments, options), batches)
-        return torch.stack(losses).sum(), [sums.get(name) for name in names]
+        return torch.stack(losses).sum(0), [sums.get(name) for name in names]
 
     return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
 
 
 class _Tiled(torch.autograd.Function):
-    """apply(run, *weights) → loss, where `run(weights)` returns the loss and the gradient of each weight."""
+    """apply(run, *weights) → loss and its z-loss; `run(weights)` returns them, [2], and the gradient of each weight."""
 
     @staticmethod
-    def forward(ctx, run: Callable[..., tuple[Tensor, list[Tensor | None]]], *weights: Tensor) -> Tensor:
-        loss, ctx.gradients = run(weights)
-        return loss
+    def forward(ctx, run: Callable[..., tuple[Tensor, list[Tensor | None]]], *weights: Tensor) -> tuple[Tensor, Tensor]:
+        losses, ctx.gradients = run(weights)
+        loss, z_loss = (x.clone() for x in losses)
+        ctx.mark_non_differentiable(z_loss)
+        return loss, z_loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_loss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, d_loss: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             raise RuntimeError("a tiled loss allows one backward; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -261,10 +265,11 @@ def _forward_and_backward(
     next_batch: _TileBatch | None,
     d_after: list[Tensor | None] | None,
 ) -> tuple[Tensor, LMState | None]:
-    """The loss and the final state, both detached; `d_after` is the gradient of the final state."""
+    """The loss and its z-loss, [2], and the final state, all detached; `d_after` is the gradient of the final state."""
     with torch.enable_grad():
         output = _forward(call, batch, before, next_batch)
     assert output.loss is not None
+    assert output.z_loss is not None
     roots, gradients = [output.loss], [torch.ones_like(output.loss)]
     if d_after is not None and output.state is not None:
         for statistic, d in zip(_statistics(output.state), d_after, strict=True):
@@ -272,7 +277,7 @@ def _forward_and_backward(
                 roots.append(statistic)
                 gradients.append(d)
     torch.autograd.backward(roots, gradients)
-    return output.loss.detach(), output.state and _map_state(output.state, Tensor.detach)
+    return torch.stack([output.loss, output.z_loss]).detach(), output.state and _map_state(output.state, Tensor.detach)
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

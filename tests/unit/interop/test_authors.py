@@ -232,6 +232,16 @@ def test_causal_masks_of_old_versions_are_ignored(tmp_path: Path):
             {"pattern": "A", "layer_scale": 0.0, "rope_theta": 0.0, "gelu": "tanh"},
             ["model.gelu 'tanh': the released code only has 'exact'"],
         ),
+        (
+            {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 1, "qk_norm": True},
+            ["model.norm 'rms': the released code only has 'layer'",
+             "model.mlp 'swiglu': the released code only has 'gelu'",
+             "model.tied_head False: the released code only has True"],
+        ),
+        (
+            {"pattern": "A", "rope_theta": 0.0, "kv_heads": 1, "qk_norm": True},
+            ["model.qk_norm True: the released code only has False", "model.kv_heads 1: the released code only has 2"],
+        ),
     ],
 )  # fmt: skip
 def test_models_that_the_released_code_does_not_have_are_refused(settings: dict, problems: list[str]):

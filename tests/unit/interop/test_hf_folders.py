@@ -13,6 +13,7 @@ import pytest
 import sentencepiece
 import torch
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
+from other_forms import OTHER_FORMS
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import tost_lm
@@ -118,21 +119,24 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
     assert requests(run) == requests(tmp_path / "hf") == requests(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("pattern", ["TA", "SA"])
+@pytest.mark.parametrize("model", [{"pattern": "TA"}, {"pattern": "SA"}, {**OTHER_FORMS, "heads": 4}])
 @pytest.mark.parametrize("largest", ["50GB", "20KB"])
 def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str, pattern: str
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str, model: dict[str, Any]
 ):
-    model = TostForCausalLM.from_run(make_export(pattern=pattern))
-    expected = model(tokens).logits
-    model.save_pretrained(tmp_path / "saved", max_shard_size=largest)
+    saved: Any = TostForCausalLM.from_run(make_export(**model))
+    expected = saved(tokens).logits
+    saved.save_pretrained(tmp_path / "saved", max_shard_size=largest)
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) == 1) == (largest == "50GB")
     assert torch.equal(TostForCausalLM.from_pretrained(tmp_path / "saved")(tokens).logits, expected)
     assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, expected)
 
 
-def test_a_resized_vocabulary_is_saved(make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor):
-    model: Any = TostForCausalLM.from_run(make_export())
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_a_resized_vocabulary_is_saved(
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, tied_head: bool
+):
+    model: Any = TostForCausalLM.from_run(make_export(tied_head=tied_head))
     before = model(tokens).logits
     model.resize_token_embeddings(340, mean_resizing=False)
     after = model(tokens).logits

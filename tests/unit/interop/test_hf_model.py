@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -22,6 +23,7 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
     {"pattern": "SA", "positions": "none", "window": 4},
+    {"pattern": "SA", "positions": "none", "window": 4, **OTHER_FORMS, "heads": 4},
     {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -86,14 +88,16 @@ def test_settings_have_defaults_and_aliases():
         update={"preset": None}
     )
     assert TostConfig(preset="tost-medium", window=3).to_model().width == 1024
+    for untied in (TostConfig(tie_word_embeddings=False), TostConfig(tied_head=False)):
+        assert (untied.to_model().tied_head, untied.tie_word_embeddings) == (False, False)
     assert TostConfig(hidden_size=48, num_attention_heads=3).to_model().width == 48
 
 
 def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match=r"TostConfig: model\.width 16 is not divisible by model\.heads 3"):
         TostConfig(width=16, heads=3)
-    with pytest.raises(ConfigError, match="tie_word_embeddings = False: the head of a tost model is always tied"):
-        TostConfig(tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match="tie_word_embeddings = False contradicts tied_head = True"):
+        TostConfig(tie_word_embeddings=False, tied_head=True)
 
 
 def test_initial_weights_have_the_distributions_of_tostlm():

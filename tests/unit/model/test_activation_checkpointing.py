@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,7 +61,7 @@ def assert_same(less: dict[str, Any], model: dict[str, Any] | None = None, **inp
 def test_loss_state_and_every_gradient_are_the_same(less: dict[str, Any]):
     rows, row = drawn_tokens(), drawn_tokens(1)
     assert_same(less, tokens=rows, labels=rows)
-    assert_same(less, {"layer_scale": 0.0, "bias": False}, tokens=rows, labels=rows)
+    assert_same(less, {"layer_scale": 0.0, "bias": False, **OTHER_FORMS}, tokens=rows, labels=rows)
     assert_same(less, tokens=row, labels=row, cu_seqlens=torch.tensor([0, 3, 20, T], dtype=torch.int32))
 
 

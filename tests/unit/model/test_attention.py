@@ -16,20 +16,22 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int, before_B: Tensor | 
     visible = (j <= i) & ((i - j < window) if window else True)
     if before_B is not None:
         visible = visible & (j >= (S - T - before_B)[:, None, None, None])
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
     return scores.softmax(-1) @ v
 
 
-def drawn(B: int, T: int, S: int) -> list[Tensor]:
+def drawn(B: int, T: int, S: int, kv_heads: int = 2) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(B, 2, length, 4, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
+    shapes = ((2, T), (kv_heads, S), (kv_heads, S))
+    return [torch.randn(B, *shape, 4, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 128, 129, 300, 10_000])
 @pytest.mark.parametrize(("T", "leading"), [(300, 0), (300, 40), (290, 280), (1, 200), (1, 0), (128, 1)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_blocks_are_one_attention(window: int, T: int, leading: int, ragged: bool):
-    q, k, v = drawn(3, T, leading + T)
+    q, k, v = drawn(3, T, leading + T, kv_heads=1 if window % 2 else 2)
     before_B = torch.tensor([leading, leading // 2, 0]) if ragged else None
     ours = causal_attention(q, k, v, window=window, before_B=before_B)
     theirs = by_formula(q, k, v, window, before_B)

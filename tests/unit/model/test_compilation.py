@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
@@ -73,10 +74,10 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pattern", ["T", "S", "A", "TSA"])
-def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, rows: str):
-    expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=False)
-    model = compile_blocks(drawn_model(pattern))
+@pytest.mark.parametrize(("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", OTHER_FORMS)])
+def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):
+    expected = loss_and_gradients(drawn_model(pattern, **settings), ROWS[rows], with_states=False)
+    model = compile_blocks(drawn_model(pattern, **settings))
     found = loss_and_gradients(model, ROWS[rows], with_states=False)
     assert graphs() == len(pattern)  # of two layers of each kind
     for name, value in expected.items():
@@ -140,7 +141,7 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
         "slot_memory": (MEMORY, [*shares, drawn(1, T, H, D), -torch.rand(H).double(), *[None] * 3], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
-        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", ""]),
+        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", "", "0.1"]),
     }
 
 

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,6 +25,7 @@ KINDS = {
     "window of one": {"pattern": "A", "window": 1},
     "hybrid": {"pattern": "TA"},
     "slots": {"pattern": "S"},
+    "other forms": {"pattern": "A", "window": 6, **OTHER_FORMS, "heads": 4},
     "hybrid, window": {"pattern": "TA", "window": 4, "membership": "energy-mean", "denom_bias": "head"},
 }
 all_kinds = pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,15 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
+        {
+            "pattern": "A",
+            "norm": "rms",
+            "mlp": "swiglu",
+            "tied_head": False,
+            "kv_heads": 1,
+            "qk_norm": True,
+            "bias": True,
+        },
     ],
 )
 def test_parameters_are_those_of_the_model(settings: dict[str, Any]):
@@ -57,9 +66,12 @@ def test_published_sizes(preset: str, millions: float):
     assert round((counted.total - counted.positions) / 1e6, 2) == millions
 
 
-@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
-def test_products_are_what_torch_counts(pattern: str):
-    config = config_of(pattern=pattern)
+@pytest.mark.parametrize(
+    "settings",
+    [{"pattern": "T"}, {"pattern": "A"}, {"pattern": "TA"}, {"pattern": "TA", "mlp": "swiglu", "kv_heads": 1}],
+)
+def test_products_are_what_torch_counts(settings: dict[str, Any]):
+    config = config_of(**settings)
     model, tokens = TostLM(config), torch.randint(24, (B, T))
     flops = flops_per_token(config, T)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -18,7 +18,8 @@ def config(**settings) -> ModelConfig:
     [
         ("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59),
         ("gpt2-base-layerscale", 123.61), ("slots-base", 108.14), ("slots-medium", 298.59), ("slots-large", 643.41),
-        ("hybrid-base", 112.00), ("hybrid-medium", 312.34), ("hybrid-large", 675.65),
+        ("hybrid-base", 112.00), ("hybrid-medium", 312.34), ("hybrid-large", 675.65), ("slots-1b", 1050.38),
+        ("slots-3b", 2902.41), ("hybrid-1b", 1064.78), ("hybrid-3b", 2936.78),
     ],
 )  # fmt: skip
 def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: str, millions: float):
@@ -39,7 +40,7 @@ def test_a_key_beside_a_preset_wins():
 
 def test_weights_are_drawn_as_published():
     torch.manual_seed(0)
-    settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5}
+    settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5, "tied_head": False}
     model = TostLM(config(**settings))
     for name, p in model.named_parameters():
         end = name.rsplit(".", 2)[-2:]
@@ -53,6 +54,19 @@ def test_weights_are_drawn_as_published():
             std = 0.02 / 16**0.5 if end[0] == "out_proj" else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(p.mean().item()) < 0.05 * std + 3e-4, name
+
+
+def test_z_loss_is_a_part_of_the_loss_in_training_only():
+    model, tokens = TostLM(config()).double(), torch.arange(12).view(2, 6)
+    labels = tokens.clone()
+    labels[:, ::2] = -100
+    model.head.z_loss = 0.5
+    trained = model(tokens, labels)
+    with torch.no_grad():
+        measured = model(tokens, labels)
+    torch.testing.assert_close(trained.z_loss, 0.5 * trained.logits[:, 1::2].logsumexp(-1).square().mean().detach())
+    torch.testing.assert_close(trained.loss.detach(), measured.loss + trained.z_loss)
+    assert (measured.z_loss, measured.loss) == (0, measured.nats.sum() / 6)
 
 
 def test_the_head_is_the_embedding():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +55,7 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
         {"pattern": "T", "membership": "energy-mean"},
         {"pattern": "TTA", "layers": 3, "window": 9},
         {"pattern": "TA"},
+        {"pattern": "A", "window": 9, **OTHER_FORMS, "heads": 4},
         {"pattern": "S"},
     ],
     ids=str,

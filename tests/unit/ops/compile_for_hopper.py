@@ -110,8 +110,8 @@ def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
 def call_loss(dtype: torch.dtype, V: int) -> None:
     logits_mV, row_m, log_sum_m = torch.zeros(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     cross_entropy_triton.log_sums(logits_mV, row_m)
-    cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m)
-    cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0)
+    cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m, 1e-4)
+    cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0, 1e-4)
 
 
 def documents(ends: str) -> list[int]:

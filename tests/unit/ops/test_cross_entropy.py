@@ -20,23 +20,31 @@ def _inputs(tokens, channels, words, dtype=torch.float64):
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
-def _sum_and_gradients(x, weight, labels, dtype):
+def _sum_and_gradients(x, weight, labels, dtype, z_loss=0.0):
     x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-    total, _ = _whole(x, weight, labels)
+    total, *_ = _whole(x, weight, labels, z_loss)
     return total, *torch.autograd.grad(total, (x, weight))
 
 
-def _whole(x, weight, labels):
-    nats = cross_entropy(linear(x, weight), labels, ignore_index=IGNORED_LABEL, reduction="none")
-    return nats.sum(), nats
+def _whole(x, weight, labels, z_loss=0.0):
+    logits = linear(x, weight)
+    nats = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
+    z = z_loss * logits.logsumexp(1)[labels != IGNORED_LABEL].square().sum()
+    return nats.sum() + z, nats, z
 
 
-@given(tokens=st.integers(1, 40), words=st.integers(1, 30), tile_tokens=st.integers(1, 50))
+@given(
+    tokens=st.integers(1, 40),
+    words=st.integers(1, 30),
+    tile_tokens=st.integers(1, 50),
+    z_loss=st.sampled_from([0, 0.3]),
+)
 @settings(max_examples=30, deadline=None)
-def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_tokens):
+def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_tokens, z_loss):
     x, weight, labels = _inputs(tokens, 5, words)
-    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=tile_tokens * words * 8)
-    reference, reference_nats = _whole(x, weight, labels)
+    ours, nats, _, z = linear_cross_entropy(x, weight, labels, logits_bytes=tile_tokens * words * 8, z_loss=z_loss)
+    reference, reference_nats, reference_z = _whole(x, weight, labels, z_loss)
+    torch.testing.assert_close(z, reference_z.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(nats, reference_nats.detach(), rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(ours / 7, (x, weight))
@@ -48,11 +56,11 @@ def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_to
 def test_low_precision_is_summed_in_float32(dtype):
     x, weight, labels = _inputs(300, 32, 500)
     x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-    ours, nats, _ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 16)
+    ours, nats, *_ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 16, z_loss=0.01)
     assert nats.dtype == ours.dtype == torch.float32
     gradients = torch.autograd.grad(ours, (x, weight))
     assert {d.dtype for d in gradients} == {dtype}
-    theirs, truth = (_sum_and_gradients(x, weight, labels, precision) for precision in (dtype, torch.float64))
+    theirs, truth = (_sum_and_gradients(x, weight, labels, precision, 0.01) for precision in (dtype, torch.float64))
     for mine, reference, exact in zip((ours, *gradients), theirs, truth, strict=True):
         assert_as_accurate(mine, reference, exact)
 
@@ -107,10 +115,12 @@ def test_without_gradients_top_labels_are_returned(tokens, words_at_once):
     labels = labels if tokens else torch.full_like(labels, IGNORED_LABEL)
     at_once = max(1, min(2048, int((labels != IGNORED_LABEL).sum())))
     with torch.no_grad():
-        total, nats, is_top = linear_cross_entropy(x, weight, labels, logits_bytes=words_at_once * at_once * 8)
+        total, nats, is_top, _ = linear_cross_entropy(
+            x, weight, labels, logits_bytes=words_at_once * at_once * 8, z_loss=0.3
+        )
     assert not total.requires_grad
     assert not nats.requires_grad
-    expected_total, expected = (t.detach() for t in _whole(x, weight, labels))
+    expected_total, expected, _ = (t.detach() for t in _whole(x, weight, labels))
     torch.testing.assert_close(total, expected_total)
     torch.testing.assert_close(nats, expected)
     assert is_top is not None
@@ -129,7 +139,7 @@ def test_without_gradients_only_counted_labels_get_logits():
 def test_without_gradients_logits_beyond_float16_are_right():
     x, weight = torch.full((1, 1), 300.0, dtype=torch.float16), torch.tensor([[-300.0]] * 3 + [[1.0]]).half()
     with torch.no_grad():
-        _, nats, is_top = linear_cross_entropy(x, weight, torch.tensor([3]), logits_bytes=6)
+        _, nats, is_top, _ = linear_cross_entropy(x, weight, torch.tensor([3]), logits_bytes=6)
     assert (nats.tolist(), is_top.tolist() if is_top is not None else None) == ([0.0], [True])
 
 

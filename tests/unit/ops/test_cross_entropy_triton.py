@@ -33,22 +33,24 @@ def drawn(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tenso
     return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE)
 
 
-def run(x: Tensor, weight: Tensor, labels: Tensor, shard: loss.VocabularyShard | None = None) -> tuple[Tensor, ...]:
+def run(
+    x: Tensor, weight: Tensor, labels: Tensor, shard: loss.VocabularyShard | None = None, z_loss: float = 0.1
+) -> tuple[Tensor, ...]:
     """Sum, nats and gradients, in tiles of five tokens or so."""
     x, weight = (t.detach().requires_grad_() for t in (x, weight))
-    total, nats, _ = loss.linear_cross_entropy(x, weight, labels, shard=shard, logits_bytes=5 * V * 4)
+    total, nats, *_ = loss.linear_cross_entropy(x, weight, labels, shard=shard, logits_bytes=5 * V * 4, z_loss=z_loss)
     return total.detach(), nats, *torch.autograd.grad(total / 3, (x, weight))
 
 
-@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize(("scale", "z_loss"), [(1.0, 0.1), (100.0, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_is_as_accurate_as_pytorch(backend, dtype: torch.dtype, scale: float):
+def test_the_kernel_is_as_accurate_as_pytorch(backend, dtype: torch.dtype, scale: float, z_loss: float):
     inputs = drawn(dtype, scale)
     results = []
     for kernels in (True, False):
         backend(kernels)
-        results.append(run(*inputs))
-    truth = run(inputs[0].double(), inputs[1].double(), inputs[2])
+        results.append(run(*inputs, z_loss=z_loss))
+    truth = run(inputs[0].double(), inputs[1].double(), inputs[2], z_loss=z_loss)
     for ours, theirs, exact in zip(*results, truth, strict=True):
         assert ours.dtype == theirs.dtype
         assert_as_accurate(ours, theirs, exact)
@@ -59,7 +61,7 @@ def test_scores_are_those_of_pytorch(backend):
     labels[5] = linear(x, weight)[5].argmax()
     with torch.no_grad():
         backend(False)
-        total, nats, is_top = loss.linear_cross_entropy(x, weight, labels)
+        total, nats, is_top, _ = loss.linear_cross_entropy(x, weight, labels)
         backend(True)
         ours = loss.linear_cross_entropy(x, weight, labels, logits_bytes=5 * V * 4)
         backend(False)

@@ -106,7 +106,9 @@ def test_slot_memory_conforms(settings: dict[str, Any]):
     assert report.with_result("not offered") == [RANKS, WINDOW]
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 5}, {"window": 1, "rope_theta": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"window": 5, "kv_heads": 1, "qk_norm": True}, {"window": 1, "rope_theta": 0.0}], ids=str
+)
 def test_softmax_attention_conforms_but_a_nan_reaches_earlier_tokens(settings: dict[str, Any]):
     report = layer_report("A", **settings)
     # Masked weights are 0, and 0 · NaN is NaN.

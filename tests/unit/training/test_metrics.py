@@ -34,11 +34,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FOLDER.mkdir(parents=True)
 
 
-def config() -> PretrainConfig:
+def config(**train: Any) -> PretrainConfig:
     settings = {
         "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
         "data": {"folder": "shards"},
-        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8},
+        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8, **train},
         "run": {"name": "r"},
     }
     return validate(PretrainConfig, settings, "test")
@@ -57,6 +57,15 @@ def evaluation_row(step: int) -> dict[str, Any]:
     return {"step": step, "protocol": "lambada_openai@lm-eval", "headline": "accuracy", **figures}
 
 
+def test_z_loss_is_logged_apart_from_the_loss(capsys: pytest.CaptureFixture[str]):
+    metrics = Metrics(config(z_loss=1e-4), None, 1, CPU)
+    metrics.step(5, 2.0, 5e-4, 0.25, 0.0123)
+    metrics.close()
+    [row] = rows("metrics")
+    assert (row["loss"], row["z_loss"]) == (2.0, 0.0123)
+    assert "  loss 2.0000  z-loss 1.23e-02  lr " in capsys.readouterr().out
+
+
 def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[str]):
     metrics = Metrics(config(), None, 2, CPU)
     metrics.step(1, 3.0, 1e-3, 0.5)
@@ -66,6 +75,7 @@ def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[st
     assert {name: row[name] for name in ("step", "loss", "lr", "grad_norm", "tokens", "mfu")} == {
         "step": 5, "loss": 2.0, "lr": 5e-4, "grad_norm": 0.25, "tokens": 5 * 32, "mfu": None,
     }  # fmt: skip
+    assert "z_loss" not in row
     assert row["tokens_per_second"] == 2 * row["tokens_per_second_device"]
     flops = flops_per_token(config().model, 8).total
     assert row["tflops_device"] == pytest.approx(row["tokens_per_second_device"] * flops / 1e12)

@@ -261,7 +261,7 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
 def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):
     text = (CHECKOUT / "docs/plan.md").read_text()
     found = re.findall(r"```bash\ntost plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
-    assert len(found) == 6
+    assert len(found) == 8
     for path, words, table in found:
         main(Path(path), planned(CHECKOUT / path, *words.split()))
         assert capsys.readouterr().out == table

@@ -8,6 +8,7 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.data.config import DataPrepConfig
+from tost_lm.model.flops import parameters
 from tost_lm.optim.schedule import learning_rate
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan import memory_problem
@@ -84,6 +85,17 @@ def test_the_recommended_recipe_trains_on_as_many_tokens_and_up_to_64_nodes():
     for size in ("medium", "large"):
         words = [f"model.preset=hybrid-{size}", "train.micro_batch_size=4", "run.name=larger"]
         assert memory_problem(load_config(PlanConfig, path, words)) is None
+
+
+@pytest.mark.parametrize(("size", "nodes"), [("1b", 16), ("3b", 32)])
+@pytest.mark.parametrize("kind", ["slots", "hybrid"])
+def test_larger_recipes_have_20_tokens_for_each_parameter_and_shared_batches(kind: str, size: str, nodes: int):
+    config = load_config(PretrainConfig, CONFIGS / f"pretrain/{kind}_{size}.toml")
+    assert config.model.preset == f"{kind}-{size}"
+    assert config.model.position_limit is None
+    assert config.train.steps * config.batch_tokens / parameters(config.model).total == pytest.approx(20, rel=0.02)
+    for number in (1, 2, 4, 8, nodes // 2, nodes):
+        assert config.accumulation(8 * number)
 
 
 def recipe(name: str) -> Path:

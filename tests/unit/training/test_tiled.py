@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from other_forms import OTHER_FORMS
 
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
@@ -77,7 +78,7 @@ def test_windows_reach_into_earlier_tiles(window, tile_tokens):
 
 @pytest.mark.parametrize("settings", [
     {"positions": "sinusoidal", "denom_bias": "head"}, {"positions": "none", "denom_bias": "none", "bias": True},
-    {"membership": "uniform"},
+    {"membership": "uniform"}, {"pattern": "TA", "window": 3, **OTHER_FORMS, "heads": 4},
 ])  # fmt: skip
 def test_other_models(settings):
     assert_as_whole(build(**settings), 5)

@@ -15,7 +15,8 @@ class TostConfig(PreTrainedConfig):
     """The fields of `ModelConfig` under their own names, and the library's fields.
 
     `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `max_position_embeddings` are aliases of `width`,
-    `layers`, `heads` and `max_positions`. Defaults are those of `ModelConfig`, at the size of tost-base.
+    `layers`, `heads` and `max_positions`, and `tie_word_embeddings` equals `tied_head`. Defaults are those of
+    `ModelConfig`, at the size of tost-base.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -45,9 +46,13 @@ class TostConfig(PreTrainedConfig):
         tree = {name: named.pop(name) for name in ModelConfig.model_fields if name in named}
         if not tree.get("preset"):
             tree = PRESETS["tost-base"] | tree
-        super().__post_init__(**named, **validate(ModelConfig, tree, "TostConfig").model_dump(mode="json"))
         if not self.tie_word_embeddings:
-            raise ConfigError("tie_word_embeddings = False: the head of a tost model is always tied; leave it out")
+            tree.setdefault("tied_head", False)
+        model = validate(ModelConfig, tree, "TostConfig")
+        super().__post_init__(**named, **model.model_dump(mode="json"))
+        if model.tied_head and not self.tie_word_embeddings:
+            raise ConfigError("tie_word_embeddings = False contradicts tied_head = True; leave one of them out")
+        self.tie_word_embeddings = model.tied_head
 
     @classmethod
     def of(cls, model: ModelConfig, **others: Any) -> "TostConfig":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -31,7 +31,7 @@ from tost_lm.model.checkpoint import (
     flush_and_hash,
     read_model_config,
 )
-from tost_lm.model.lm import INITIAL_STD, TiedHead, TostLM
+from tost_lm.model.lm import INITIAL_STD, Head, TostLM
 from tost_lm.model.output import LMState
 from tost_lm.model.slots import SlotMixer
 from tost_lm.model.streaming import to_running_dtype
@@ -39,15 +39,15 @@ from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 
-class HiddenStates(TiedHead):
+class HiddenStates(Head):
     """Returns hidden states in place of logits, so that the caller computes logits of some columns only."""
 
-    def logits(self, x_BTC: Tensor, weight_VC: Tensor, tokens: int) -> Tensor:
+    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
         return x_BTC
 
 
 class TostForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `TostLM` as `model`, whose head returns hidden states, and the tied embedding as `lm_head`."""
+    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`."""
 
     config: TostConfig
     base_model_prefix = "model"
@@ -63,9 +63,25 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = False
         model_config = config.to_model()
         self.model = TostLM(model_config)
-        self.model.head = HiddenStates()
-        self.lm_head = nn.Linear(model_config.width, model_config.vocab_size, bias=False)
+        self.model.head = HiddenStates(model_config)
+        if model_config.tied_head:
+            self.lm_head = nn.Linear(model_config.width, model_config.vocab_size, bias=False)
         self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head as the library has it."""
+        weight_VC = self.model.head.weight
+        if weight_VC is None:
+            return self.lm_head
+        head = nn.Linear(*reversed(weight_VC.shape), bias=False, device="meta")
+        head.weight = weight_VC
+        return head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        if self.model.head.weight is None:
+            self.lm_head = new_embeddings
+        else:
+            self.model.head.weight = new_embeddings.weight
 
     @can_return_tuple
     def forward(
@@ -118,7 +134,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         logits_BKV = None
         if labels is None or not self.training:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits_BKV = self.lm_head(x_BTC[:, kept])
+            x_BKC, head = x_BTC[:, kept], self.model.head
+            logits_BKV = self.lm_head(x_BKC) if head.weight is None else linear(x_BKC, head.weight)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, past_key_values=cache)
 
     def _read(
@@ -190,7 +207,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The same distributions as in `TostLM`."""
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding | Head) and module.weight is not None:
             named = self.model.named_modules()
             ends_branch = any(module is other for name, other in named if name.endswith(".out_proj"))
             std = INITIAL_STD / math.sqrt(2 * self.model.config.layers) if ends_branch else INITIAL_STD

@@ -114,6 +114,7 @@ def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *
     D = value_MHD.shape[-1]
     S_, D_ = triton.next_power_of_2(S), min(CHANNELS, triton.next_power_of_2(D))
     arguments = (layout.start_K, layout.end_K, write_MHS, value_MHD, *tensors)
+    # One warp: where a kernel stores over what it has loaded, no thread is late.
     with torch.cuda.device_of(value_MHD):
         kernel[(len(layout.start_K) * H,)](
             *(None if x is None else x.contiguous() for x in arguments),

@@ -1,0 +1,127 @@
+"""Forms of norm, MLP, head and softmax attention against plain formulas, in float64, with every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from other_forms import OTHER_FORMS
+from torch import Tensor
+
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.testing import assert_close
+
+LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7
+FORMS: dict[str, dict[str, Any]] = {
+    "rms": {"norm": "rms", "bias": True},
+    "swiglu": {"mlp": "swiglu", "bias": True},
+    "untied head": {"tied_head": False},
+    "grouped queries": {"kv_heads": 2},
+    "norms of queries and keys": {"qk_norm": True},
+    "all": {**OTHER_FORMS, "bias": True, "window": 3},
+    "one key": {"kv_heads": 1, "bias": True, "window": T},
+}
+all_forms = pytest.mark.parametrize("form", FORMS)
+
+
+def config_of(form: str) -> ModelConfig:
+    shape = {"layers": LAYERS, "heads": HEADS, "width": WIDTH, "vocab_size": VOCAB, "positions": "none"}
+    return validate(ModelConfig, {"pattern": "A", "layer_scale": 1.0, "bias": False, **shape, **FORMS[form]}, "test")
+
+
+def drawn_model(form: str) -> TostLM:
+    """Every parameter shows in the logits."""
+    torch.manual_seed(0)
+    model = TostLM(config_of(form)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter.dim() == 1) + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def by_formula(p: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
+    """The logits of a model of A layers from its named weights."""
+    x = p["embedding.weight"][tokens]
+    for i in range(LAYERS):
+        q = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items() if name.startswith(f"blocks.{i}.")}
+        y = attention(q, config, normed(q, "mixer_norm", config, x))
+        x = x + q["mixer_scale.gamma"] * linear(q, "mixer.out_proj", y)
+        h = linear(q, "mlp.in_proj", normed(q, "mlp_norm", config, x))
+        if config.mlp == "swiglu":
+            gate, up = h[..., :256], h[..., 256:]
+            h = gate / (1 + torch.exp(-gate)) * up
+        else:
+            h = 0.5 * h * (1 + torch.erf(h / 2**0.5))
+        x = x + q["mlp_scale.gamma"] * linear(q, "mlp.out_proj", h)
+    return normed(p, "norm", config, x) @ p["embedding.weight" if config.tied_head else "head.weight"].T
+
+
+def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
+
+
+def normed(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
+    if config.norm == "rms":
+        return scaled(p, name, x)
+    return scaled(p, name, x - x.mean(-1, keepdim=True)) + p.get(f"{name}.bias", 0)
+
+
+def scaled(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+
+
+def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
+    D = WIDTH // HEADS
+    heads_of_keys = config.kv_heads or HEADS
+    q, k, v = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split([HEADS, heads_of_keys, heads_of_keys], -2)
+    heads = []
+    for h in range(HEADS):
+        g = h * heads_of_keys // HEADS
+        q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
+        if config.qk_norm:
+            q_h, k_h = (scaled(p, f"mixer.{name}", x) for name, x in (("q_norm", q_h), ("k_norm", k_h)))
+        scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
+        ones = torch.ones(T, T, dtype=torch.bool)
+        seen = ones.tril() & ones.triu(1 - (config.window or T))
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_h)
+    return torch.cat(heads, -1)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Channel d and d + D/2 of position t are a complex number that is turned by t / 10000^(2d/D)."""
+    D = x.shape[-1]
+    angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(D // 2).double() / (D // 2))
+    turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+@all_forms
+def test_logits_and_every_gradient_equal_the_formulas(form: str):
+    model, config = drawn_model(form), config_of(form)
+    tokens = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
+    copies = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    ours, theirs = model(tokens).logits, by_formula(copies, config, tokens)
+    assert_close(ours, theirs, 1e-12, "logits")
+    pull = torch.randn_like(theirs)
+    gradients = torch.autograd.grad(ours, [*model.parameters()], pull)
+    for name, mine, expected in zip(
+        copies, gradients, torch.autograd.grad(theirs, [*copies.values()], pull), strict=True
+    ):
+        assert_close(mine, expected, 1e-11, name)
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(16, 256), (96, 256), (97, 512), (768, 2048), (2048, 5632)])
+def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
+    config = ModelConfig(layers=1, heads=1, width=width, rope_theta=0, mlp="swiglu")
+    assert config.mlp_width == hidden
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(ConfigError, match=r"model\.heads 4 is not a multiple of model\.kv_heads 3; change one of them"):
+        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "kv_heads": 3}, "test")
+    three = validate(ModelConfig, {"layers": 1, "heads": 3, "width": 12, "mlp": "swiglu"}, "test")
+    assert obstacle_to_tensor_ranks(three, 3) == (
+        "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"
+    )
