@@ -99,24 +99,27 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (copy / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
+    solutions = {"goal": "some words", "sol1": "of a text", "sol2": "a long word", "label": 1}
+    (copy / "piqa.jsonl").write_text(json.dumps(solutions) + "\n" + json.dumps(solutions | {"label": 0}) + "\n")
     test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "lambada_openai@tost"]
+    test_sets.append("piqa@lm-eval")
     names = [*test_sets, "heldout@bpb"]
     words = [
         f"zero_shot.protocols={json.dumps(names)}", "sets.wikitext2=wiki.test.raw",
-        "sets.lambada_openai=lambada.jsonl",
+        "sets.lambada_openai=lambada.jsonl", "sets.piqa=piqa.jsonl",
     ]  # fmt: skip
     output = run("eval.zero_shot", "runs/tiny", *words, cwd=copy)
-    assert output.count("wrote ") == 4
+    assert output.count("wrote ") == 5
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
         assert re.search(rf"{name}: .*, not the published file \(SHA-256 [0-9a-f]{{64}}\)\n", output)
-    assert (copy / "runs/tiny/eval/results.md").read_text().count("| not the published file |") == 4
+    assert (copy / "runs/tiny/eval/results.md").read_text().count("| not the published file |") == 5
     homes = [copy / "runs/tiny" / "eval" / name for name in test_sets]
-    assert [results(home, ".")["published_file"] for home in homes] == [False] * 4
+    assert [results(home, ".")["published_file"] for home in homes] == [False] * 5
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
-    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3]
+    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3, 2]
     assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
-    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 5
+    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
     for home in homes:
         shutil.rmtree(home)
     run("eval.zero_shot", "runs/tiny", *words, "parallel.sequence=2", "zero_shot.batch_tokens=100", cwd=copy, ranks=2)

@@ -46,6 +46,10 @@ def _json_lines(rows: Rows) -> Iterator[str]:
     return (json.dumps({"text": row["text"]}) + "\n" for row in rows)
 
 
+def _whole_rows(rows: Rows) -> Iterator[str]:
+    return (json.dumps(row) + "\n" for row in rows)
+
+
 def _lines_of_ptb(rows: Rows) -> Iterator[str]:
     return (f" {row['sentence'].strip()} \n" for row in rows)
 
@@ -70,6 +74,10 @@ HUB_SETS = {
     "ptb": HubSet("ptb-text-only/ptb_text_only", None, "test", CONVERTED, "ptb.test.txt", _lines_of_ptb),
     "cbt_cn": HubSet("cam-cst/cbt", "CN", "validation", None, "cbtest_CN_valid_2000ex.txt", _stories_of_cbt),
     "cbt_ne": HubSet("cam-cst/cbt", "NE", "validation", None, "cbtest_NE_valid_2000ex.txt", _stories_of_cbt),
+    "hellaswag": HubSet("Rowan/hellaswag", None, "validation", None, "hellaswag_val.jsonl", _whole_rows),
+    "arc_easy": HubSet("allenai/ai2_arc", "ARC-Easy", "test", None, "arc_easy_test.jsonl", _whole_rows),
+    "arc_challenge": HubSet("allenai/ai2_arc", "ARC-Challenge", "test", None, "arc_challenge_test.jsonl", _whole_rows),
+    "piqa": HubSet("baber/piqa", None, "validation", None, "piqa_validation.jsonl", _whole_rows),
 }
 
 PUBLISHED_SHA256 = {
@@ -81,6 +89,9 @@ PUBLISHED_SHA256 = {
 
 PUBLISHED_BYTES = {"owt": 2 * 4_434_897, "enwik8": 100_000_000, "text8": 100_000_000}
 """Sizes of published files whose hash is not known."""
+
+PUBLISHED_LINES = {"hellaswag": 10_042, "arc_easy": 2_376, "arc_challenge": 1_172, "piqa": 1_838}
+"""Numbers of lines of published files whose hash is not known."""
 
 
 def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -> SetFile:
@@ -95,15 +106,18 @@ def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -
     """
     path: Path | None = getattr(given, data_set)
     if path is not None and not path.is_file():
-        raise DataError(f"{section}.{data_set} {path}: no such file; give {_expected(data_set)}")
+        raise DataError(f"{section}.{data_set} {path}: no such file; give {describe_file(data_set)}")
     path = path or _download(data_set, section)
     data = unpacked(path)
     sha256 = sha256_bytes(data)
     others = [name for name, published in PUBLISHED_SHA256.items() if published == sha256]
     if others and data_set not in others:
-        raise DataError(f"{section}.{data_set} {path}: the published file of {others[0]}; give {_expected(data_set)}")
-    known, size = PUBLISHED_SHA256.get(data_set), PUBLISHED_BYTES.get(data_set, len(data))
-    is_published = sha256 == known if known else None if len(data) == size else False
+        raise DataError(
+            f"{section}.{data_set} {path}: the published file of {others[0]}; give {describe_file(data_set)}"
+        )
+    known, size, lines = PUBLISHED_SHA256.get(data_set), len(data), data.rstrip().count(b"\n") + 1
+    same_size = (PUBLISHED_BYTES.get(data_set, size), PUBLISHED_LINES.get(data_set, lines)) == (size, lines)
+    is_published = sha256 == known if known else None if same_size else False
     return SetFile(path, sha256, is_published)
 
 
@@ -121,14 +135,15 @@ def unpacked(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {problem}; download it again") from None
 
 
-def _expected(data_set: str) -> str:
+def describe_file(data_set: str) -> str:
+    """The file of a test set in words, for error messages that ask for it."""
     return str(DataSetsConfig.model_fields[data_set].description).rstrip(".").partition(";")[0]
 
 
 def _download(data_set: str, section: str) -> Path:
     """The file made from a test set's rows on the hub, now or earlier. Raises ConfigError, which asks for a file."""
     setting, hub = f"{section}.{data_set}", HUB_SETS.get(data_set)
-    fix = f"give {setting}=FILE ({_expected(data_set)})"
+    fix = f"give {setting}=FILE ({describe_file(data_set)})"
     if hub is None:
         raise ConfigError(f"{setting}: not set, and the hub does not have this test set; {fix}")
     if (DOWNLOADS / hub.file).is_file():

@@ -1,16 +1,22 @@
 """The texts of the examples of test sets, in their published formats."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
-from tost_lm.evaluation.protocols.cbt import questions
+from tost_lm.evaluation.protocols import cbt, multiple_choice
 from tost_lm.evaluation.protocols.lambada import passages
 from tost_lm.evaluation.protocols.ptb import read_lines
 from tost_lm.evaluation.protocols.wikitext import pages
 
 
 def _filled_questions(path: Path) -> list[str]:
-    return [question.filled(question.answer) for question in questions(path)]
+    return [question.filled(question.answer) for question in cbt.questions(path)]
+
+
+def _answered_questions(data_set: str, path: Path) -> list[str]:
+    found = [question for _, question in multiple_choice.questions(path, data_set)]
+    return [f"{question.context} {question.choices[question.right]}" for question in found]
 
 
 READERS: dict[str, Callable[[Path], Iterable[str]]] = {
@@ -21,5 +27,6 @@ READERS: dict[str, Callable[[Path], Iterable[str]]] = {
     "ptb": read_lines,
     "cbt_cn": _filled_questions,
     "cbt_ne": _filled_questions,
+    **{name: partial(_answered_questions, name) for name in multiple_choice.ROWS},
 }
 """Reads the file of a test set. Raises DataError for another format."""

@@ -34,6 +34,7 @@ TOST_NATS = {
 HUGGING_FACE = "Hugging Face's guide to perplexity"
 MEASURED_GPT2 = "GPT-2's released weights"
 NANOGPT = "nanoGPT, GPT-2's released weights"
+HARNESS_IN_LLM_C = "lm-evaluation-harness, cited in llm.c (dev/data/hellaswag.py)"
 
 PUBLISHED = [
     Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2),
@@ -49,6 +50,10 @@ PUBLISHED = [
     Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("hellaswag@lm-eval", "GPT-2 124M", "normalized_accuracy", 0.3114, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 124M", "accuracy", 0.2892, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 1558M", "normalized_accuracy", 0.5089, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 1558M", "accuracy", 0.4004, HARNESS_IN_LLM_C),
     Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
     Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),

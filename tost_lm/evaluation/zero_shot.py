@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import ConfigError
+from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.data_sets import SetFile, describe_published
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.likelihood import Likelihoods, continue_greedily, score_requests
@@ -32,6 +34,7 @@ def score_protocol(
         window_tokens: tokens that the model reads at once; None: model.max_positions.
 
     Raises:
+        CheckpointError: a score is not finite.
         ConfigError: the window is longer than the model's positions.
         DataError: the file does not have the protocol's format.
     """
@@ -52,6 +55,10 @@ def score_protocol(
         rows = generate_rows(ranks, model, tokenizer, protocol, examples, batch_tokens)
     else:
         rows = score_rows(ranks, model, protocol, examples, batch_tokens)
+    if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
+        raise CheckpointError(
+            f"{subject.checkpoint}: its scores are not finite (NaN or infinite); use an earlier checkpoint"
+        )
     if ranks.rank > 0:
         return
     totals = protocol.totals(rows)

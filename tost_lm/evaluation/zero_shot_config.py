@@ -46,6 +46,14 @@ class DataSetsConfig(Section):
     """Common nouns of the Children's Book Test, cbtest_CN_valid_2000ex.txt."""
     cbt_ne: Path | None = None
     """Named entities of the Children's Book Test, cbtest_NE_valid_2000ex.txt."""
+    hellaswag: Path | None = None
+    """HellaSwag's validation set, hellaswag_val.jsonl: 10,042 JSON lines with activity_label, ctx_a, ctx_b, endings and label."""
+    arc_easy: Path | None = None
+    """ARC-Easy's test set from the hub: 2,376 JSON lines with question, choices {"text": […], "label": […]} and answerKey."""
+    arc_challenge: Path | None = None
+    """ARC-Challenge's test set from the hub: 1,172 JSON lines with question, choices {"text": […], "label": […]} and answerKey."""
+    piqa: Path | None = None
+    """PIQA's validation set from the hub: 1,838 JSON lines with goal, sol1, sol2 and label."""
     owt: Path | None = None
     """val.bin of OpenWebText from nanoGPT's preparation script: 4,434,897 ids of GPT-2's tokenizer, 16 bits each."""
     enwik8: Path | None = None

@@ -26,6 +26,14 @@ CBT = (
 )
 FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
 FILES |= {"ptb": PTB, "cbt_cn": CBT}
+FILES |= {
+    name: json.dumps(row) + "\n"
+    for name, row in {
+        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
+        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
+        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
+    }.items()
+}
 
 GOLDEN: dict[str, dict[str, float]] = {
     "wikitext2@hf-stride10": {"tost": 706.8375066548083, "gpt2": 855.6584617734095},
@@ -34,6 +42,9 @@ GOLDEN: dict[str, dict[str, float]] = {
     "lambada_openai@last-token": {"tost": 15.400909279337526, "gpt2": 12.257777973924416},
     "ptb@megatron": {"tost": 214.65482683470748, "gpt2": 278.5288944074743},
     "cbt_cn@gpt2": {"tost": 483.45483932016793, "gpt2": 614.1089341295586},
+    "hellaswag@lm-eval": {"tost": 51.06285904218851, "gpt2": 55.88241107866722},
+    "arc_challenge@lm-eval": {"tost": 34.25671891138355, "gpt2": 42.29896598920574},
+    "piqa@lm-eval": {"tost": 34.21835085658279, "gpt2": 37.316839447000305},
 }
 """Summed nats of all rows."""
 

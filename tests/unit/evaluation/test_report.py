@@ -375,6 +375,7 @@ def test_each_test_set_has_a_row(run_folder):
     totals = {
         "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
         "wikitext2@lm-eval": {"examples": 62, "word_perplexity": 37.37},
+        "hellaswag@lm-eval": {"examples": 10042, "normalized_accuracy": 0.3114, "chance": 0.25},
     }
     for protocol, model in totals.items():
         headline = list(model)[1]
@@ -383,6 +384,7 @@ def test_each_test_set_has_a_row(run_folder):
     text = " ".join(text_of(run_folder).text.split())
     assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
     assert "wikitext2@lm-eval word perplexity 37.37 62 not the published file step_" in text
+    assert "hellaswag@lm-eval normalized accuracy 31.14% (chance 25.00%) 10,042 not the published file step_" in text
 
 
 def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):

@@ -104,6 +104,16 @@ def test_each_published_measure_is_listed_after_ours(tmp_path: Path):
     assert text.index("| accuracy | 32.56% |") < text.index("| word perplexity | 41.00 |") < text.index("| 40.06 |")
 
 
+def test_normalized_accuracy_is_a_percentage(tmp_path: Path):
+    figures = {"normalized_accuracy": 0.3, "normalized_accuracy_standard_error": 0.0046, "accuracy": 0.28}
+    home = put(
+        tmp_path / "a", "hellaswag@lm-eval", headline="normalized_accuracy", figures=figures, published_file=None
+    )
+    text = side_by_side([home])
+    assert "| normalized accuracy | 30.00% ± 0.46% | step\\_00000010 | yes |" in text
+    assert "| GPT-2 124M | accuracy | 28.92% | lm-evaluation-harness, cited in llm.c" in text
+
+
 def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(Path("runs/openai-community--gpt2"))

@@ -7,15 +7,13 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.api.model import CachingLM
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from local_tasks import run_local_task
 
 import tost_lm
 from tost_lm.data.tokenizers import Tokenizer
@@ -248,25 +246,7 @@ def native(folder: Path, protocol_name: str, path: Path, tokenizer: Tokenizer) -
 
 def harness(folder: Path, protocol_name: str, documents: list[dict], place: Path) -> dict:
     """Results of the harness's own task on our documents."""
-    place.mkdir()
-    (place / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    tasks = Path(lm_eval.tasks.__file__).parent
-    (place / "task.yaml").write_text(
-        f"include: {tasks / TASKS[protocol_name]}\ntask: local\ndataset_path: json\ndataset_name: null\n"
-        f"training_split: null\nvalidation_split: null\n"
-        f"dataset_kwargs:\n  data_files:\n    test: {place}/documents.jsonl\n  cache_dir: {place}/cache\n"
-    )
-    manager = TaskManager(include_path=str(place), include_defaults=False)
-    found: Any = simple_evaluate(
-        model="tost_lm",
-        model_args=f"pretrained={folder}",
-        tasks=["local"],
-        task_manager=manager,
-        bootstrap_iters=0,
-        batch_size="auto",
-    )
-    assert found["config"]["checkpoint"] == "export"
-    return found["results"]["local"]
+    return run_local_task(folder, TASKS[protocol_name], documents, place)[0]
 
 
 def check_parity(folder: Path, tokenizer: Tokenizer, lambada: str, wiki: str, place: Path) -> float:
@@ -278,6 +258,7 @@ def check_parity(folder: Path, tokenizer: Tokenizer, lambada: str, wiki: str, pl
         folder, "lambada_openai@lm-eval", [{"text": text} for text in passages(place / "lambada.jsonl")], place / "1"
     )
     assert theirs["acc,none"] == pytest.approx(ours["accuracy"], rel=FLOAT32_REORDERED)
+    assert theirs["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"], rel=FLOAT32_REORDERED)
     assert math.log(theirs["perplexity,none"]) == pytest.approx(ours["nats_per_word"], rel=FLOAT32_REORDERED)
     accuracy = ours["accuracy"]
     ours = native(folder, "wikitext2@lm-eval", place / "wiki.raw", tokenizer)

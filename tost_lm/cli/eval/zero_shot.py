@@ -9,6 +9,8 @@
     wikitext2@lm-eval, wikitext103@lm-eval         perplexity per word of each page, detokenized
     lambada_openai@lm-eval, lambada_standard@lm-eval, lambada_openai@last-token    accuracy of the last word or token
     cbt_cn@gpt2, cbt_ne@gpt2                       accuracy of the missing word among ten
+    hellaswag@lm-eval, arc_easy@lm-eval, arc_challenge@lm-eval, piqa@lm-eval       accuracy of multiple choice, also
+                                                   normalized by the length of the choices
     ptb@megatron                                   perplexity per word, detokenized
     owt@nanogpt                                    nats per token of nanoGPT's val.bin
     enwik8@bpb, text8@bpc                          bits per byte of the last 5,000,000

@@ -8,6 +8,7 @@ from tost_lm.evaluation.protocols.cbt import MissingWord
 from tost_lm.evaluation.protocols.characters import LastBytes
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2_tokenizer
 from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
+from tost_lm.evaluation.protocols.multiple_choice import MultipleChoice
 from tost_lm.evaluation.protocols.openwebtext import OpenWebText, read_ids
 from tost_lm.evaluation.protocols.ptb import PennTreebank, read_lines
 from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
@@ -22,6 +23,10 @@ _PROTOCOLS: list[Protocol] = [
     LastWord("lambada_standard"),
     MissingWord("cbt_cn"),
     MissingWord("cbt_ne"),
+    MultipleChoice("hellaswag", headline="normalized_accuracy"),
+    MultipleChoice("arc_easy"),
+    MultipleChoice("arc_challenge", headline="normalized_accuracy"),
+    MultipleChoice("piqa"),
     PennTreebank(),
     LastBytes("enwik8@bpb"),
     LastBytes("text8@bpc"),

@@ -1,8 +1,9 @@
 """Interface of a zero-shot protocol: it reads a file in its published format as examples, and sums up their scores."""
 
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,17 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x}); give the published file"
         ) from None
+
+
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[str, Any]]:
+    """The place, for error messages, and the value of each line. Raises DataError; `expected` describes the file."""
+    text = read_text(path)
+    lines = text.removesuffix("\n").split("\n")  # not splitlines: JSON strings may contain other line ends
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield f"{path}, line {number}", json.loads(line)
+        except ValueError:
+            raise wrong_format(path, text, expected, number) from None
 
 
 def wrong_format(path: Path, text: str, expected: str, line: int = 1) -> DataError:

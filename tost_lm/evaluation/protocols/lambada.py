@@ -1,6 +1,5 @@
 """LAMBADA: the last word of a passage, which its last sentence alone does not determine (arXiv 1606.06031)."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.likelihood import Likelihoods
-from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_text, to_array, wrong_format
+from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_json_lines, to_array
 from tost_lm.evaluation.protocols.perplexity import with_error
 from tost_lm.evaluation.scoring import bootstrap_error
 from tost_lm.evaluation.windows import left_truncated
@@ -79,26 +78,20 @@ class LastToken(LastWord):
         }
 
 
-def accuracy_of(rows: Sequence[Row]) -> Row:
-    """The number of examples, and the fraction of those whose `right` is true."""
-    right = to_array(rows, "right")
-    error = bootstrap_error(right, np.ones(len(rows)))
-    return {"examples": len(rows), "accuracy": float(right.mean()), "accuracy_standard_error": error}
+def accuracy_of(rows: Sequence[Row], measure: str = "") -> Row:
+    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error."""
+    right = to_array(rows, f"{measure}right")
+    error = right.std() / max(1, len(rows) - 1) ** 0.5
+    name = f"{measure}accuracy"
+    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": float(error)}
 
 
 def passages(path: Path) -> list[str]:
     """The texts of a file of JSON lines {"text": …}. Raises DataError."""
-    texts, whole = [], read_text(path)
-    lines = whole.removesuffix("\n").split("\n")  # not splitlines: JSON strings may contain other line ends
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise wrong_format(path, whole, 'JSON lines {"text": …}', number) from None
+    texts = []
+    for place, row in read_json_lines(path, 'JSON lines {"text": …}'):
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str) or " " not in text.strip():
-            raise DataError(
-                f'{path}, line {number}: no passage of two or more words under "text"; give the published file'
-            )
+            raise DataError(f'{place}: no passage of two or more words under "text"; give the published file')
         texts.append(text)
     return texts

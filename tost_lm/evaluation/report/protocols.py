@@ -42,7 +42,7 @@ def zero_shot(run: EvaluatedModel) -> str:
     rows = []
     for name, results in run.named_protocols().items():
         headline, model = results["headline"], results["model"]
-        score = format_result(headline, model)
+        score = format_result(headline, model) + (f" (chance {model['chance']:.2%})" if "chance" in model else "")
         test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
         checkpoint = results["identity"]["checkpoint"]
         rows.append((name, headline.replace("_", " "), score, f"{model['examples']:,}", test_set, checkpoint))
@@ -50,7 +50,7 @@ def zero_shot(run: EvaluatedModel) -> str:
         return ""
     scores = table(("protocol", "metric", "score", "examples", "test set", "checkpoint"), rows)
     return (
-        f"## Zero-shot test sets\n\n{scores}\n\n± is the bootstrap standard error over examples. "
+        f"## Zero-shot test sets\n\n{scores}\n\n± is the standard error over examples. "
         "`eval/PROTOCOL/results.json` has the other metrics with their denominators, and `rows.jsonl` each example."
     )
 
