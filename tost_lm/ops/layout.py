@@ -5,7 +5,8 @@ A chunk never crosses a document. Shapes: M = B·T tokens, N documents (N = B un
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +37,11 @@ class Layout:
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1
+
+    @cached_property
+    def longest(self) -> int:
+        """Chunks of the longest document."""
+        return -(-max(end - start for start, end in pairwise(self.offsets)) // self.chunk_tokens)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from tost_lm.ops.phases import Scoring
 from tost_lm.ops.sequence_shard import LocalDocuments
 from tost_lm.ops.slots import memory
 from tost_lm.ops.slots import triton as slot_kernels
-from tost_lm.ops.triton import tiles
+from tost_lm.ops.triton import scan, tiles
 
 kernels = []
 run = JITFunction.run
@@ -92,6 +92,8 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     scoring = Scoring(membership, torch.zeros(H, dtype=dtype), bias_BHT, torch.zeros(N, dtype=torch.int64))
     before = sums_KHD, sums_KHD, sums_KH
     phases.energy(w, layout)
+    long = document_layout((0, (scan.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
+    scan.sums(torch.zeros(len(long.start_K), H, D), long)
     phases.memberships(w, layout, scoring, sums_KHD)
     phases.output(w, layout, pi_MH, sums_KHD, sums_KH)
     phases.output_backward(w, w, layout, pi_MH, sums_KHD, sums_KH)

@@ -17,9 +17,12 @@ from triton_cases import (
 )
 
 from tost_lm.ops import causal_tssa
+from tost_lm.ops.layout import document_layout
+from tost_lm.testing import assert_as_accurate
 
 pytest.importorskip("triton")
 from tost_lm.ops.triton import backward, forward, tiles
+from tost_lm.ops.triton.scan import sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -74,6 +77,24 @@ def test_a_nan_reaches_only_later_tokens_of_its_document():
 def test_extreme_temperatures(temp: float):
     call = draw_call(0, (32,), 3, 16, fresh=True)
     assert_is_the_formulas(replace(call, temp=torch.full_like(call.temp, temp)), DEVICE)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lengths", [(100, 28), (600, 1, 512)])
+def test_scans_of_several_steps_and_documents(lengths: tuple[int, ...], reverse: bool):
+    offsets = torch.tensor((0, *lengths)).cumsum(0)
+    layout = document_layout(tuple((offsets * 32).tolist()), 32, torch.device(DEVICE))
+    sum_K = torch.randn(len(layout.start_K), 3, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = sums(sum_K, layout, reverse)
+    for n, of_document_K in enumerate(sum_K.split(lengths)):
+        of_document_K = of_document_K.flip(0) if reverse else of_document_K
+        truth_K, plain_K = (of_document_K.to(dtype).cumsum(0) for dtype in (torch.float64, torch.float32))
+        chunk_K = found.chunk[offsets[n] : offsets[n + 1]]
+        chunk_K = chunk_K.flip(0) if reverse else chunk_K
+        assert not chunk_K[0].any()
+        assert_as_accurate(found.document[n], plain_K[-1], truth_K[-1])
+        if len(truth_K) > 1:
+            assert_as_accurate(chunk_K[1:], plain_K[:-1], truth_K[:-1])
 
 
 def test_no_bias_is_a_bias_of_zero():

@@ -3,7 +3,8 @@
 A program computes some heads of a chunk of 32 tokens. A thread holds four channels, in (b′) and (a′) two, and reads one
 token after another: sums over tokens are running sums in its registers. (b′) and (a′) also need sums from each token to
 the last. They go through steps of eight tokens from the end of the chunk, forward and then backward in each. Where all
-chunks are full, loads have no masks. No kernel is tuned or compiled for a length.
+chunks are full, loads have no masks. No kernel is tuned or compiled for a length, but the scan takes wider steps if a
+document has more than 128 chunks.
 
 The two phases with the softmax over heads run one program for all heads of a chunk. It loops over groups of heads
 twice and reads w from the cache the second time. With fewer than 1024 chunks this would leave a large GPU partly idle.

@@ -9,9 +9,8 @@ from torch import Tensor
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import Sums
 
-CHUNKS = 128
-"""Chunks in a step of the scan; a document of 1M tokens has 256 steps."""
-COLUMNS = 16
+NARROW, WIDE = (128, 16, 4), (512, 8, 8)
+"""Chunks and columns in a step of the scan, and warps. A document of 1M tokens has 64 wide steps, one after another."""
 
 
 def sums(sum_K: Tensor, layout: Layout, reverse: bool = False) -> Sums:
@@ -19,11 +18,13 @@ def sums(sum_K: Tensor, layout: Layout, reverse: bool = False) -> Sums:
     chunk = torch.empty_like(sum_K)
     document = sum_K.new_empty(layout.documents, *sum_K.shape[1:])
     columns = sum_K[0].numel()
-    blocks = triton.cdiv(columns, COLUMNS)
+    chunks_of_step, columns_of_step, warps = WIDE if layout.longest > NARROW[0] else NARROW
+    blocks = triton.cdiv(columns, columns_of_step)
     with torch.cuda.device_of(sum_K):
         scan_kernel[(layout.documents * blocks,)](
-            sum_K, chunk, document, layout.first_chunk_N1, columns, blocks, reverse, CHUNKS, COLUMNS, num_warps=4
-        )
+            sum_K, chunk, document, layout.first_chunk_N1, columns, blocks, reverse, chunks_of_step, columns_of_step,
+            num_warps=warps,
+        )  # fmt: skip
     return Sums(chunk, document)
 
 
