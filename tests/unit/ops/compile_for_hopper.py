@@ -107,6 +107,9 @@ def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
     local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
     y, _ = memory.slot_memory(read, write, value, torch.zeros(H), local=local)
     y.sum().backward()
+    # As sequence ranks do before their reads.
+    initial_nHSE = torch.zeros(len(ends), H, S, D + 1, dtype=torch.float64)
+    slot_kernels.final_state(write[0], value[0], initial_nHSE, torch.zeros(H), local.lengths).sum().backward()
 
 
 def call_loss(dtype: torch.dtype, V: int) -> None:
