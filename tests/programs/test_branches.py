@@ -134,6 +134,10 @@ def test_what_a_branch_may_not_change_is_named(place: Path):
             f"runs/trunk: is a run folder; name the checkpoint to branch from, such as {TRUNK}",
         ),
         (
+            ["train.branch_from=nowhere"],
+            "train.branch_from nowhere: no such folder; give the step folder to branch from",
+        ),
+        (
             ["train.initial_weights=x"],
             "train.branch_from and train.initial_weights exclude each other: set one of them",
         ),

@@ -39,6 +39,8 @@ def find_initial_weights(
     if path is None:
         return None
     what = f"train.{'branch_from' if branch else 'initial_weights'} {path}"
+    if branch and not path.is_dir():
+        raise ConfigError(f"{what}: no such folder; give the step folder to branch from")
     if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
     folder = find_checkpoint(path, warn)
