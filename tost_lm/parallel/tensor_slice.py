@@ -24,7 +24,7 @@ class TensorSlice:
     def gather(self, local: Tensor, axis: Axis) -> Tensor:
         """The whole tensor on every rank; a collective call."""
         ranks = [self._groups(of_rank) for of_rank in all_gather(local, axis)()]
-        return torch.cat([piece for group in zip(*ranks, strict=True) for piece in group], self.dim)
+        return torch.cat([x for group in zip(*ranks, strict=True) for x in group], self.dim)
 
     def _groups(self, tensor: Tensor) -> tuple[Tensor, ...]:
         unit = tensor.shape[self.dim] // sum(self.groups)

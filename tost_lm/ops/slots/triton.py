@@ -87,7 +87,7 @@ class _SlotMemory(torch.autograd.Function):
             d_read_MHS, share_MHS, d_mass_MHS = (torch.empty_like(read_MHS) for _ in range(3))
             d_before_KHSE = torch.empty_like(before_KHSE)
             _launch(
-                read_backward_kernel, ctx.layout, *inputs, read_MHS, before_KHSE, _turned(before_KHSE), dy_MHD,
+                read_backward_kernel, ctx.layout, *inputs, read_MHS, before_KHSE, _transposed(before_KHSE), dy_MHD,
                 share_MHS, d_read_MHS, d_mass_MHS, d_before_KHSE,
             )  # fmt: skip
         d_final_nHSE = d_final_nHSE.contiguous()  # empty_like keeps strides
@@ -98,13 +98,13 @@ class _SlotMemory(torch.autograd.Function):
         d_write_MHS, d_value_MHD = torch.empty_like(write_MHS), torch.empty_like(value_MHD)
         d_log_decay_KH = log_decay_H.new_empty(before_KHSE.shape[:2])
         _launch(
-            write_backward_kernel, ctx.layout, *inputs, before_KHSE, d_after_KHSE, _turned(d_after_KHSE), dy_MHD,
+            write_backward_kernel, ctx.layout, *inputs, before_KHSE, d_after_KHSE, _transposed(d_after_KHSE), dy_MHD,
             share_MHS, d_mass_MHS, d_write_MHS, d_value_MHD, d_log_decay_KH,
         )  # fmt: skip
         return d_read_MHS, d_write_MHS, d_value_MHD, d_initial_nHSE, d_log_decay_KH.sum(0), None
 
 
-def _turned(state_KHSE: Tensor) -> Tensor:
+def _transposed(state_KHSE: Tensor) -> Tensor:
     """With neighbouring slots in neighbouring places, and so in neighbouring threads."""
     return state_KHSE.mT.contiguous()
 
@@ -146,7 +146,7 @@ def sums_kernel(
     for i in range(0, tokens, STEP):
         for j in tl.static_range(STEP):
             write_S = load_token(write_TS, i, j, limit, s_S < S, H * S)
-            mass_S = faded(mass_S, rate, i + j, limit) + write_S
+            mass_S = decayed(mass_S, rate, i + j, limit) + write_S
     tl.store(sums_SE + s_S * (D + 1) + D, mass_S.to(sums_SE.dtype.element_ty), mask=s_S < S)
     for d in range(0, D, D_):
         d_D = d + tl.arange(0, D_)
@@ -156,7 +156,7 @@ def sums_kernel(
             for j in tl.static_range(STEP):
                 write_S = load_token(write_TS, i, j, limit, s_S < S, H * S)
                 value_D = load_token(value_TD, i, j, limit, d_D < D, H * D)
-                memory_SD = faded(memory_SD, rate, i + j, limit) + write_S[:, None] * value_D[None, :]
+                memory_SD = decayed(memory_SD, rate, i + j, limit) + write_S[:, None] * value_D[None, :]
         places_SD = s_S[:, None] * (D + 1) + d_D[None, :]
         real_SD = (s_S < S)[:, None] & (d_D < D)[None, :]
         tl.store(sums_SE + places_SD, memory_SD.to(sums_SE.dtype.element_ty), mask=real_SD)
@@ -193,7 +193,7 @@ def read_kernel(
     for i in range(0, tokens, STEP):
         for j in tl.static_range(STEP):
             read_S = load_token(read_MHS + places_TS, i, j, limit, s_S < S, H * S)
-            mass_S = faded(mass_S, rate) + load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
+            mass_S = decayed(mass_S, rate) + load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
             share_S = read_S * reciprocal(mass_S + MASS_FLOOR)
             store_token(share_MHS + places_TS, share_S, i, j, limit, s_S < S, H * S)
     tl.debug_barrier()  # all shares are stored before a thread loads them
@@ -207,7 +207,7 @@ def read_kernel(
                 write_S = load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 share_S = load_token(share_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 value_D = load_token(value_MHD + places_TD, i, j, limit, d_D < D, H * D)
-                memory_SD = faded(memory_SD, rate) + write_S[:, None] * value_D[None, :]
+                memory_SD = decayed(memory_SD, rate) + write_S[:, None] * value_D[None, :]
                 y_D = tl.sum(share_S[:, None] * memory_SD, axis=0)
                 store_token(y_MHD + places_TD, y_D, i, j, limit, d_D < D, H * D)
 
@@ -232,7 +232,7 @@ def read_backward_kernel(
     for i in range(0, tokens, STEP):
         for j in tl.static_range(STEP):
             read_S = load_token(read_MHS + places_TS, i, j, limit, s_S < S, H * S)
-            mass_S = faded(mass_S, rate) + load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
+            mass_S = decayed(mass_S, rate) + load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
             inverse_S = reciprocal(mass_S + MASS_FLOOR)
             store_token(share_MHS + places_TS, read_S * inverse_S, i, j, limit, s_S < S, H * S)
             store_token(d_read_MHS + places_TS, inverse_S, i, j, limit, s_S < S, H * S)
@@ -247,14 +247,14 @@ def read_backward_kernel(
                 write_S = load_token(write_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 value_D = load_token(value_MHD + places_TD, i, j, limit, d_D < D, H * D)
                 dy_D = load_token(dy_MHD + places_TD, i, j, limit, d_D < D, H * D)
-                memory_DS = faded(memory_DS, rate) + value_D[:, None] * write_S[None, :]
+                memory_DS = decayed(memory_DS, rate) + value_D[:, None] * write_S[None, :]
                 d_share_S = tl.sum(dy_D[:, None] * memory_DS, axis=0)
                 if d > 0:
                     d_share_S += load_token(d_mass_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 store_token(d_mass_MHS + places_TS, d_share_S, i, j, limit, s_S < S, H * S)
         tl.debug_barrier()  # all is stored before a thread loads it, here and above
 
-    d_before_S, fade = tl.zeros((S_,), tl.float32), 1 + rate
+    d_before_S, decay = tl.zeros((S_,), tl.float32), 1 + rate
     for i in range(0, tokens, STEP):
         for j in tl.static_range(STEP):
             share_S = load_token(share_MHS + places_TS, i, j, limit, s_S < S, H * S)
@@ -263,18 +263,18 @@ def read_backward_kernel(
             d_read_S = d_share_S * inverse_S
             store_token(d_read_MHS + places_TS, d_read_S, i, j, limit, s_S < S, H * S)
             store_token(d_mass_MHS + places_TS, -d_read_S * share_S, i, j, limit, s_S < S, H * S)
-            d_before_S -= fade * (d_read_S * share_S)
-            fade = faded(fade, rate)
+            d_before_S -= decay * (d_read_S * share_S)
+            decay = decayed(decay, rate)
     tl.store(d_before_KHSE + state + s_S * (D + 1) + D, d_before_S, mask=s_S < S)
     for d in range(0, D, D_):
         d_D = d + tl.arange(0, D_)
-        d_before_SD, fade = tl.zeros((S_, D_), tl.float32), 1 + rate
+        d_before_SD, decay = tl.zeros((S_, D_), tl.float32), 1 + rate
         for i in range(0, tokens, STEP):
             for j in tl.static_range(STEP):
                 share_S = load_token(share_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 dy_D = load_token(dy_MHD + (start * H + h) * D + d_D, i, j, limit, d_D < D, H * D)
-                d_before_SD += share_S[:, None] * (fade * dy_D)[None, :]
-                fade = faded(fade, rate)
+                d_before_SD += share_S[:, None] * (decay * dy_D)[None, :]
+                decay = decayed(decay, rate)
         real_SD = (s_S < S)[:, None] & (d_D < D)[None, :]
         tl.store(d_before_KHSE + state + s_S[:, None] * (D + 1) + d_D[None, :], d_before_SD, mask=real_SD)
 
@@ -325,7 +325,7 @@ def write_backward_kernel(
             if d_mass_MHS is not None:
                 d_mass_S += load_token(d_mass_MHS + places_TS, i, j, limit, s_S < S, H * S)
             store_token(d_write_MHS + places_TS, d_mass_S, i, j, limit, s_S < S, H * S)
-            d_mass_S = faded(d_mass_S, rate, i + j, limit)
+            d_mass_S = decayed(d_mass_S, rate, i + j, limit)
     mass_S = tl.load(before_KHSE + state + s_S * (D + 1) + D, mask=s_S < S, other=0.0)
     first = tl.sum(d_mass_S * mass_S, axis=0)
 
@@ -346,7 +346,7 @@ def write_backward_kernel(
                 d_write_S = load_token(d_write_MHS + places_TS, i, j, limit, s_S < S, H * S)
                 d_write_S += tl.sum(value_D[:, None] * d_memory_DS, axis=0)
                 store_token(d_write_MHS + places_TS, d_write_S, i, j, limit, s_S < S, H * S)
-                d_memory_DS = faded(d_memory_DS, rate, i + j, limit)
+                d_memory_DS = decayed(d_memory_DS, rate, i + j, limit)
 
         real_SD = (s_S < S)[:, None] & (d_D < D)[None, :]
         places_SD = s_S[:, None] * (D + 1) + d_D[None, :]
@@ -361,7 +361,7 @@ def write_backward_kernel(
                     d_memory_SD += share_S[:, None] * dy_D[None, :]
                 d_value_D = tl.sum(write_S[:, None] * d_memory_SD, axis=0)
                 store_token(d_value_MHD + places_TD, d_value_D, i, j, limit, d_D < D, H * D)
-                d_memory_SD = faded(d_memory_SD, rate, i + j, limit)
+                d_memory_SD = decayed(d_memory_SD, rate, i + j, limit)
         memory_SD = tl.load(before_KHSE + state + places_SD, mask=real_SD, other=0.0)
         first += tl.sum(tl.sum(d_memory_SD * memory_SD, axis=1), axis=0)
 
@@ -378,7 +378,7 @@ def write_backward_kernel(
 
 
 @triton.jit
-def faded(state, rate, t=0, limit=None):
+def decayed(state, rate, t=0, limit=None):
     """What token t of the chunk leaves of the state: ρ times it, or all if the token is padding. `rate` is ρ − 1,
     because ρ itself would round long half-lives."""
     return state + state * (rate if limit is None else tl.where(t < limit, rate, 0.0))

@@ -21,7 +21,6 @@ from tost_lm.ops.triton.tiles import (
     RUN_TIME,
     STEP,
     TOKENS,
-    beside,
     chunk_and_part,
     heads_of_group,
     inverse_energies,
@@ -35,6 +34,7 @@ from tost_lm.ops.triton.tiles import (
     scoring_arguments,
     share_scale,
     softmax_between,
+    stack,
     store_token,
     sum_of_thread,
     tokens_before,
@@ -188,7 +188,7 @@ def memberships_backward_kernel(
                     d_pi_GL = sum_of_thread(d_weighted_GD * (w_GD * w_GD), CHANNELS) - dy_a_w_GL + d_mass_GL
                     d_pi = (tl.sum(d_pi_GL, axis=1),) + d_pi
                 places_GJ, real_GJ = places_of_step(step * STEP, limit, h_G, real_G, H)
-                tl.store(d_z_TH + places_GJ, d_mass_G[:, None] + beside(d_pi), mask=real_GJ)
+                tl.store(d_z_TH + places_GJ, d_mass_G[:, None] + stack(d_pi), mask=real_GJ)
     if STAGE == "all":
         # Barriers: all of dΠ is stored before a thread loads it, and loaded before a thread stores dz over it.
         tl.debug_barrier()
@@ -279,7 +279,7 @@ def energy_backward_kernel(
     k, g = chunk_and_part(tl.cdiv(H, G_))
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     limit = None if FULL else tokens
-    N: tl.constexpr = STEP if FULL else STEP // 2  # masks need registers
+    J: tl.constexpr = STEP if FULL else STEP // 2  # masks need registers
     before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
     w_THD, dy_THD, dw_THD = w_MHD + start * H * D, dy_MHD + start * H * D, dw_MHD + start * H * D
     pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
@@ -289,8 +289,8 @@ def energy_backward_kernel(
     weighted_GD = load_sums(weighted_KHD + k * (H * D) + d_GD, real_GD)
     mass_G = load_sums(mass_KH + k * H + h_G, real_G) + MASS_FLOOR
     before_steps = ((energy_GD, weighted_GD, mass_G),)
-    for i in tl.static_range(0, TOKENS - N, N):
-        for j in tl.static_range(N):
+    for i in tl.static_range(0, TOKENS - J, J):
+        for j in tl.static_range(J):
             w_GD = load_token(w_TGD, i, j, limit, real_GD, H * D)
             pi_G = load_token(pi_TG, i, j, limit, real_G, H)
             energy_GD += w_GD * w_GD
@@ -301,33 +301,33 @@ def energy_backward_kernel(
     temp_G = 2 * load_sums(temp_H + h_G, real_G)
     d_energy_GD = 2 * load_sums(d_energy_KHD + k * (H * D) + d_GD, real_GD)
     d_weighted_GD = 2 * load_sums(d_weighted_KHD + k * (H * D) + d_GD, real_GD)
-    steps = tl.cdiv(tokens, N)
+    steps = tl.cdiv(tokens, J)
     for steps_after in range(0, steps):
         step = steps - 1 - steps_after
         energy_GD, weighted_GD, mass_G = of_step(before_steps, step)
         terms = ()
-        for j in tl.static_range(N):
-            w_GD = load_token(w_TGD, step * N, j, limit, real_GD, H * D)
-            dy_GD = load_token(dy_TGD, step * N, j, limit, real_GD, H * D)
-            pi_G = load_token(pi_TG, step * N, j, limit, real_G, H)
-            d_z_G = load_token(d_z_TG, step * N, j, limit, real_G, H)
+        for j in tl.static_range(J):
+            w_GD = load_token(w_TGD, step * J, j, limit, real_GD, H * D)
+            dy_GD = load_token(dy_TGD, step * J, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_TG, step * J, j, limit, real_G, H)
+            d_z_G = load_token(d_z_TG, step * J, j, limit, real_G, H)
             weighted_GD, mass_G, dy_inverse_GD, term_GD = output_gradients(w_GD, dy_GD, pi_G, weighted_GD, mass_G)
             w_sq_GD = w_GD * w_GD
             earlier_GD = energy_GD
             energy_GD += w_sq_GD
             inverse_GD = inverse_energies(energy_GD)
             fixed_GD = energy_GD < ENERGY_FLOOR
-            u_G = temp_G * share_scale(before, step * N + j, D, MEAN) * d_z_G
+            u_G = temp_G * share_scale(before, step * J + j, D, MEAN) * d_z_G
             u_inverse_GD = u_G[:, None] * inverse_GD
             d_energy_term_GD = u_inverse_GD * tl.where(fixed_GD, 0.0, w_sq_GD * inverse_GD)
             own_GD = u_inverse_GD * tl.where(fixed_GD, 1.0, earlier_GD * inverse_GD)
             dw_GD = w_GD * own_GD - dy_inverse_GD * (pi_G * mass_G)[:, None]
             terms = terms + ((term_GD * (2 * mass_G)[:, None], d_energy_term_GD, dw_GD),)
-        for j in tl.static_range(N - 1, -1, -1):
+        for j in tl.static_range(J - 1, -1, -1):
             d_weighted_term_GD, d_energy_term_GD, dw_GD = terms[j]
-            w_GD = load_token(w_TGD, step * N, j, limit, real_GD, H * D)
-            pi_G = load_token(pi_TG, step * N, j, limit, real_G, H)
+            w_GD = load_token(w_TGD, step * J, j, limit, real_GD, H * D)
+            pi_G = load_token(pi_TG, step * J, j, limit, real_G, H)
             d_weighted_GD += d_weighted_term_GD
             dw_GD += w_GD * (pi_G[:, None] * d_weighted_GD + d_energy_GD)
             d_energy_GD -= d_energy_term_GD
-            store_token(dw_TGD, dw_GD, step * N, j, limit, real_GD, H * D)
+            store_token(dw_TGD, dw_GD, step * J, j, limit, real_GD, H * D)

@@ -14,7 +14,6 @@ from tost_lm.ops.triton.tiles import (
     MASS_FLOOR,
     RUN_TIME,
     STEP,
-    beside,
     chunk_and_part,
     heads_of_group,
     inverse_energies,
@@ -28,6 +27,7 @@ from tost_lm.ops.triton.tiles import (
     scoring_arguments,
     share_scale,
     softmax_between,
+    stack,
     store_token,
     tokens_before,
     tokens_of_chunk,
@@ -109,7 +109,7 @@ def memberships_kernel(
                     w_sq_GD = w_GD * w_GD
                     energy_GD += w_sq_GD
                     shares = shares + (tl.sum(w_sq_GD * inverse_energies(energy_GD), axis=1),)
-                score_GJ = beside(shares) * share_scale(before, i + tl.arange(0, STEP), D, MEAN)
+                score_GJ = stack(shares) * share_scale(before, i + tl.arange(0, STEP), D, MEAN)
                 if bias_BHT is not None:
                     score_GJ += load_bias(
                         i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE

@@ -1,7 +1,7 @@
 """Common code of the kernels: the launch shape, loads and stores, and formulas.
 
 Shapes inside a kernel: G heads that a program has at once and D channels of a head, both padded to powers of two (`G_`,
-`D_`); T tokens of a chunk, always `TOKENS`; J of these tokens, whose code is unrolled, always `STEP`; all H heads,
+`D_`); T tokens of a chunk, always `TOKENS`; J of these tokens, whose code is unrolled, `STEP` or fewer; all H heads,
 padded (`H_`). Padding has w = 0, dy = 0 and Π = 0, and adds nothing to any sum. Sums over tokens add to later tokens
 only: a NaN never reaches an earlier token, as it would in a product with a triangular matrix.
 """
@@ -26,7 +26,7 @@ TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
 STEP = tl.constexpr(8)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 THREADS = 64
-"""Threads of a program, up to 256 channels a head."""
+"""Threads of a program, unless one head needs more."""
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -145,7 +145,7 @@ def load_sums(x, real):
 
 
 @triton.jit
-def beside(x):
+def stack(x):
     """[G, J] from [G] of each of the 8 tokens of a step. Joining them pairwise moves no data between threads."""
     first_G22 = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
     second_G22 = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
@@ -175,7 +175,7 @@ def sum_of_thread(x_GD, CHANNELS: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1/x to one unit in the last place, as a division. It is 0 for x > 2^126 and takes one instruction, not eight."""
+    """1/x in one instruction, off by at most one unit in the last place (PTX ISA); 0 for x > 2^126."""
     if INTERPRETED:
         inverse = 1 / x
     else:
