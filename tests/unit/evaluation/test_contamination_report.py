@@ -24,7 +24,7 @@ QUOTED = 5
 def mixture(run_folder: Path, shards: Shards, tmp_path: Path) -> list[Path]:
     """The run is trained on a mixture of two equal shard folders."""
     folders = [shards.folder, tmp_path / MARKUP]
-    shutil.copytree(*folders)
+    shutil.copytree(folders[0], folders[1])
     config = run_folder / "config.toml"
     weights = ", ".join(f"{json.dumps(str(folder))} = 1.0" for folder in folders)
     config.write_text(re.sub("(?m)^folder = .*$", f"mixture = {{ {weights} }}", config.read_text()))

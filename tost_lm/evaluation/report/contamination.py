@@ -10,7 +10,7 @@ from tost_lm.evaluation.contamination_config import protocol_of
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.zero_shot_config import DataSetsConfig
-from tost_lm.markdown import escape, table
+from tost_lm.markdown import table
 
 SHOWN = 3  # overlaps of a test set in a shard folder
 CHARACTERS = 200  # of the text of an overlap
@@ -34,8 +34,8 @@ def contamination(run: EvaluatedModel) -> str:
     paragraphs = [
         "## Contamination",
         table(("test set", "file", "shards", "examples", "of 13 words", "overlapping"), counts),
-        "An example overlaps if it shares 13 successive words (a 13-gram) with a training document. Case and punctuation "
-        "do not count. Percentages are of the examples of at least 13 words.",
+        "An example overlaps if it shares 13 successive words (a 13-gram) with a training document. Case and "
+        "punctuation do not count. Percentages are of the examples of at least 13 words.",
     ]
     if any(CHANGED in row[2] for row in counts):
         paragraphs.append(
