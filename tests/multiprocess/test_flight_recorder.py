@@ -20,10 +20,10 @@ from torch._C import _distributed_c10d
 from tost_lm.errors import LostRankError
 from tost_lm.parallel import timeouts
 from tost_lm.parallel.timeouts import Timeouts
-from tost_lm.parallel.torch_internals import dump_flight_record, enable_flight_recorder
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.testing import run_on_ranks
+from tost_lm.torch_internals import dump_flight_record, enable_flight_recorder
 
 LAST = 7  # elements of the last collective, which rank 1 does not call
 
@@ -112,7 +112,7 @@ def leave_the_process_group(*_: bool) -> bytes:
 def dump_with(dump: Callable[..., bytes], folder: Path) -> None:
     _distributed_c10d._dump_fr_trace = dump  # pyright: ignore[reportAttributeAccessIssue]
     enable_flight_recorder(folder / "flight_recorder")
-    dump_flight_record()
+    dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
     os._exit(2)
 
 

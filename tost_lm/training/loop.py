@@ -20,11 +20,11 @@ from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.torch_internals import enable_flight_recorder
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import build_engine
+from tost_lm.torch_internals import enable_flight_recorder
 from tost_lm.training import checkpoint, hooks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.checkpoint import CheckpointWriter

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tost_lm.parallel.timeouts import STORE_S
-from tost_lm.parallel.torch_internals import new_store_connection
+from tost_lm.torch_internals import new_store_connection
 
 _instances = count()  # the store keeps the keys of earlier instances
 

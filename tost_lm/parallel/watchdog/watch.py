@@ -18,10 +18,10 @@ from tost_lm.config.program import EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
 from tost_lm.parallel import timeouts
 from tost_lm.parallel.timeouts import Timeouts
-from tost_lm.parallel.torch_internals import dump_flight_record, is_communication_error
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat, HeartbeatRecord, read_heartbeats
 from tost_lm.parallel.watchdog.store import StoreTimeoutError, TimeoutStore
 from tost_lm.parallel.watchdog.verdict import ANSWERS, GONE, RUNS, RankState, verdict
+from tost_lm.torch_internals import dump_flight_record, is_communication_error
 
 
 @contextmanager
@@ -104,7 +104,7 @@ class _Watchdog:
             self.main_left.set()
             self.thread.join()
             lost = self.error or self.agree(_first_line(error))
-            dump_flight_record()
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             raise lost from None
         if isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
             self.finish("had stopped gracefully")  # as the other ranks will
@@ -137,7 +137,7 @@ class _Watchdog:
         if not self.main_left.wait(self.exit_s):
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
-            dump_flight_record()
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             os._exit(2)
 
     def agree(self, cause: str) -> LostRankError:

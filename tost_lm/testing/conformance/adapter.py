@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from tost_lm.ops.sequence_shard import SequenceShard, SequenceSplit
+from tost_lm.torch_internals import pytree
 
 State = Any
 """Tensors in tuples, named tuples, lists or dicts; the first axis of each tensor is the documents, [N, …]."""
@@ -53,7 +53,7 @@ class CallMixer(Protocol):
 
 def concatenate_rows(states: Sequence[State]) -> State:
     """The state of all documents of several states: their tensors, concatenated along the first axis."""
-    return tree_map(lambda *tensors: torch.cat(tensors), *states)
+    return pytree.tree_map(lambda *tensors: torch.cat(tensors), *states)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Subject:
 
         The gradients are those of the sum over all outputs and final states, with fixed random weights.
         """
-        x_BTC, state = leaf(x_BTC), tree_map(leaf, state)
+        x_BTC, state = leaf(x_BTC), pytree.tree_map(leaf, state)
         y, final_state = call(x_BTC, state)
         outputs = {"outputs": y} | named("final state", final_state)
         inputs = {TOKENS: x_BTC} | named("initial state", state) | self.parameters
@@ -183,11 +183,13 @@ def leaf(x: Any) -> Any:
 
 def named(name: str, state: State | None) -> dict[str, Tensor]:
     """The tensors of a state, by name and path."""
-    return {name + keystr(path): x for path, x in tree_flatten_with_path(state)[0] if isinstance(x, Tensor)}
+    return {
+        name + pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(state)[0] if isinstance(x, Tensor)
+    }
 
 
 def rows(state: State, start: int, end: int) -> State:
-    return tree_map(lambda x_N: x_N[start:end], state)
+    return pytree.tree_map(lambda x_N: x_N[start:end], state)
 
 
 def cotangent(name: str, x: Tensor) -> Tensor:

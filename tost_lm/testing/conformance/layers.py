@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 
 from tost_lm.model.block import MIXER_OF
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.ops.sequence_shard import SequenceShard, SequenceSplit
 from tost_lm.testing.conformance.adapter import MixerAdapter, State
+from tost_lm.torch_internals import pytree
 
 
 def layer_adapter(
@@ -72,4 +72,4 @@ def concatenate_aligned(states: Sequence[State]) -> State:
         S = max(x.shape[2] for x in tensors)
         return torch.cat([pad(x, (0, 0, S - x.shape[2], 0)) for x in tensors])
 
-    return tree_map(concatenate, *states)
+    return pytree.tree_map(concatenate, *states)
