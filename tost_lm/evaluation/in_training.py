@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.config import DataSetsConfig
 from tost_lm.evaluation.data_sets import SetFile, find_set_file
 from tost_lm.evaluation.protocols import Example, Protocol, Row, find_protocol
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import HELDOUT
 from tost_lm.evaluation.zero_shot import score_rows
-from tost_lm.evaluation.zero_shot_config import DataSetsConfig
 from tost_lm.parallel.sharded_inference import ShardedInference
 
 if TYPE_CHECKING:

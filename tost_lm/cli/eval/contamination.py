@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.contamination_config import ContaminationConfig
+from tost_lm.evaluation.config import ContaminationConfig
 
 SHOWN = 10
 PROGRESS_SECONDS = 10.0

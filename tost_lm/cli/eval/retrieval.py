@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.retrieval_config import RetrievalConfig
+from tost_lm.evaluation.config import RetrievalConfig
 from tost_lm.evaluation.stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
+from tost_lm.evaluation.config import ZeroShotConfig
 from tost_lm.evaluation.stop import terminable
-from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.evaluation.positions_config import POSITIONS
+from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.report.charts import Chart, column, line_data, new_figure, position_axis
 from tost_lm.evaluation.report.curves import CONTRAST, DARK
 from tost_lm.evaluation.report.page import Page

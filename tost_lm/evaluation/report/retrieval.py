@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tost_lm.evaluation.config import NEEDLE, OWN_WORDS, TASKS
 from tost_lm.evaluation.report.groups import Group, Mean
 from tost_lm.evaluation.report.heatmaps import format_chance, needle_chart, tasks_chart
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import checkpoint_line, missing_line
 from tost_lm.evaluation.report.record import EvaluatedModel
-from tost_lm.evaluation.retrieval_config import NEEDLE, OWN_WORDS, TASKS
 from tost_lm.markdown import escape, table, with_error
 
 HEADLINES = dict.fromkeys(TASKS, "found_share") | {NEEDLE: "choice_accuracy"}

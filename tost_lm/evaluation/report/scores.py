@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tost_lm.evaluation.config import NEEDLE, TASKS
 from tost_lm.evaluation.report.charts import column
 from tost_lm.evaluation.report.groups import Group, Mean, at_step, common_steps, seed
 from tost_lm.evaluation.report.retrieval import mean_score
-from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
 from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, TEXT
 
 PROTOCOLS = (HELDOUT, *TASKS, MEMBERSHIPS, TEXT)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.config import RetrievalConfig
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.interface import Task
 from tost_lm.evaluation.retrieval.scoring import Scorer, score_cell
-from tost_lm.evaluation.retrieval_config import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_atomically
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.config import NEEDLE
 from tost_lm.evaluation.retrieval.haystacks import Text, insert_needles, text_haystack
 from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval_config import NEEDLE
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack")
 WORDS = ("apple", "river", "table", "green", "music", "stone", "horse", "paper", "night", "glass")

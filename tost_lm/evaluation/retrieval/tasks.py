@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import cache
 
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.config import NEEDLE, VARIABLE_TRACKING, RetrievalConfig
 from tost_lm.evaluation.retrieval.haystacks import Text
 from tost_lm.evaluation.retrieval.interface import Task
 from tost_lm.evaluation.retrieval.needle import NeedleTask
 from tost_lm.evaluation.retrieval.niah import NiahTask
 from tost_lm.evaluation.retrieval.variable_tracking import VariableTracking
-from tost_lm.evaluation.retrieval_config import NEEDLE, VARIABLE_TRACKING, RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.config import NEEDLE, TASKS
 from tost_lm.evaluation.retrieval import scoring
 from tost_lm.evaluation.retrieval.interface import Example
 from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, model_scorer, score_cell
 from tost_lm.evaluation.retrieval.words import listed
-from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
 
 
 def copier(tokenizer: Tokenizer) -> Scorer:
