@@ -63,8 +63,8 @@ class EvaluationBenchmarkConfig(Section):
 
 def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     from tost_lm.evaluation.data_sets import find_set_file
-    from tost_lm.evaluation.protocols.lambada import passages
-    from tost_lm.evaluation.protocols.wikitext import pages
+    from tost_lm.evaluation.protocols.missing_word import passages
+    from tost_lm.evaluation.protocols.perplexity import pages
 
     bench = config.bench
     cells = []

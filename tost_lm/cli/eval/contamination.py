@@ -27,7 +27,7 @@ def main(folder: Path, config: ContaminationConfig) -> None:
     from tost_lm.data.sources.messages import printable
     from tost_lm.evaluation.contamination import SPLIT, measure_contamination
     from tost_lm.evaluation.data_sets import find_set_file
-    from tost_lm.evaluation.example_texts import READERS
+    from tost_lm.evaluation.protocols import READERS
     from tost_lm.files import write_rows
 
     output = config.contamination.output

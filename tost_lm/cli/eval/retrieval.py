@@ -35,8 +35,7 @@ from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 def main(path: Path, config: RetrievalConfig) -> None:
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of
-    from tost_lm.evaluation.retrieval.scoring import model_scorer
+    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of, model_scorer
     from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
 
     start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))

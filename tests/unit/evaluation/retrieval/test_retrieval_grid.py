@@ -12,10 +12,8 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.grid import Cell, Grid, identity_of
-from tost_lm.evaluation.retrieval.interface import Example
-from tost_lm.evaluation.retrieval.scoring import Scores
-from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
+from tost_lm.evaluation.retrieval.grid import Cell, Grid, Scores, identity_of
+from tost_lm.evaluation.retrieval.tasks import Example, find_text, make_tasks
 from tost_lm.evaluation.subject import Subject
 
 LENGTHS = [160, 200]

@@ -10,10 +10,10 @@ import torch
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.config import NEEDLE, TASKS
-from tost_lm.evaluation.retrieval import scoring
-from tost_lm.evaluation.retrieval.interface import Example
-from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, model_scorer, score_cell
-from tost_lm.evaluation.retrieval.words import listed
+from tost_lm.evaluation.retrieval import grid
+from tost_lm.evaluation.retrieval.grid import Scorer, Scores, model_scorer, score_cell
+from tost_lm.evaluation.retrieval.haystacks import listed
+from tost_lm.evaluation.retrieval.tasks import Example
 
 
 def copier(tokenizer: Tokenizer) -> Scorer:
@@ -122,7 +122,7 @@ def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
 def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, tokenizer, monkeypatch, name, pattern):
     task, samples = make_task(name), 3
     length, vocab_size = task.needed(samples) + 20, tokenizer.vocab_size
-    monkeypatch.setattr(scoring, "TILE_TOKENS", 50)
+    monkeypatch.setattr(grid, "TILE_TOKENS", 50)
     model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=length).double()
     examples = []
     for sample in range(samples):
@@ -144,7 +144,7 @@ def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, t
 
 
 def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
-    monkeypatch.setattr(scoring, "TOKENS_AT_ONCE", 450)
+    monkeypatch.setattr(grid, "TOKENS_AT_ONCE", 450)
     task, read = make_task(), []
 
     def scorer(examples: Sequence[Example], room: int) -> Scores:

@@ -14,11 +14,8 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import NEEDLE, OWN_WORDS, TASKS, VARIABLE_TRACKING, RetrievalConfig
 from tost_lm.evaluation.retrieval.grid import lengths_of
-from tost_lm.evaluation.retrieval.haystacks import NOISE, SENTENCE_ENDS, Text
-from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval.niah import FORMS
-from tost_lm.evaluation.retrieval.tasks import find_text
-from tost_lm.evaluation.retrieval.words import PAIRS, listed, word_keys
+from tost_lm.evaluation.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.evaluation.retrieval.tasks import FORMS, Example, Task, find_text
 from tost_lm.evaluation.subject import Subject
 
 GPT2 = Path(__file__).parents[5] / "shared/data/gpt2_bpe"
