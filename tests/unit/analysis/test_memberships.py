@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tost_lm.analysis.memberships import after_context, by_position, concentration, recorded_memberships
+from tost_lm.evaluation.analysis.memberships import after_context, by_position, concentration, recorded_memberships
 from tost_lm.model.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
@@ -111,7 +111,7 @@ def test_spread_is_the_deviation_of_the_scores(make_model):
 def test_tiles_do_not_change_the_statistics(make_model, monkeypatch: pytest.MonkeyPatch):
     model, tokens = make_model(pattern="TA"), draw(3, 40)
     whole = by_position(model, tokens)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     for found, expected in zip(by_position(model, tokens), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -147,7 +147,7 @@ def test_fraction_of_variance_that_position_explains(make_model):
 def test_probes_continue_after_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
     """Context and probe in tiles equal one sequence."""
     model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     alone, *rows = after_context(model, probes, context, [12, 30])
     assert alone.moved == [0]
     for row in rows:

@@ -11,16 +11,16 @@ import torch
 from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.analysis.ablations import ablations
+from tost_lm.evaluation.analysis.coding_rate import coding_rates
+from tost_lm.evaluation.analysis.influence import influence
+from tost_lm.evaluation.analysis.memberships import memberships_of_run
+from tost_lm.evaluation.analysis.slots import slots
+from tost_lm.evaluation.analysis.stream import stream
+from tost_lm.evaluation.analysis.subspaces import subspaces
+from tost_lm.evaluation.analysis.tokens import tokens
 from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.report import write_report
-from tost_lm.evaluation.report.analysis.ablations import ablations
-from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
-from tost_lm.evaluation.report.analysis.influence import influence
-from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
-from tost_lm.evaluation.report.analysis.slots import slots
-from tost_lm.evaluation.report.analysis.stream import stream
-from tost_lm.evaluation.report.analysis.subspaces import subspaces
-from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.model.checkpoint import write_checkpoint

@@ -15,8 +15,8 @@ from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
 from tost_lm.evaluation.config import PositionsConfig
 from tost_lm.evaluation.positions import Lengths, by_position, mean_nats
-from tost_lm.evaluation.report.length_extrapolation import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.model.streaming import TILE_TOKENS

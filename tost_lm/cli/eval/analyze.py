@@ -23,8 +23,8 @@ from tost_lm.evaluation.config import AnalyzeConfig
 from tost_lm.markdown import with_error
 
 if TYPE_CHECKING:
-    from tost_lm.analysis.results import Analysis
     from tost_lm.data.shards import Shards
+    from tost_lm.evaluation.analysis.memberships import Analysis
     from tost_lm.evaluation.subject import Subject
 
 
@@ -64,20 +64,27 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if not wanted:
         return
 
-    from tost_lm.analysis import results
+    from tost_lm.evaluation.analysis.ablations import measure_ablations
+    from tost_lm.evaluation.analysis.coding_rate import measure_coding_rates
+    from tost_lm.evaluation.analysis.influence import measure_influence
+    from tost_lm.evaluation.analysis.memberships import measure_memberships
+    from tost_lm.evaluation.analysis.slots import measure_slots
+    from tost_lm.evaluation.analysis.stream import measure_stream
+    from tost_lm.evaluation.analysis.subspaces import measure_subspaces
+    from tost_lm.evaluation.analysis.tokens import measure_tokens
 
     analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     page = subject.results_path(TOKENS).with_name("text.html")
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
-        MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
-        TOKENS: (partial(results.tokens, page=page), _print_tokens),
-        CODING_RATE: (partial(results.coding_rates, kept=kept), _print_coding_rates),
-        SUBSPACES: (results.subspaces, _print_subspaces),
-        STREAM: (results.stream, _print_stream),
-        INFLUENCE: (results.influences, _print_influence),
-        ABLATIONS: (results.ablations, _print_ablations),
-        SLOTS: (results.slots, _print_slots),
+        MEMBERSHIPS: (partial(measure_memberships, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
+        TOKENS: (partial(measure_tokens, page=page), _print_tokens),
+        CODING_RATE: (partial(measure_coding_rates, kept=kept), _print_coding_rates),
+        SUBSPACES: (measure_subspaces, _print_subspaces),
+        STREAM: (measure_stream, _print_stream),
+        INFLUENCE: (measure_influence, _print_influence),
+        ABLATIONS: (measure_ablations, _print_ablations),
+        SLOTS: (measure_slots, _print_slots),
     }
     for name in wanted:
         measure, print_found = analyses[name]
@@ -90,8 +97,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
     """The model and its held-out text. Raises DataError if that is too short."""
     import tost_lm
-    from tost_lm.analysis.results import Analysis, fitting_contexts
-    from tost_lm.analysis.text import read_text, unigram_information
+    from tost_lm.evaluation.analysis.memberships import Analysis, fitting_contexts
+    from tost_lm.evaluation.analysis.text import read_text, unigram_information
     from tost_lm.evaluation.subject import pick_device
 
     device, settings = pick_device(), config.memberships

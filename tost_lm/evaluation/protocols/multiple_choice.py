@@ -1,5 +1,6 @@
 """Multiple choice with the prompts of lm-evaluation-harness: HellaSwag (arXiv 1905.07830), ARC (arXiv 1803.05457) and
-PIQA (arXiv 1911.11641)."""
+PIQA (arXiv 1911.11641).
+"""
 
 import re
 from abc import abstractmethod

@@ -5,17 +5,15 @@ from pathlib import Path
 
 from tost_lm.config import validate
 from tost_lm.errors import DataError
+from tost_lm.evaluation.analysis.ablations import ablations_section
+from tost_lm.evaluation.analysis.coding_rate import coding_rates_section
+from tost_lm.evaluation.analysis.influence import influence_section
+from tost_lm.evaluation.analysis.memberships import memberships_section
+from tost_lm.evaluation.analysis.slots import slots_section
+from tost_lm.evaluation.analysis.stream import stream_section
+from tost_lm.evaluation.analysis.subspaces import subspaces_section
+from tost_lm.evaluation.analysis.tokens import tokens_section
 from tost_lm.evaluation.report import protocols, retrieval, training
-from tost_lm.evaluation.report.analysis.ablations import ablations
-from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
-from tost_lm.evaluation.report.analysis.influence import influence
-from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
-from tost_lm.evaluation.report.analysis.slots import slots
-from tost_lm.evaluation.report.analysis.stream import stream
-from tost_lm.evaluation.report.analysis.subspaces import subspaces
-from tost_lm.evaluation.report.analysis.tokens import tokens
-from tost_lm.evaluation.report.branches import branches
-from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.evaluation.subject import HELDOUT
@@ -32,7 +30,7 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield f"# {escape(page.title)}"
     yield overview(run)
     yield training.losses(run, page)
-    yield branches(run, page)
+    yield training.branches(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
@@ -55,15 +53,15 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield protocols.zero_shot(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
-    yield memberships_of_run(run, page)
-    yield tokens(run, page)
-    yield coding_rates(run, page)
-    yield subspaces(run, page)
-    yield stream(run, page)
-    yield influence(run, page)
-    yield ablations(run, page)
-    yield slots(run, page)
-    yield length_extrapolation(run, page)
+    yield memberships_section(run, page)
+    yield tokens_section(run, page)
+    yield coding_rates_section(run, page)
+    yield subspaces_section(run, page)
+    yield stream_section(run, page)
+    yield influence_section(run, page)
+    yield ablations_section(run, page)
+    yield slots_section(run, page)
+    yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
 

@@ -10,7 +10,7 @@ The other sequences are the even ones for an odd sequence and the odd ones for a
 Shapes: N sequences, T tokens, L TSSA layers, H heads, D channels per head.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,8 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import TILE_TOKENS, LayerTile, layer_scores, project, run_in_tiles, tssa_mixers
-from tost_lm.analysis.standard_errors import standard_error
+from tost_lm.evaluation.analysis.layers import (
+    TILE_TOKENS,
+    LayerTile,
+    layer_scores,
+    project,
+    run_in_tiles,
+    standard_error,
+    tssa_mixers,
+)
+from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.report.charts import DARK, Chart, new_figure
+from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.protocols import analysis_section
+from tost_lm.evaluation.subject import ABLATIONS
+from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
@@ -127,3 +140,41 @@ def _losses(model: TostLM, sequences_NT: Tensor) -> Tensor:
     return torch.stack(
         [torch.cat(list(model.stream(tokens_T, tile_tokens=TILE_TOKENS))).mean() for tokens_T in sequences_NT]
     )
+
+
+def measure_ablations(of: Analysis) -> dict[str, Any]:
+    """Losses with ablations of the operator."""
+    return {"losses": summarize_losses(ablation_losses(of.model, of.sequences), of.text.document_of)}
+
+
+@analysis_section("Ablations of the operator", ABLATIONS)
+def ablations_section(results: dict[str, Any], page: Page) -> list[str]:
+    """The loss with each ablation."""
+    rows = [
+        (loss["name"], f"{loss['nats_per_token']:.4f}", with_error(loss["change"], loss["standard_error"], "+.4f"))
+        for loss in results["losses"]
+    ]
+    return [
+        page.add_figure("ablations", ablations_chart(results["losses"]), "Change of the loss by ablation"),
+        table(("TSSA layers", "nats per token", "change"), rows),
+        f"Mean over {results['sequences']} sequences; ± is the standard error of the change over documents. Uniform: "
+        "each head has the membership 1/H. By position: memberships are their mean at that position over other "
+        "sequences. Constant moments: second moments are their mean at the end of other sequences.",
+    ]
+
+
+def ablations_chart(losses: Sequence[Mapping[str, Any]]) -> Chart:
+    """Change of the loss by ablation, with its standard error."""
+    _, *others = losses
+    figure, axes = new_figure(6, 0.9 + 0.5 * len(others))
+    rows = list(range(len(others), 0, -1))
+    changes, errors = [loss["change"] for loss in others], [loss["standard_error"] or 0 for loss in others]
+    axes.errorbar(changes, rows, xerr=errors, color=DARK, marker="o", linestyle="none", capsize=3)
+    axes.axvline(0, color="0.5", linewidth=1)
+    axes.set_yticks(rows, [loss["name"] for loss in others])
+    axes.set_ylim(0.5, len(others) + 0.5)
+    axes.set_xlabel("change of the loss (nats per token), above 0: worse")
+    axes.grid(alpha=0.3, axis="x")
+    keys = ("name", "nats_per_token", "change", "standard_error")
+    header = ["ablation", "loss (nats/token)", "change (nats/token)", "standard error (nats/token)"]
+    return Chart(figure, header, [[loss[key] for key in keys] for loss in losses])

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import run_in_tiles
-from tost_lm.analysis.standard_errors import standard_error
+from tost_lm.evaluation.analysis.layers import run_in_tiles, standard_error
+from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.protocols import analysis_section
+from tost_lm.evaluation.subject import SLOTS
+from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM
 from tost_lm.model.positions import position_ends
 from tost_lm.model.slots import SlotMixer
@@ -71,3 +75,29 @@ def _ages_of(model: TostLM, tokens_1T: Tensor, ends: list[int]) -> Tensor:
 
 def _mixers(model: TostLM) -> list[SlotMixer]:
     return [module for module in model.modules() if isinstance(module, SlotMixer)]
+
+
+def measure_slots(of: Analysis) -> dict[str, Any]:
+    """Half-lives of slot layers, and the ages of what they read."""
+    return read_ages(of.model, of.sequences, of.text.document_of)._asdict()
+
+
+@analysis_section("Slot memory", SLOTS)
+def slots_section(results: dict[str, Any], page: Page) -> list[str]:
+    """A row for each head, a column for each bin of positions."""
+    rows = [
+        (str(layer + 1), str(head + 1), f"{half_life:,.3g}", *_cells(results, layer, head))
+        for layer, half_lives in enumerate(results["half_life"])
+        for head, half_life in enumerate(half_lives)
+    ]
+    return [
+        "Effective memory length of each head: the mean age in tokens of what it reads, by the position of the reading "
+        f"token; mean over {results['sequences']} sequences ± standard error over documents.",
+        table(("slot layer", "head", "half-life", *[f"up to {end:,}" for end in results["position_ends"]]), rows),
+    ]
+
+
+def _cells(results: dict[str, Any], layer: int, head: int) -> list[str]:
+    ages = results["age"][layer][head]
+    errors = results["standard_error"][layer][head] if results["standard_error"] else [None] * len(ages)
+    return [with_error(age, error, ".1f") for age, error in zip(ages, errors, strict=True)]

@@ -5,13 +5,21 @@ U_h [D, C] holds the rows of the input projection that belong to head h. Q_h is 
 Shapes: L TSSA layers, T tokens, H heads, D channels per head, C channels.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import orthonormal
-from tost_lm.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
+from tost_lm.evaluation.analysis.coding_rate import orthonormal
+from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
+from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.report.charts import Chart, new_panels, number_ticks, select_layers
+from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.protocols import analysis_section
+from tost_lm.evaluation.subject import SUBSPACES
+from tost_lm.markdown import table
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
@@ -97,3 +105,60 @@ def _outside(weight_CC: Tensor, moment_CC: Tensor) -> tuple[int, float]:
     is_spanned_C = values_C >= MIN_SINGULAR_VALUE * values_C[0]
     energy_C = torch.einsum("ic,cd,id->i", directions_CC, moment_CC, directions_CC)
     return int(is_spanned_C.sum()), float(energy_C[~is_spanned_C].sum() / energy_C.sum())
+
+
+def measure_subspaces(of: Analysis) -> dict[str, Any]:
+    """Subspaces of each TSSA layer, with their means over heads."""
+    layers = layer_subspaces(of.model, of.sequences)
+    return {"layers": [{**layer._asdict(), "mean": means(layer)} for layer in layers]}
+
+
+@analysis_section("Subspaces", SUBSPACES)
+def subspaces_section(results: dict[str, Any], page: Page) -> list[str]:
+    """Rank, orthogonality and overlap of the heads' subspaces."""
+    rows = [
+        (
+            str(number),
+            f"{layer['mean']['effective_rank']:.1f} of {layer['channels']}",
+            f"{layer['mean']['orthogonality']:.3f}",
+            f"{layer['mean']['overlap']:.3f} ({layer['chance_overlap']:.3f})",
+            f"{layer['spanned']:,}",
+            f"{layer['outside']:.2%}",
+        )
+        for number, layer in enumerate(results["layers"], 1)
+    ]
+    return [
+        page.add_figure("subspaces", overlap_chart(results["layers"]), "Overlap of the heads' subspaces"),
+        table(
+            ("TSSA layer", "effective rank", "non-orthogonality", "overlap (chance)", "rank of all heads", "outside"),
+            rows,
+        ),
+        "Means over heads. Overlap is a mean over pairs of heads: 0 for orthogonal subspaces, 1 for the same subspace. "
+        "Non-orthogonality is 0 where a head's rows are orthogonal and of equal norm. Outside is the fraction of the "
+        "tokens' energy in directions that no head projects.",
+    ]
+
+
+def overlap_chart(layers: Sequence[Mapping[str, Any]]) -> Chart:
+    """Overlap of each pair of heads, in some layers."""
+    chosen = select_layers(len(layers))
+    overlap_LHH = np.array([layer["overlap"] for layer in layers])[chosen]
+    overlap_LHH[:, np.eye(overlap_LHH.shape[-1], dtype=bool)] = np.nan
+    figure, panels = new_panels(1.4 + 2.4 * len(chosen), 2.9, len(chosen))
+    image: Any = None
+    for axes, number, overlap_HH in zip(panels, chosen, overlap_LHH, strict=True):
+        image = axes.imshow(overlap_HH, cmap="cividis", vmin=0, vmax=np.nanmax(overlap_LHH))
+        number_ticks(axes.xaxis, len(overlap_HH), 0)
+        number_ticks(axes.yaxis, len(overlap_HH), 0)
+        axes.set_xlabel("head")
+        axes.set_title(f"TSSA layer {number + 1}", fontsize=10)
+    panels[0].set_ylabel("head")
+    chance = layers[0]["chance_overlap"]
+    figure.colorbar(image, ax=panels, label=f"overlap (1: same subspace,\nchance {chance:.3f})")
+    rows = [
+        [number, head + 1, other + 1, overlap]
+        for number, layer in enumerate(layers, start=1)
+        for head, overlaps in enumerate(layer["overlap"])
+        for other, overlap in enumerate(overlaps)
+    ]
+    return Chart(figure, ["TSSA layer", "head", "other head", "overlap (1)"], rows)
