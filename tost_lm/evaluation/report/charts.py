@@ -70,7 +70,7 @@ def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def new_panels(width: float, height: float, columns: int, rows: int = 1, **shared: bool) -> "tuple[Figure, list[Axes]]":
+def new_panels(width: float, height: float, columns: int, rows: int = 1, **shared: Any) -> "tuple[Figure, list[Axes]]":
     """A figure with several pairs of axes, row by row; sizes in inches."""
     from matplotlib.figure import Figure
 
