@@ -11,7 +11,7 @@ from uuid import UUID
 import numpy as np
 
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources.embedded import embedded_texts
+from tost_lm.data.sources.corpus import embedded_texts
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.incremental import encode_blocks
 from tost_lm.errors import DataError
