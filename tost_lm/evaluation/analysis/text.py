@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.data.concatenation import Concatenation
-from tost_lm.data.shards import Shards
+from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.incremental import token_text
 from tost_lm.errors import DataError
@@ -29,8 +28,6 @@ WORD_CLASSES: Mapping[str, str] = {
     "other": r".*",
 }
 """Patterns by class. A token belongs to the first class whose pattern it matches."""
-
-COUNTED_TOKENS = 1 << 20  # counted at once, as int64
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,7 @@ def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) 
 
 def unigram_information(shards: Shards) -> Tensor:
     """−ln of each token's relative frequency in the held-out text, nats [V]; ∞ for tokens that do not occur."""
-    count_V = np.zeros(shards.vocab_size, np.int64)
-    for tokens in shards.token_arrays("valid"):
-        for start in range(0, len(tokens), COUNTED_TOKENS):
-            count_V += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
+    count_V = token_counts(shards, "valid")
     return -torch.from_numpy(count_V / count_V.sum()).log()
 
 
