@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
 MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
 STREAM, INFLUENCE, ABLATIONS, SLOTS = "stream", "influence", "ablations@2", "slots"
+ANALYSES = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, SLOTS)
 """Names of protocols. A changed protocol gets a new name."""
 HUB = "hub:"
 HISTORY = "results.jsonl"

@@ -64,27 +64,29 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if not wanted:
         return
 
-    from tost_lm.evaluation.analysis.ablations import measure_ablations
-    from tost_lm.evaluation.analysis.coding_rate import measure_coding_rates
-    from tost_lm.evaluation.analysis.influence import measure_influence
-    from tost_lm.evaluation.analysis.memberships import measure_memberships
-    from tost_lm.evaluation.analysis.slots import measure_slots
-    from tost_lm.evaluation.analysis.stream import measure_stream
-    from tost_lm.evaluation.analysis.subspaces import measure_subspaces
-    from tost_lm.evaluation.analysis.tokens import measure_tokens
+    from tost_lm.evaluation.analysis import (
+        ablations,
+        coding_rate,
+        influence,
+        memberships,
+        slots,
+        stream,
+        subspaces,
+        tokens,
+    )
 
     analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     page = subject.results_path(TOKENS).with_name("text.html")
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
-        MEMBERSHIPS: (partial(measure_memberships, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
-        TOKENS: (partial(measure_tokens, page=page), _print_tokens),
-        CODING_RATE: (partial(measure_coding_rates, kept=kept), _print_coding_rates),
-        SUBSPACES: (measure_subspaces, _print_subspaces),
-        STREAM: (measure_stream, _print_stream),
-        INFLUENCE: (measure_influence, _print_influence),
-        ABLATIONS: (measure_ablations, _print_ablations),
-        SLOTS: (measure_slots, _print_slots),
+        MEMBERSHIPS: (partial(memberships.measure, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
+        TOKENS: (partial(tokens.measure, page=page), _print_tokens),
+        CODING_RATE: (partial(coding_rate.measure, kept=kept), _print_coding_rates),
+        SUBSPACES: (subspaces.measure, _print_subspaces),
+        STREAM: (stream.measure, _print_stream),
+        INFLUENCE: (influence.measure, _print_influence),
+        ABLATIONS: (ablations.measure, _print_ablations),
+        SLOTS: (slots.measure, _print_slots),
     }
     for name in wanted:
         measure, print_found = analyses[name]

@@ -142,13 +142,13 @@ def _losses(model: TostLM, sequences_NT: Tensor) -> Tensor:
     )
 
 
-def measure_ablations(of: Analysis) -> dict[str, Any]:
+def measure(of: Analysis) -> dict[str, Any]:
     """Losses with ablations of the operator."""
     return {"losses": summarize_losses(ablation_losses(of.model, of.sequences), of.text.document_of)}
 
 
 @analysis_section("Ablations of the operator", ABLATIONS)
-def ablations_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """The loss with each ablation."""
     rows = [
         (loss["name"], f"{loss['nats_per_token']:.4f}", with_error(loss["change"], loss["standard_error"], "+.4f"))

@@ -188,7 +188,7 @@ def _log_det(moments: Tensor) -> Tensor:
     return 2 * torch.linalg.cholesky(identity + moments).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-def measure_coding_rates(of: Analysis, kept: Sequence[Path]) -> dict[str, Any]:
+def measure(of: Analysis, kept: Sequence[Path]) -> dict[str, Any]:
     """Coding rates of each TSSA layer, also by retained checkpoint of the run (`kept`)."""
     steps, left_out, documents_N = [], [], of.text.document_of
     for folder in kept:
@@ -222,7 +222,7 @@ RATES = {"coding": "R_c, coding rate", "variational": "R_var, variational form"}
 
 
 @analysis_section("Coding rates", CODING_RATE)
-def coding_rates_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """Rates before and after each layer's branch."""
     layers: list[dict[str, Any]] = results["layers"]
     rows = [

@@ -105,14 +105,14 @@ def draw_swaps(sequences_NT: Tensor, n: int, swaps: int) -> tuple[Tensor, Tensor
     return positions_K, others_K
 
 
-def measure_influence(of: Analysis) -> dict[str, Any]:
+def measure(of: Analysis) -> dict[str, Any]:
     """Influence of replaced tokens by distance."""
     found = influence(of.model, of.sequences, of.text.document_of, SWAPS)
     return {"swaps": SWAPS * len(of.sequences), **found._asdict()}
 
 
 @analysis_section("Influence of one token", INFLUENCE)
-def influence_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """Influence by distance and layer."""
     errors = results["standard_error"] or [[None] * len(line) for line in results["mean"]]
     layers = [

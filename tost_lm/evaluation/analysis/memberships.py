@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +18,11 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.analysis.layers import LayerTile, observe_layers, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.analysis.text import HeldoutText
 from tost_lm.evaluation.report.charts import Chart, layers_chart
-from tost_lm.evaluation.report.groups import Curve, Group, curve
+from tost_lm.evaluation.report.comparison import CONCENTRATION
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import MEMBERSHIPS
-from tost_lm.markdown import escape, table, with_error
+from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.positions import position_ends
 
@@ -218,7 +217,7 @@ def fitting_contexts(model: ModelConfig, contexts: Sequence[int], probe_tokens: 
     return [n for n in contexts if limit is None or n + _probe_tokens(model, probe_tokens) <= limit]
 
 
-def measure_memberships(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dict[str, Any]:
+def measure(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dict[str, Any]:
     """Memberships by position, and those of the first `probe_tokens` after each number of context tokens."""
     model, found = of.model.config, of.by_position
     amounts, probe_tokens = fitting_contexts(model, contexts, probe_tokens), _probe_tokens(model, probe_tokens)
@@ -240,14 +239,8 @@ def _probe_tokens(model: ModelConfig, wanted: int) -> int:
     return min(wanted, model.max_positions - 1)  # the last token of a sequence is only a label
 
 
-CONCENTRATION = (
-    "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "
-    "and 1 where one head has the whole token."
-)
-
-
 @analysis_section("Memberships", MEMBERSHIPS)
-def memberships_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """Memberships of each TSSA layer by position and after more context."""
     by_position = zip(*results["concentration_by_position"], strict=True)
     layers = [f"TSSA layer {number}" for number in range(1, 1 + len(results["concentration_by_position"]))]
@@ -281,56 +274,6 @@ def position_chart(results: Mapping[str, Any]) -> Chart:
         "explained variance": results["explained_within_stretches"],
     }
     return layers_chart("position (tokens, end of the bin)", results["position_ends"], panels)
-
-
-def memberships_of_groups(groups: Sequence[Group]) -> str:
-    """Memberships by position and after more context; means over layers, then over runs."""
-    found = {group.label: results for group in groups if (results := group.results(MEMBERSHIPS))}
-    if not found:
-        return ""
-    by_position = {
-        label: curve(results[0]["position_ends"], _over_layers([r["concentration_by_position"] for r in results], 1))
-        for label, results in found.items()
-    }
-    return "\n\n".join([
-        f"## Memberships ({escape(MEMBERSHIPS)})",
-        CONCENTRATION,
-        curve_table("group", "positions up to", by_position, ".3f"),
-        "Change of the memberships (total variation distance) of the same tokens after context tokens of other text:",
-        curve_table("group", "change after", _after(found, "moved"), ".3f"),
-        "Concentration of the same tokens:",
-        curve_table("group", "concentration after", _after(found, "concentration"), ".3f"),
-        "Loss of the same tokens in nats per token:",
-        curve_table("group", "loss after", _after(found, "nats_per_token"), ".3f"),
-        "Means over the TSSA layers ± standard error over the runs of a group.",
-    ])  # fmt: skip
-
-
-def curve_table(name: str, x: str, curves: Mapping[str, Curve], form: str) -> str:
-    """A row for each curve and a column for each of their xs."""
-    xs = sorted({at for line in curves.values() for at in line.xs})
-    rows = [(label, *[_at(line, at, form) for at in xs]) for label, line in curves.items()]
-    return table((name, *[f"{x} {at:,}" for at in xs]), rows)
-
-
-def _at(line: Curve, x: int, form: str) -> str:
-    if x not in line.xs:
-        return "–"
-    i = line.xs.index(x)
-    return with_error(line.mean[i], None if line.error is None else line.error[i], form)
-
-
-def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str, Curve]:
-    curves = {}
-    for label, results in found.items():
-        amounts = [row["context_tokens"] for row in results[0]["after_context"]]
-        values = [[row[key] for row in result["after_context"]] for result in results]
-        curves[label] = curve(amounts, _over_layers(values, 2) if np.ndim(values) == 3 else np.array(values))
-    return curves
-
-
-def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
-    return np.array(values, dtype=float).mean(axis=dim)
 
 
 def _percentages(results: Mapping[str, Any]) -> str:

@@ -77,13 +77,13 @@ def _mixers(model: TostLM) -> list[SlotMixer]:
     return [module for module in model.modules() if isinstance(module, SlotMixer)]
 
 
-def measure_slots(of: Analysis) -> dict[str, Any]:
+def measure(of: Analysis) -> dict[str, Any]:
     """Half-lives of slot layers, and the ages of what they read."""
     return read_ages(of.model, of.sequences, of.text.document_of)._asdict()
 
 
 @analysis_section("Slot memory", SLOTS)
-def slots_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """A row for each head, a column for each bin of positions."""
     rows = [
         (str(layer + 1), str(head + 1), f"{half_life:,.3g}", *_cells(results, layer, head))

@@ -116,7 +116,7 @@ def _norms(norms_NT: Tensor, longest: int) -> Norms:
     )
 
 
-def measure_stream(of: Analysis) -> dict[str, Any]:
+def measure(of: Analysis) -> dict[str, Any]:
     """Statistics of the residual stream by unigram information, and the tokens with the largest norms."""
     information_NT = of.information_V.to(of.sequences.device)[of.sequences]
     groups, layers = stream_statistics(of.model, of.sequences, information_NT, GROUPS, LONGEST)
@@ -137,7 +137,7 @@ PANELS = {
 
 
 @analysis_section("Residual stream", STREAM)
-def stream_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """Statistics by unigram information, and token norms."""
     rows = [
         (

@@ -107,14 +107,14 @@ def _outside(weight_CC: Tensor, moment_CC: Tensor) -> tuple[int, float]:
     return int(is_spanned_C.sum()), float(energy_C[~is_spanned_C].sum() / energy_C.sum())
 
 
-def measure_subspaces(of: Analysis) -> dict[str, Any]:
+def measure(of: Analysis) -> dict[str, Any]:
     """Subspaces of each TSSA layer, with their means over heads."""
     layers = layer_subspaces(of.model, of.sequences)
     return {"layers": [{**layer._asdict(), "mean": means(layer)} for layer in layers]}
 
 
 @analysis_section("Subspaces", SUBSPACES)
-def subspaces_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """Rank, orthogonality and overlap of the heads' subspaces."""
     rows = [
         (

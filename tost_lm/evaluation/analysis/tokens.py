@@ -220,7 +220,7 @@ LISTED_WORDS, MIN_TOKENS, MIN_ERRORS = 8, 5, 4.0  # 1 of 16,000 random groups is
 COLOURED_TOKENS = 300
 
 
-def measure_tokens(of: Analysis, page: Path) -> dict[str, Any]:
+def measure(of: Analysis, page: Path) -> dict[str, Any]:
     """Preferences of the heads for tokens; writes a text coloured by head to `page`."""
     tokens_K, word_NT = of.sequences.unique(return_inverse=True)
     classes_C, class_K = word_classes(of.tokenizer, tokens_K).unique(return_inverse=True)
@@ -261,7 +261,7 @@ WORDS_IN_TABLE = 5
 
 
 @analysis_section("Token preferences of the heads", TOKENS)
-def tokens_section(results: dict[str, Any], page: Page) -> list[str]:
+def section(results: dict[str, Any], page: Page) -> list[str]:
     """What explains the memberships, and typical tokens of each head."""
     layers: list[list[dict[str, Any]]] = results["layers"]
     rows = [

@@ -5,18 +5,10 @@ from pathlib import Path
 
 from tost_lm.config import validate
 from tost_lm.errors import DataError
-from tost_lm.evaluation.analysis.ablations import ablations_section
-from tost_lm.evaluation.analysis.coding_rate import coding_rates_section
-from tost_lm.evaluation.analysis.influence import influence_section
-from tost_lm.evaluation.analysis.memberships import memberships_section
-from tost_lm.evaluation.analysis.slots import slots_section
-from tost_lm.evaluation.analysis.stream import stream_section
-from tost_lm.evaluation.analysis.subspaces import subspaces_section
-from tost_lm.evaluation.analysis.tokens import tokens_section
 from tost_lm.evaluation.report import protocols, retrieval, training
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
-from tost_lm.evaluation.subject import HELDOUT
+from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
@@ -53,17 +45,29 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield protocols.zero_shot(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
-    yield memberships_section(run, page)
-    yield tokens_section(run, page)
-    yield coding_rates_section(run, page)
-    yield subspaces_section(run, page)
-    yield stream_section(run, page)
-    yield influence_section(run, page)
-    yield ablations_section(run, page)
-    yield slots_section(run, page)
+    yield from analyses(run, page)
     yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
+
+
+def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
+    """Results of `tost eval analyze`. Without any, torch is not imported."""
+    if not any(run.results(protocol) for protocol in ANALYSES):
+        return
+    from tost_lm.evaluation.analysis import (
+        ablations,
+        coding_rate,
+        influence,
+        memberships,
+        slots,
+        stream,
+        subspaces,
+        tokens,
+    )
+
+    for analysis in (memberships, tokens, coding_rate, subspaces, stream, influence, ablations, slots):
+        yield analysis.section(run, page)
 
 
 def overview(run: RunRecord) -> str:
