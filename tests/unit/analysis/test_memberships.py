@@ -88,24 +88,17 @@ def test_tokens_without_energy_follow_the_bias(make_model):
 
 
 def test_bins_hold_the_means_of_their_positions(make_model):
-    model, tokens = make_model(**FREE), draw(3, 20)
-    with torch.inference_mode(), recorded_memberships(model) as recorded:
-        model(tokens)
-    expected = [[concentration(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
-    torch.testing.assert_close(
-        by_position(model, tokens).concentration, torch.tensor(expected).tolist(), rtol=1e-12, atol=0
-    )
-
-
-def test_spread_is_the_deviation_of_the_scores(make_model):
     """Up to their mean over the heads, scores are logarithms of memberships."""
     model, tokens = make_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
-    expected = [
-        [pi.log().std(-1, correction=0)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi in recorded
-    ]
-    torch.testing.assert_close(by_position(model, tokens).spread, torch.tensor(expected).tolist(), rtol=1e-9, atol=0)
+    found = by_position(model, tokens)
+    for of_layers, rtol, values_of in (
+        (found.concentration, 1e-12, concentration),
+        (found.spread, 1e-9, lambda pi_BTH: pi_BTH.log().std(-1, correction=0)),
+    ):
+        expected = [[values_of(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
+        torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
 
 
 def test_tiles_do_not_change_the_statistics(make_model, monkeypatch: pytest.MonkeyPatch):
