@@ -228,6 +228,11 @@ class ContaminationConfig(Section):
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
 
 
+def protocol_of(data_set: str) -> str:
+    """The name of the contamination result of a test set."""
+    return f"contamination@{data_set}"
+
+
 POSITIONS = "positions"
 """Name of the protocol. A changed protocol gets a new name."""
 

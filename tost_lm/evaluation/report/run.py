@@ -6,6 +6,7 @@ from pathlib import Path
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
+from tost_lm.evaluation.report.contamination import contamination
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.evaluation.subject import ANALYSES, HELDOUT
@@ -43,6 +44,7 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     """Evaluations of the checkpoint."""
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
+    yield contamination(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
     yield from analyses(run, page)
