@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.cli.prepare.progress import Progress
+from tost_lm.cli.prepare import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
