@@ -257,6 +257,8 @@ class PositionsConfig(Section):
 
 NEEDLE = "needle@words"
 VARIABLE_TRACKING = "vt@own-words"
+WORD_LISTS = "cwe@own-words", "fwe@own-words"
+QUESTIONS = "qa_1@own-words", "qa_2@own-words"
 OWN_WORDS = (
     "niah_single_1@own-words",
     "niah_single_2@own-words",
@@ -267,6 +269,8 @@ OWN_WORDS = (
     "niah_multivalue@own-words",
     "niah_multiquery@own-words",
     VARIABLE_TRACKING,
+    *WORD_LISTS,
+    *QUESTIONS,
 )
 TASKS = (NEEDLE, *OWN_WORDS)
 """All tasks, in the order of tables. A changed task gets a new name."""
@@ -285,6 +289,8 @@ class RetrievalTasksConfig(Section):
     """Seed of the texts, keys and values."""
     haystack: Path | None = None
     """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
+    samples_folder: Path = Path("data/retrieval")
+    """Folder of generated examples, which models with the same tokenizer share. It may be deleted."""
 
     @field_validator("tasks")
     @classmethod

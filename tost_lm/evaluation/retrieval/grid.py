@@ -19,6 +19,7 @@ scored with the needles and, as a control, without them:
 import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from tost_lm.evaluation.config import RetrievalConfig
 from tost_lm.evaluation.generation import continuations, greedy
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.retrieval.samples import StoredExamples, stored_examples
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_atomically
@@ -84,15 +86,17 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
 
 
 def score_cell(
-    task: Task, tokenizer: Tokenizer, scorer: Scorer, length: int, depth: float | None, samples: int
+    task: Task, tokenizer: Tokenizer, scorer: Scorer, pairs: Sequence[tuple[Example, Example]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(scores, rows): means over a cell's examples and over their controls, and a row for each example and control."""
+    samples = len(pairs)
     with_needles: list[dict[str, Any]] = []
     without: list[dict[str, Any]] = []
-    together = max(1, TOKENS_AT_ONCE // min(TILE_TOKENS, length))
+    together = max(1, TOKENS_AT_ONCE // min(TILE_TOKENS, len(pairs[0][0].prompt)))
     for first in range(0, samples, together):  # bounds the memory of the texts
-        pairs = [task.example(length, depth, sample) for sample in range(first, min(first + together, samples))]
-        for rows, examples in zip((with_needles, without), zip(*pairs, strict=True), strict=True):
+        for rows, examples in zip(
+            (with_needles, without), zip(*pairs[first : first + together], strict=True), strict=True
+        ):
             rows += _rows(task, tokenizer, scorer, examples)
     scores = {
         prefix + name: sum(row[key] for row in rows) / samples
@@ -146,7 +150,7 @@ def _score_option(
     return nats_S.cpu().numpy(), (is_top_ST | is_padding_ST).all(dim=1).cpu().numpy()
 
 
-NOT_SCORES = ("protocol", "identity", "seconds", "examples")
+NOT_SCORES = ("protocol", "identity", "seconds", "samples_xxh3", "examples")
 """Keys of a cell's file that are no scores."""
 
 
@@ -157,11 +161,12 @@ class Cell(NamedTuple):
     depth: float | None
 
     @property
-    def file_name(self) -> str:
+    def name(self) -> str:
+        """Of the cell's files."""
         if self.depth is None:
-            return f"length_{self.length:08d}.json"
+            return f"length_{self.length:08d}"
         depth = f"{self.depth:.2f}" if round(self.depth, 2) == self.depth else f"{self.depth!r}"
-        return f"length_{self.length:08d}_depth_{depth}.json"
+        return f"length_{self.length:08d}_depth_{depth}"
 
 
 def identity_of(task: Task, config: RetrievalConfig, subject: Subject) -> dict[str, Any]:
@@ -202,8 +207,10 @@ def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: 
 class Grid:
     """The cells of one task and their files."""
 
-    def __init__(self, task: Task, identity: dict[str, Any], subject: Subject, lengths: Sequence[int]):
-        self.task, self.identity = task, identity
+    def __init__(
+        self, task: Task, identity: dict[str, Any], subject: Subject, lengths: Sequence[int], samples_folder: Path
+    ):
+        self.task, self.identity, self.samples_folder = task, identity, samples_folder
         self.samples: int = identity["settings"]["samples"]
         self.cells = [Cell(length, depth) for length in lengths for depth in task.depths]
         self.folder = subject.results_path(task.name).parent / "cells"
@@ -218,13 +225,14 @@ class Grid:
         todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
         for cell in todo[ranks.copy :: ranks.copies]:
             started = time.monotonic()
-            scores, rows = score_cell(self.task, tokenizer, scorer, cell.length, cell.depth, self.samples)
+            pairs = self._examples(ranks, tokenizer, cell)
+            scores, rows = score_cell(self.task, tokenizer, scorer, pairs)
             result = {
                 "protocol": self.task.name, "identity": self._identity(cell), **cell._asdict(), "samples": self.samples,
-                **scores, "seconds": time.monotonic() - started, "examples": rows,
+                "samples_xxh3": pairs.xxh3, **scores, "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
             if ranks.is_first_of_copy:
-                write_atomically(self.folder / cell.file_name, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+                write_atomically(self._file(cell), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
             print(f"{self.task.name}: {describe(result)}", flush=True)
         ranks.wait_for_copies()
 
@@ -240,6 +248,18 @@ class Grid:
                 continue  # damaged; `measure` replaces it
         return sorted(kept, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
+    def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredExamples:
+        text = self.task.text
+        identity = {
+            "task": self.task.name, "tokenizer_sha256": tokenizer.sha256, "samples": self.samples,
+            "seed": self.identity["settings"]["seed"], **cell._asdict(), **(text.facts if text else {}),
+            **({"shards": text.shards.fingerprint} if text and text.shards else {}),
+        }  # fmt: skip
+        return stored_examples(self.samples_folder, self.task, cell.name, identity, ranks, cell.length, cell.depth)
+
+    def _file(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
     def _identity(self, cell: Cell) -> dict[str, Any]:
         """Everything that a cell depends on, without the settings of other cells."""
         settings = {key: self.identity["settings"][key] for key in ("samples", "seed")}
@@ -247,7 +267,7 @@ class Grid:
 
     def _exists(self, cell: Cell) -> bool:
         try:
-            return json.loads((self.folder / cell.file_name).read_bytes())["identity"] == self._identity(cell)
+            return json.loads(self._file(cell).read_bytes())["identity"] == self._identity(cell)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
