@@ -12,6 +12,7 @@ from tost_lm.data.collation import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import Traffic
+from tost_lm.training.checkpoint import draw_weights
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
 from tost_lm.training.step import train_step
@@ -77,7 +78,8 @@ def train_measured(settings: Settings) -> Measured:
 
 
 def train_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
-    engine, tiling = build_training_engine(config, mesh, None), tiling_of(config, mesh)
+    engine, tiling = build_training_engine(config, mesh), tiling_of(config, mesh)
+    draw_weights(engine)
     shape = (config.train.micro_batch_size, config.train.seq_len)
     columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
     micro_batches = range(config.accumulation(dist.get_world_size()))
