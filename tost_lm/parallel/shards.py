@@ -83,7 +83,7 @@ class _Shard:
 
     def read_into(self, octets: Tensor) -> None:
         """Fill it with the next bytes of the file, as far as they can be read."""
-        memory = memoryview(octets.numpy())
+        memory = octets.numpy().data
         while memory and (count := self._read(memory[:READ_BYTES])):
             memory = memory[count:]
 

@@ -32,7 +32,7 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, *, shar
         else:
             data = torch.empty(parameter.shape, dtype=dtype, device=device)
         allocated = nn.Parameter(data)
-        allocated.__dict__.update(parameter.__dict__)  # the marks of tensor ranks
+        vars(allocated).update(vars(parameter))  # the marks of tensor ranks
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, allocated)
 
@@ -53,8 +53,13 @@ def draw_on_rank(model: nn.Module, config: ModelConfig, axis: Axis) -> Iterator[
         elif isinstance(value, Normal):
             yield name, draw(value, seed, name, shape)
         else:
-            constant = torch.as_tensor(value, dtype=torch.float32).expand(shape)
-            yield name, constant if held is None else held.local(constant, axis)
+            yield name, local_slice(torch.as_tensor(value, dtype=torch.float32).expand(shape), parameter, axis)
+
+
+def local_slice(whole: Tensor, parameter: nn.Parameter, axis: Axis) -> Tensor:
+    """This tensor rank's slice of a whole tensor of a parameter."""
+    held = slice_of(parameter)
+    return whole if held is None else held.local(whole, axis)
 
 
 def read_on_rank(
@@ -72,8 +77,7 @@ def read_on_rank(
     missing = {*shapes}
     for label, whole in read_once_per_node(files, shapes | labelled, mesh.node):
         missing.discard(label)
-        held = slice_of(model.get_parameter(label.rpartition("/")[2]))
-        yield label, whole if held is None else held.local(whole, mesh.tensor)
+        yield label, local_slice(whole, model.get_parameter(label.rpartition("/")[2]), mesh.tensor)
     if missing:
         folder = next(iter(files)).parent
         raise error_of_all_ranks([f"{folder}: has no tensor {min(missing)}; {REPLACE}"], DamagedCheckpointError)
