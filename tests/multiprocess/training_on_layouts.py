@@ -54,8 +54,8 @@ class Record(NamedTuple):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
-def build_model(z_loss: float = 0.0, **settings: Any) -> TiledLM:
-    torch.manual_seed(0)
+def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
+    torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
     model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"))
     model.head.z_loss = z_loss
