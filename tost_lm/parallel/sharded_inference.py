@@ -1,12 +1,13 @@
 """Inference with a model on tensor × sequence ranks: whole tokens in and whole logits out, equal on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tost_lm.model.checkpoint import find_checkpoint, read_model_config, shard_entries
+from tost_lm.model.checkpoint import find_checkpoint, read_model_config, shard_entries, verify_checkpoint
 from tost_lm.model.lm import TostLM
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.parallel.apply import even_split, parallelize
@@ -23,7 +24,7 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
         CheckpointError: as `tost_lm.load`.
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    folder = find_checkpoint(checkpoint)
+    folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
     config = read_model_config(folder)
     with torch.device("meta"):
         model = TostLM(config)

@@ -39,7 +39,8 @@ def read_once_per_node(
     Raises:
         DamagedCheckpointError: after the last tensor, on all ranks: a shard differs from its hash or cannot be read.
     """
-    buffer, problems = torch.empty(0, dtype=torch.uint8), []
+    device, problems = communication_device(), []
+    buffer = torch.empty(0, dtype=torch.uint8, device=device)
     for number, (path, entry) in enumerate(files.items()):
         reader = number % node.size
         shard = _Shard(path, entry, shapes) if reader == node.rank else None
@@ -48,11 +49,12 @@ def read_once_per_node(
             size = _bytes(name, dtype, shape)
             if len(buffer) < size:
                 del buffer  # before there is another
-                buffer = torch.empty(size, dtype=torch.uint8)
+                buffer = torch.empty(size, dtype=torch.uint8, device=device)
             octets = buffer[:size]
             if shard:
                 shard.read_into(octets)
-            yield name, _broadcast(octets, reader, node).view(DTYPES[dtype]).view(shape)
+            _broadcast(octets, reader, node)
+            yield name, octets.view(DTYPES[dtype]).view(shape)
         if shard and (problem := shard.finish()):
             problems.append(problem)
     if found := [problem for of_rank in all_gather_object(problems) for problem in of_rank]:
@@ -83,9 +85,12 @@ class _Shard:
 
     def read_into(self, octets: Tensor) -> None:
         """Fill it with the next bytes of the file, as far as they can be read."""
-        memory = octets.numpy().data
+        on_host = octets if octets.device.type == "cpu" else torch.empty(len(octets), dtype=torch.uint8)
+        memory = on_host.numpy().data
         while memory and (count := self._read(memory[:READ_BYTES])):
             memory = memory[count:]
+        if on_host is not octets:
+            octets.copy_(on_host)
 
     def finish(self) -> str:
         """Read the remaining bytes. Returns the problem of the shard; empty: there is none."""
@@ -115,18 +120,16 @@ def _bytes(_name: str, dtype: str, shape: list[int]) -> int:
     return torch.Size(shape).numel() * DTYPES[dtype].itemsize
 
 
-def _broadcast(octets: Tensor, source: int, node: Axis) -> Tensor:
-    """`octets` of rank `source` of the node, on the device of collectives."""
-    sent = octets.to(communication_device())
-    if node.size > 1:
-        dist.broadcast(sent, group=node.group, group_src=source)
-    return sent
+def _broadcast(x: Tensor, source: int, node: Axis) -> None:
+    """Overwrite x with that of rank `source` of the node."""
+    if node.size > 1 and x.numel():
+        dist.broadcast(x, group=node.group, group_src=source)
 
 
 def _broadcast_text(text: str, source: int, node: Axis) -> str:
-    if node.size == 1:
-        return text
-    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    length = int(_broadcast(torch.tensor(len(encoded)), source, node))
-    sent = encoded if node.rank == source else torch.empty(length, dtype=torch.uint8)
-    return _broadcast(sent, source, node).cpu().numpy().tobytes().decode()
+    octets = torch.tensor(list(text.encode()), dtype=torch.uint8, device=communication_device())
+    length = torch.tensor(len(octets), device=octets.device)
+    _broadcast(length, source, node)
+    octets = octets if node.rank == source else octets.new_empty(int(length))
+    _broadcast(octets, source, node)
+    return octets.cpu().numpy().tobytes().decode()
