@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, silu
 
 from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
-from tost_lm.model.initialization import InitialValue
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer, SlotState
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
@@ -61,6 +61,7 @@ class LayerScale(nn.Module):
         super().__init__()
         self.initial = initial
         self.gamma = nn.Parameter(torch.empty(width))
+        set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
         return {"gamma": self.initial}

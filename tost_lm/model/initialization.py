@@ -65,6 +65,14 @@ def own_values(module: nn.Module, std: float) -> dict[str, InitialValue]:
 
 
 @torch.no_grad()
+def set_own_constants(module: HasInitialValues) -> None:
+    """Set the parameters of a new module that are not drawn."""
+    for name, value in module.initial_values().items():
+        if not isinstance(value, Normal) and (parameter := getattr(module, name)) is not None:
+            parameter.copy_(torch.as_tensor(value))
+
+
+@torch.no_grad()
 def initialize(model: nn.Module, layers: int, seed: int) -> None:
     """Set all parameters of a model to their initial values."""
     for name, value in initial_values(model, layers).items():

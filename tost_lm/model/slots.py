@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from tost_lm.model.config import CONV_TAPS, ModelConfig
-from tost_lm.model.initialization import InitialValue
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops.naive import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -67,6 +67,7 @@ class SlotMixer(nn.Module):
         self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
         self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
         self.norm = nn.Parameter(torch.empty(H, V))
+        set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
         conv = torch.zeros(self.conv.shape, device="cpu")

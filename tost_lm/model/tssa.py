@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.initialization import InitialValue
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
 from tost_lm.ops.naive import running_dtype, statistics_dtype
@@ -26,6 +26,7 @@ class TssaMixer(nn.Module):
         shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
         shape = shapes.get(config.denom_bias)
         self.denom_bias = nn.Parameter(torch.empty(shape)) if shape else None
+        set_own_constants(self)
         self.softmax: HeadSoftmax | None = None
         """The softmax over the heads of all tensor ranks; None: all heads are on this rank."""
 

@@ -12,7 +12,6 @@ from benchmarks.forms.lm import FormLM
 from benchmarks.forms.mixers import Form, Statistics
 from benchmarks.forms.sums import decayed_read, decayed_sum, resetting
 from tost_lm.model import ModelConfig
-from tost_lm.model.initialization import initialize
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer
 from tost_lm.ops import naive
@@ -139,7 +138,6 @@ def test_the_slots_are_the_layer_of_the_product():
     torch.manual_seed(0)
     theirs = Statistics(form, C, T).double()
     ours = SlotMixer(ModelConfig(layers=1, heads=form.groups, width=C, pattern="S")).double()
-    initialize(ours, layers=1, seed=0)
     slots, out = theirs.slots, theirs.slots_out
     assert slots.decays.log_rate is not None
     assert out.gate is not None
