@@ -40,10 +40,11 @@ def main(path: Path, config: PretrainConfig) -> None:
     start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
-    from tost_lm.training.start import find_start
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
+    from tost_lm.training.start import find_start  # imports torch, which takes seconds
+
     corpora = Corpora.open(config.data.folders)
     log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
     start = find_start(config, corpora, log)

@@ -45,7 +45,9 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 def make_model():
     """Tiny models with distinct logits: large weights, and biases other than 0."""
 
-    def make(pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, seed: int = 0, **settings: Any) -> TostLM:
+    def make(
+        pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, seed: int = 0, **settings: Any
+    ) -> TostLM:
         tree = {
             "pattern": pattern, "layers": 2, "heads": 2, "width": 16, "vocab_size": vocab_size,
             "max_positions": max_positions, "layer_scale": 1.0, **settings,
