@@ -1,4 +1,4 @@
-"""Peak memory of CPU ranks with more than 1 GB of weights until their first step, from the start and from a checkpoint."""
+"""Peak memory of CPU ranks with more than 1 GB of weights until their first step: at the start and after a resume."""
 
 from pathlib import Path
 
