@@ -40,7 +40,7 @@ def engine_of(
         importlib.import_module("deepspeed")
     except ImportError:  # DeepSpeed, or one of its dependencies
         alone = Axis(0, 1, None)  # needs no process group
-        return PlainEngine(model, optim, Mesh(alone, alone, alone, alone, torch.device(device)), bfloat16)
+        return PlainEngine(model, optim, Mesh(alone, alone, alone, alone, torch.device(device), alone), bfloat16)
     mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
     return build_engine(
         model, build_adamw(model, optim), mesh, ParallelConfig(),

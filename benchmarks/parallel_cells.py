@@ -129,7 +129,7 @@ def _meshes(world: World, axis: str) -> tuple[Mesh, Mesh]:
     itself = build_mesh(world, ParallelConfig(sequence=world.size)).data
     axes = {axis: world.size} if axis in (SEQUENCE, TENSOR) else {}
     together = build_mesh(world, validate(ParallelConfig, axes, "benchmarks.parallel"))
-    return together, Mesh(itself, itself, itself, itself, world.device)
+    return together, Mesh(itself, itself, itself, itself, world.device, itself)
 
 
 def _training_step(mesh: Mesh, model: Mapping[str, Any], seq_len: int) -> Callable[[], object]:

@@ -20,6 +20,10 @@ class CheckpointError(TostError):
     """A checkpoint is missing, incomplete, damaged or of another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint differs from its hash."""
+
+
 class TrainingError(TostError):
     """A run cannot continue: for example it is out of memory, or all steps are skipped."""
 

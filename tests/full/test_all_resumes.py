@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from test_zero import Curve, assert_resumed_to_the_bit
 from torch import Tensor
-from training_on_layouts import build_engine, train_steps
+from training_on_layouts import build_engine, restore, train_steps
 
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
@@ -34,8 +34,8 @@ def load_and_continue(layouts: list[ParallelConfig], path: Path) -> list[Curve]:
     state: tuple[dict[str, Tensor], list[tuple[str, str, Tensor]]] = torch.load(path)
     curves = []
     for layout in layouts:
-        engine = build_engine(layout, "adamw", weights=state[0])
-        zero.restore(engine, state[0], iter(state[1]), step=3)
+        engine = build_engine(layout, "adamw")
+        restore(engine, state[0], state[1], step=3)
         curves.append(train_steps(engine, "adamw", range(3, 6)))
     return curves
 

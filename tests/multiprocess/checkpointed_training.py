@@ -26,7 +26,7 @@ from tost_lm.errors import CheckpointError
 from tost_lm.model.checkpoint import find_checkpoint, step_folder, step_folders
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.checkpoint import CheckpointWriter, read_weights, restore
+from tost_lm.training.checkpoint import CheckpointWriter, restore
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 
@@ -70,10 +70,7 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(self.folder)
         at = find_checkpoint(RUN) if step_folders(RUN) else None
-        weights = read_weights(at) if at else None
-        self.engine = build_engine(
-            trainee.parallel, "adamw", bfloat16=trainee.bfloat16, weights=weights, **trainee.model
-        )
+        self.engine = build_engine(trainee.parallel, "adamw", bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
         self.writer = CheckpointWriter(self.engine, config, trainee.corpora)
         self.curve: Curve = []

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from tost_lm.data.collation import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import Traffic
+from tost_lm.training.checkpoint import draw_weights, restore
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
 from tost_lm.training.step import train_step
@@ -65,9 +67,7 @@ def train_measured(settings: Settings) -> Measured:
 
     glibc gives what is freed back at once here; else it would keep some for later, as much as it happens to.
     """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    _return_freed_memory()
     config = validate(PretrainConfig, settings, "test")
     mesh = build_mesh(start_world("cpu"), config.parallel)
     train_steps(2, _small(settings), mesh)
@@ -76,16 +76,33 @@ def train_measured(settings: Settings) -> Measured:
     return train_steps(2, config, mesh, before)
 
 
+def start_measured(settings: Settings, checkpoint: Path | None) -> int:
+    """The most that is resident until a rank has drawn its weights or resumed, beyond what it had before."""
+    _return_freed_memory()
+    config = validate(PretrainConfig, settings, "test")
+    mesh = build_mesh(start_world("cpu"), config.parallel)
+    train_steps(1, _small(settings), mesh)
+    gc.collect()
+    before = _resident("VmRSS")
+    _forget_peak()
+    engine = build_training_engine(config, mesh)
+    if checkpoint:
+        restore(engine, checkpoint)
+    else:
+        draw_weights(engine)
+    return _resident("VmHWM") - before
+
+
 def train_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
-    engine, tiling = build_training_engine(config, mesh, None), tiling_of(config, mesh)
+    engine, tiling = build_training_engine(config, mesh), tiling_of(config, mesh)
+    draw_weights(engine)
     shape = (config.train.micro_batch_size, config.train.seq_len)
     columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
     micro_batches = range(config.accumulation(dist.get_world_size()))
     batches = [torch.randint(config.model.vocab_size, shape)[:, columns] for _ in micro_batches]
     peak = 0
     for _ in range(steps):
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # forget the peak so far
+        _forget_peak()
         train_step(engine, [MicroBatch(tokens, tokens, None) for tokens in batches], tiling, 1e-3)
         peak = _resident("VmHWM") - before
     with Traffic() as traffic:
@@ -109,3 +126,14 @@ def _small(settings: Settings) -> PretrainConfig:
 def _resident(field: str) -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+
+
+def _return_freed_memory() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+
+
+def _forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training_on_layouts import build_engine, train_steps
+from training_on_layouts import build_engine, restore, train_steps
 
 from tost_lm.config import validate
 from tost_lm.errors import CorruptionError
@@ -63,8 +63,8 @@ def drill(tensor: int, case: Case) -> Errors:
         errors.append((flip, take_step(engine, checksums, 2, flip)))
 
     weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
-    engine = build_engine(layout, "adamw", bfloat16=bfloat16, weights=weights)
-    zero.restore(engine, weights, iter(moments), step=2)
+    engine = build_engine(layout, "adamw", bfloat16=bfloat16)
+    restore(engine, weights, moments, step=2)
     checksums = Checksums(engine, interval=2)
     undamaged += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
     if is_replicated(engine):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from training_on_layouts import build_engine, build_model, train_steps
+from training_on_layouts import build_engine, build_model, restore, train_steps
 
 from tost_lm import sizes
 from tost_lm.config import validate
@@ -21,8 +21,8 @@ def stop_and_resume(layout: ParallelConfig, bfloat16: bool) -> tuple[Curve, Curv
     train_steps(engine, "adamw", range(3))
     weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
     went_on = train_steps(engine, "adamw", range(3, 6))
-    fresh = build_engine(layout, "adamw", bfloat16=bfloat16, weights=weights)
-    zero.restore(fresh, weights, iter(moments), step=3)
+    fresh = build_engine(layout, "adamw", bfloat16=bfloat16)
+    restore(fresh, weights, moments, step=3)
     resumed = train_steps(fresh, "adamw", range(3, 6))
     pairs = list(zip(zero.full_weights(engine), zero.full_weights(fresh), strict=True))
     return went_on, resumed, all(torch.equal(a, b) for (_, a), (_, b) in pairs)

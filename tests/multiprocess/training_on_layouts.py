@@ -19,6 +19,7 @@ from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.tensor_slice import slice_of
+from tost_lm.parallel.weights import local_slice
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_as_accurate
 from tost_lm.training.step import train_step
@@ -53,8 +54,8 @@ class Record(NamedTuple):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
-def build_model(z_loss: float = 0.0, **settings: Any) -> TiledLM:
-    torch.manual_seed(0)
+def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
+    torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
     model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"))
     model.head.z_loss = z_loss
@@ -113,7 +114,6 @@ def build_engine(
     *,
     grad_clip: float = 1.0,
     bfloat16: bool = False,
-    weights: dict[str, Tensor] | None = None,
     memory: dict[str, Any] | None = None,
     prepare: Callable[[TostLM], object] = lambda model: None,
     **settings: Any,
@@ -122,8 +122,6 @@ def build_engine(
     `prepare` changes the model in place."""
     mesh = build_mesh(start_world("cpu"), parallel)
     model = build_model(**settings)
-    if weights:
-        model.load_state_dict(weights)
     apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))
     prepare(model)
     return zero.build_engine(
@@ -136,6 +134,14 @@ def build_engine(
         grad_clip=grad_clip,
         bfloat16=bfloat16,
     )
+
+
+def restore(engine: Any, weights: dict[str, Tensor], moments: list[tuple[str, str, Tensor]], step: int) -> None:
+    """Set the state of a new engine from whole tensors."""
+    tensors = [*weights.items(), *((f"{statistic}/{name}", tensor) for name, statistic, tensor in moments)]
+    parameters = {label: engine.module.get_parameter(label.rpartition("/")[2]) for label, _ in tensors}
+    zero.create_state(engine, step)
+    zero.set_state(engine, [(label, local_slice(x, parameters[label], engine.mesh.tensor)) for label, x in tensors])
 
 
 def micro_batch_size(mesh: Mesh) -> int:

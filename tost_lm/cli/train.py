@@ -23,7 +23,7 @@ from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loggers import loggers_in_use
 from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import find_start_point
+from tost_lm.training.run_folder import StartPoint
 
 if TYPE_CHECKING:
     from tost_lm.data.mixture import Corpora
@@ -40,25 +40,30 @@ def main(path: Path, config: PretrainConfig) -> None:
     start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
-    from tost_lm.training.initial_weights import find_initial_weights
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
+    from tost_lm.training.start import find_start  # imports torch, which takes seconds
+
     corpora = Corpora.open(config.data.folders)
     log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
-    start = find_start_point(config, corpora.fingerprint, log)
-    if start.resume_from and (progress := Progress.read(start.resume_from)).step >= config.last_step:
-        progress.require_finite_validation(config.train.steps, config.run_folder)
+    start = find_start(config, corpora, log)
+    if _is_done(config, start):  # no engine will read and hash the shards
+        start = find_start(config, corpora, log, hash_shards=True)
+    if start.resume_from and _is_done(config, start):
+        Progress.read(start.resume_from).require_finite_validation(config.train.steps, config.run_folder)
         log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}")
         return
     check_vocabulary(config, corpora)
     evaluation = find_evaluation(config, corpora)
-    if start.resume_from is None:
-        start = start._replace(initial_weights=find_initial_weights(config, corpora, log))
     from tost_lm.training.loop import train
 
     if train(config, corpora, start, graceful_stop, evaluation):
         exit_stopped()
+
+
+def _is_done(config: PretrainConfig, start: StartPoint) -> bool:
+    return start.resume_from is not None and Progress.read(start.resume_from).step >= config.last_step
 
 
 def check_vocabulary(config: PretrainConfig, corpora: "Corpora") -> None:

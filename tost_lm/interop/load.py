@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
@@ -31,8 +32,9 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
     foreign = read_foreign(Path(path))
     if foreign is None:
         return load_ours(path, device)
-    model = TostLM(foreign[0])
-    model.load_state_dict(foreign[1])
+    with torch.device("meta"):
+        model = TostLM(foreign[0])
+    model.to_empty(device="cpu").load_state_dict(foreign[1])
     return model.to(device).eval()
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, silu
 
 from tost_lm.model.config import NORM_EPSILON, ModelConfig
 from tost_lm.model.gated import GatedMixer, GatedState
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer, SlotState
 from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
@@ -58,7 +59,12 @@ class LayerScale(nn.Module):
 
     def __init__(self, width: int, initial: float):
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), initial))
+        self.initial = initial
+        self.gamma = nn.Parameter(torch.empty(width))
+        set_own_constants(self)
+
+    def initial_values(self) -> dict[str, InitialValue]:
+        return {"gamma": self.initial}
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return x_BTC * self.gamma

@@ -1,6 +1,5 @@
 """The language model: embedding, positions, blocks, norm and head."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,14 +12,13 @@ from torch.nn.functional import linear
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import STATE_OF, Block, build_norm
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.initialization import INITIAL_STD, draw_seed, initialize
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.sequence_shard import SequenceShard
-
-INITIAL_STD = 0.02
 
 
 class Head(nn.Module):
@@ -52,23 +50,26 @@ class Head(nn.Module):
 
 class TostLM(nn.Module):
     """A decoder-only language model. Initialization as published: N(0, 0.02), but N(0, 0.02/√(2·layers)) for the output
-    projections of mixer and MLP, temp 1, denom_bias 0, LayerScale as configured."""
+    projections of mixer and MLP, temp 1, denom_bias 0, LayerScale as configured.
+
+    The seed of the draws comes from torch's CPU generator. Under `torch.device("meta")` nothing is drawn.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        device = torch.get_default_device()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
-        self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
-        self.norm = build_norm(config)
-        self.head: Any = Head(config)
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
+            self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
+            self.norm = build_norm(config)
+            self.head: Any = Head(config)
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
         """Maps positions of the call's tokens to those of the residual stream on this rank; set by tensor ranks."""
-        self.apply(_init_matrices)
-        for name, module in self.named_modules():
-            if name.endswith(".out_proj") and isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=INITIAL_STD / math.sqrt(2 * config.layers))
+        if device.type != "meta":
+            initialize(self.to_empty(device=device), config.layers, draw_seed())
 
     def forward(
         self,
@@ -174,8 +175,7 @@ def _in_this_grad_mode(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return call
 
 
-def _init_matrices(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding | Head) and module.weight is not None:
-        nn.init.normal_(module.weight, std=INITIAL_STD)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """The shapes of a model's parameters by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in TostLM(config).named_parameters()}

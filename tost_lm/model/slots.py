@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops.naive import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -66,16 +67,13 @@ class SlotMixer(nn.Module):
         self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
         self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
         self.norm = nn.Parameter(torch.empty(H, V))
-        self.reset_parameters()
+        set_own_constants(self)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set the initial values of all parameters but those of the linear layers."""
-        self.conv.zero_()[..., -2] = 1
-        self.write_temp.fill_(INITIAL_TEMP)
-        self.read_temp.fill_(INITIAL_TEMP)
-        self.log_rate.copy_(initial_log_rates(self.heads))
-        self.norm.fill_(1)
+    def initial_values(self) -> dict[str, InitialValue]:
+        conv = torch.zeros(self.conv.shape, device="cpu")
+        conv[..., -2] = 1
+        temps = dict.fromkeys(("write_temp", "read_temp"), INITIAL_TEMP)
+        return {"conv": conv, **temps, "log_rate": initial_log_rates(self.heads), "norm": 1.0}
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
@@ -155,4 +153,4 @@ def initial_log_rates(heads: int) -> Tensor:
     """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, and a last head that hardly forgets."""
     ratio = (LONGEST_HALF_LIFE / SHORTEST_HALF_LIFE) ** (1 / max(1, heads - 2))
     half_lives = [*(SHORTEST_HALF_LIFE * ratio**h for h in range(heads - 1)), LASTING_HALF_LIFE]
-    return torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives])
+    return torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives], device="cpu")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
 from tost_lm.ops.naive import running_dtype, statistics_dtype
@@ -21,12 +22,16 @@ class TssaMixer(nn.Module):
         self.membership: Membership = config.membership
         self.in_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.temp = nn.Parameter(torch.ones(config.heads))
+        self.temp = nn.Parameter(torch.empty(config.heads))
         shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
         shape = shapes.get(config.denom_bias)
-        self.denom_bias = nn.Parameter(torch.zeros(shape)) if shape else None
+        self.denom_bias = nn.Parameter(torch.empty(shape)) if shape else None
+        set_own_constants(self)
         self.softmax: HeadSoftmax | None = None
         """The softmax over the heads of all tensor ranks; None: all heads are on this rank."""
+
+    def initial_values(self) -> dict[str, InitialValue]:
+        return {"temp": 1.0, "denom_bias": 0.0}
 
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from tost_lm.model.lm import TostLM
@@ -12,8 +13,10 @@ from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
 
 
-def parallelize(model: TostLM, mesh: Mesh) -> TostLM:
+def parallelize(model: TostLM, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> TostLM:
     """Shard a model, equal on all ranks, in place.
+
+    A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
     1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
@@ -22,10 +25,15 @@ def parallelize(model: TostLM, mesh: Mesh) -> TostLM:
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if mesh.tensor.size > 1:
-        from tost_lm.parallel.tensor import apply_tensor_parallelism  # megatron-core takes seconds to import
+    if mesh.tensor.size == 1:
+        allocate(model)
+        return model
+    # megatron-core takes seconds to import
+    from tost_lm.parallel.tensor import apply_tensor_parallelism, sum_gradients_of_replicas
 
-        apply_tensor_parallelism(model, mesh.tensor)
+    apply_tensor_parallelism(model, mesh.tensor)
+    allocate(model)  # makes new parameters, and gradients are hooks of parameters
+    sum_gradients_of_replicas(model, mesh.tensor)
     return model
 
 

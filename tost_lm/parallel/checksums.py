@@ -25,7 +25,7 @@ Sums = Mapping[str, int]
 
 
 class Checksums:
-    """Checks the state of an engine's optimizer; all ranks build it, after `zero.restore`.
+    """Checks the state of an engine's optimizer; all ranks build it, after `zero.set_state`.
 
     Any single flipped bit is detected. A stage-0 rank without replica sums its own state as in stages 1 to 3.
 

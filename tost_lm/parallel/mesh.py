@@ -1,5 +1,6 @@
 """The device mesh: tensor, sequence and data axes, from megatron-core's process groups."""
 
+import socket
 import warnings
 from datetime import timedelta
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tost_lm.parallel.agreement import all_gather_object
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.world import World
 
@@ -36,6 +38,8 @@ class Mesh(NamedTuple):
     replicas: Axis
     """data × sequence: ranks with the same weights. Gradients are averaged and ZeRO partitions over them."""
     device: torch.device
+    node: Axis
+    """Ranks on the same host."""
 
 
 def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
@@ -49,7 +53,7 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     data = parallel.data_ranks(world.size)
     if parallel.tensor * parallel.sequence == 1:
         whole, alone = Axis(world.rank, data, dist.group.WORLD), Axis(0, 1, None)
-        return Mesh(alone, alone, whole, whole, world.device)
+        return Mesh(alone, alone, whole, whole, world.device, _node(world))
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -66,6 +70,7 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
         data=_axis(parallel_state.get_data_parallel_group()),
         replicas=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         device=world.device,
+        node=_node(world),
     )
 
 
@@ -86,3 +91,11 @@ def deepspeed_mpu(mesh: Mesh) -> SimpleNamespace:
 
 def _axis(group: Any) -> Axis:
     return Axis(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def _node(world: World) -> Axis:
+    hosts = all_gather_object(socket.gethostname())
+    nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    if len(nodes) == 1:
+        return Axis(world.rank, world.size, dist.group.WORLD)
+    return _axis(dist.new_subgroups_by_enumeration(nodes, timeout=world.timeout)[0])

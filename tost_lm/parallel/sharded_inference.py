@@ -1,17 +1,20 @@
 """Inference with a model on tensor × sequence ranks: whole tokens in and whole logits out, equal on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from tost_lm.model.checkpoint import load
+from tost_lm.model.checkpoint import find_checkpoint, read_model_config, shard_entries, verify_checkpoint
 from tost_lm.model.lm import TostLM
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.parallel.apply import even_split, parallelize
 from tost_lm.parallel.collectives import all_gather
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
+from tost_lm.parallel.weights import allocate, read_on_rank
 
 
 def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
@@ -21,8 +24,16 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
         CheckpointError: as `tost_lm.load`.
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    model = parallelize(load(checkpoint), mesh)  # on the host: the whole model may not fit on one device
-    return ShardedInference(model.to(mesh.device), mesh).eval()
+    folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
+    config = read_model_config(folder)
+    with torch.device("meta"):
+        model = TostLM(config)
+    parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
+    files = {folder / name: entry for name, entry in shard_entries(folder, "model").items()}
+    with torch.no_grad():
+        for name, local in read_on_rank(model, config, files, mesh):
+            model.get_parameter(name).copy_(local)
+    return ShardedInference(model, mesh).eval()
 
 
 class ShardedInference(nn.Module):

@@ -43,7 +43,7 @@ warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 
 
 def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
-    """Replace each layer by this rank's slice of it, and sum the gradients of replicated parameters over ranks.
+    """Replace each layer by this rank's slice of it.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
@@ -51,6 +51,11 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
         raise ConfigError(obstacle)
     residual = Residual(axis)
+    with torch.device("meta"):  # megatron-core's layers start with weights of their own
+        _replace_layers(model, residual)
+
+
+def _replace_layers(model: TostLM, residual: "Residual") -> None:
     model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
     model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
     model.residual_positions = residual.shard
@@ -61,6 +66,10 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
             groups = module.groups if isinstance(module, SoftmaxMixer | Mlp) else (1,)
             model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
+
+
+def sum_gradients_of_replicas(model: TostLM, axis: Axis) -> None:
+    """Sum the gradients of replicated parameters over tensor ranks."""
     for parameter in model.parameters():
         if slice_of(parameter) is None:
             # Each rank's gradient covers its own tokens only.
@@ -230,7 +239,7 @@ def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: Tenso
         if tensor_slice is None:
             local = nn.Parameter(parameter.detach().clone())
         else:
-            local = nn.Parameter(tensor_slice.local(parameter.detach(), axis))
+            local = nn.Parameter(tensor_slice.local(parameter.detach(), axis).clone())
             set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, len(tensor_slice.groups))
             mark_slice(local, tensor_slice)
         setattr(module, name, local)

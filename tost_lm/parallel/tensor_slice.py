@@ -1,6 +1,7 @@
 """The slice of a parameter that a tensor rank holds."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,16 @@ class TensorSlice:
     """Relative sizes of the groups."""
 
     def local(self, whole: Tensor, axis: Axis) -> Tensor:
-        """This rank's slice."""
-        return torch.cat([group.chunk(axis.size, self.dim)[axis.rank] for group in self._groups(whole)], self.dim)
+        """This rank's slice, a view of `whole` if there is one group."""
+        ranges = self.ranges(whole.shape[self.dim], axis)
+        parts = [whole.narrow(self.dim, held.start, len(held)) for held in ranges]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+
+    def ranges(self, size: int, axis: Axis) -> list[range]:
+        """The indices in dimension `dim`, of length `size` in the whole tensor, that this rank holds."""
+        unit, starts = size // sum(self.groups), accumulate(self.groups, initial=0)
+        parts = [(start * unit, count * unit // axis.size) for start, count in zip(starts, self.groups, strict=False)]
+        return [range(start + axis.rank * length, start + (axis.rank + 1) * length) for start, length in parts]
 
     def gather(self, local: Tensor, axis: Axis) -> Tensor:
         """The whole tensor on every rank; a collective call."""

@@ -14,7 +14,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,9 +25,17 @@ from torch.nn.functional import pad
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.tensor_slice import slice_of
+from tost_lm.parallel.weights import allocate
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]
+
+
+def allocate_for_engine(model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
+    """Give a model on the meta device the memory that `build_engine` needs; `set_state` sets the values afterwards."""
+    # From stage 1 on, DeepSpeed copies weights into buffers of its own: without `shared` there would be two of each.
+    stage = parallel.partitioning_stage(mesh.replicas.size, bfloat16=bfloat16)
+    allocate(model, mesh.device, torch.bfloat16 if bfloat16 else torch.float32, shared=stage > 0)
 
 
 def build_engine(
@@ -41,7 +49,7 @@ def build_engine(
     grad_clip: float,
     bfloat16: bool,
 ) -> Any:
-    """A DeepSpeed engine around a model after `parallelize` that is on its device.
+    """A DeepSpeed engine around a model after `parallelize` that is on its device, with values or without (`allocate`).
 
     `engine.backward` averages over micro-batches and over data × sequence ranks. So a rank's loss must be the sum over
     its labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16, gradients are summed
@@ -150,46 +158,66 @@ def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key} of {name}", value
 
 
-def restore(engine: Any, weights: Mapping[str, Tensor], moments: Moments, step: int) -> None:
-    """Load whole float32 weights and optimizer state after `step` updates into a new engine of any parallel layout.
-
-    The engine's model must already have these weights.
-    """
-    inner = _inner(engine)
+def create_state(engine: Any, step: int) -> None:
+    """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
     for partition in _partitions(engine):
         # torch creates the state in its first step.
         state = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
         count = torch.tensor(float(step), device=partition.device)
-        inner.state[partition] = {"step": count, **state}
+        _inner(engine).state[partition] = {"step": count, **state}
     _link_state(engine)
-    parameters = dict(engine.module.named_parameters())
-    for name, parameter in parameters.items():
-        if not _is_plain(engine):  # the float32 master copy
-            _set(parameter, _local(weights[name], parameter, engine.mesh), None)
-    for name, key, tensor in moments:
-        local = _local(tensor, parameters[name], engine.mesh)
-        if _is_plain(engine):
-            inner.state[parameters[name]][key].copy_(local)
+
+
+def set_state(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Set weights and optimizer state, one tensor at a time, under any parallel layout.
+
+    Args:
+        tensors: by parameter name the weight, or by statistic/name the optimizer's, after `create_state`: float32, the
+            slice of this tensor rank.
+    """
+    for label, local in tensors:
+        statistic, _, name = label.rpartition("/")
+        parameter, local = engine.module.get_parameter(name), local.to(engine.mesh.device)
+        if not statistic:
+            _set_weight(engine, parameter, local)
+        elif _is_plain(engine):
+            _inner(engine).state[parameter][statistic].copy_(local)
         else:
-            _set(parameters[name], local, key)
+            _set(parameter, local, statistic)
+
+
+@torch.no_grad()
+def _set_weight(engine: Any, parameter: nn.Parameter, local: Tensor) -> None:
+    if hasattr(parameter, "ds_id"):
+        partition: Tensor = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        partition.copy_(_own_partition(parameter, local))
+    else:
+        parameter.copy_(local)
+    if not _is_plain(engine):
+        _set(parameter, local, None)
 
 
 def _set(parameter: nn.Parameter, value: Tensor, statistic: str | None) -> None:
-    """Set this rank's partition of a master weight, or of its `statistic`, from `value`."""
+    """Set this rank's partition of a float32 weight, or of its `statistic`, from `value`."""
     from deepspeed import utils
 
     set_weight, set_statistic = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
     if hasattr(parameter, "ds_id"):
         # Stage 3 pads partitions to equal size, and its setters of whole values do not support padding.
         set_weight, set_statistic = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
-        size: int = parameter.ds_tensor.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
-        rank = parameter.ds_process_group.rank()  # pyright: ignore[reportAttributeAccessIssue]
-        value = value.flatten()[rank * size : (rank + 1) * size]
-        value = pad(value, (0, size - len(value)))
+        value = _own_partition(parameter, value)
     if statistic is None:
         set_weight(parameter, value)
     else:
         set_statistic(parameter, value, statistic)
+
+
+def _own_partition(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's partition in stage 3."""
+    size: int = parameter.ds_tensor.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+    rank = parameter.ds_process_group.rank()  # pyright: ignore[reportAttributeAccessIssue]
+    value = value.flatten()[rank * size : (rank + 1) * size]
+    return pad(value, (0, size - len(value)))
 
 
 def _offload(parallel: ParallelConfig) -> dict[str, Any]:
@@ -248,11 +276,6 @@ def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
 
 def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
     return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
-
-
-def _local(whole: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
-    tensor_slice = slice_of(parameter)
-    return (whole if tensor_slice is None else tensor_slice.local(whole, mesh.tensor)).to(mesh.device)
 
 
 def _import_deepspeed(device: str) -> Any:

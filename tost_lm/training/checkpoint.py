@@ -7,13 +7,13 @@ manifest, renames the folder and applies the retention.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from threading import Thread, main_thread
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -26,21 +26,22 @@ from tost_lm.files import make_temp_folder
 from tost_lm.model.checkpoint import (
     CARD,
     FileEntry,
-    StoredTensors,
     flush_and_hash,
     metadata_files,
     publish_checkpoint,
+    shard_entries,
     shard_name,
     step_folder,
     write_tensors,
 )
 from tost_lm.parallel import zero
 from tost_lm.parallel.messages import NoMessageError, ThreadMessages
+from tost_lm.parallel.weights import draw_on_rank, read_on_rank
 from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.retention import prune, require_disk_space, require_disk_space_for_run
-from tost_lm.training.snapshot import Snapshot
+from tost_lm.training.snapshot import STATISTICS, Snapshot
 from tost_lm.training.write_errors import RESUME, explain_write_errors
 
 RNG_FILE = "rng.safetensors"
@@ -202,18 +203,30 @@ def _reported_by_rank_0(problem: str) -> CheckpointError:
     return error
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Whole float32 weights of a checkpoint by parameter name."""
-    return dict(StoredTensors(folder, "model"))
-
-
 def restore(engine: Any, folder: Path) -> Progress:
-    """Load a checkpoint's state, tensor by tensor, into a new engine that has its weights. Returns its progress."""
+    """Load a checkpoint's state, tensor by tensor, into a new engine; a collective call. Returns its progress.
+
+    Raises:
+        DamagedCheckpointError: on all ranks; the engine must not be used.
+    """
     progress = Progress.read(folder)
-    statistics = StoredTensors(folder, "optimizer")
-    labels = [label.split("/", 1) for label in statistics]
-    moments = ((name, statistic, statistics[f"{statistic}/{name}"]) for statistic, name in labels)
-    zero.restore(engine, StoredTensors(folder, "model"), moments, progress.updates)
+    zero.create_state(engine, progress.updates)
+    zero.set_state(engine, _read(engine, folder, "model", "optimizer"))
     if (folder / RNG_FILE).is_file():  # not in a converted checkpoint
         torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
     return progress
+
+
+def load_weights(engine: Any, folder: Path) -> None:
+    """Load the weights of a model folder into a new engine; a collective call. Raises as `restore`."""
+    zero.set_state(engine, _read(engine, folder, "model"))
+
+
+def draw_weights(engine: Any) -> None:
+    """Draw the weights of a new engine, as `TostLM` does."""
+    zero.set_state(engine, draw_on_rank(engine.module, engine.module.config, engine.mesh.tensor))
+
+
+def _read(engine: Any, folder: Path, *kinds: Literal["model", "optimizer"]) -> Iterator[tuple[str, Tensor]]:
+    files = {folder / name: entry for kind in kinds for name, entry in shard_entries(folder, kind).items()}
+    return read_on_rank(engine.module, engine.module.config, files, engine.mesh, STATISTICS)

@@ -9,14 +9,14 @@ from tost_lm.data.mixture import Corpora
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_file
-from tost_lm.model.checkpoint import MANIFEST, find_checkpoint, read_model_config, step_folders
+from tost_lm.model.checkpoint import MANIFEST, find_checkpoint, read_model_config, step_folders, verify_checkpoint
 from tost_lm.training.branch import find_branch_point
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 
 
 class InitialWeights(NamedTuple):
-    """A checkpoint folder whose files match their hashes."""
+    """A checkpoint folder."""
 
     folder: Path
     manifest_sha256: str
@@ -26,9 +26,14 @@ class InitialWeights(NamedTuple):
 
 
 def find_initial_weights(
-    config: PretrainConfig, corpora: Corpora, warn: Callable[[str], None] = print
+    config: PretrainConfig,
+    corpora: Corpora,
+    warn: Callable[[str], None] = print,
+    verify: Callable[[Path], None] = verify_checkpoint,
 ) -> InitialWeights | None:
     """The checkpoint of `train.initial_weights` or `train.branch_from`; None: neither is set.
+
+    `verify` raises CheckpointError for a damaged checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -43,7 +48,7 @@ def find_initial_weights(
         raise ConfigError(f"{what}: no such folder; give the step folder to branch from")
     if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
-    folder = find_checkpoint(path, warn)
+    folder = find_checkpoint(path, warn, verify)
     # The fields that a preset fills in are compared, not its name.
     theirs, ours = (model.model_copy(update={"preset": None}) for model in (read_model_config(folder), config.model))
     if changed := differences(theirs, ours):

@@ -1,7 +1,6 @@
 """The pre-training loop: build model, data and hooks, then train step by step."""
 
 from functools import partial
-from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
@@ -23,9 +22,9 @@ from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
-from tost_lm.parallel.zero import build_engine
+from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.torch_internals import enable_flight_recorder
-from tost_lm.training import checkpoint, hooks
+from tost_lm.training import hooks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
@@ -44,6 +43,7 @@ from tost_lm.training.run_folder import (
     write_run_folder,
 )
 from tost_lm.training.spike_guard import SpikeGuard
+from tost_lm.training.start import start_engine
 from tost_lm.training.step import train_step
 from tost_lm.training.tile_size import tiling_of, with_tile_size
 from tost_lm.training.tiled import TiledLM, Tiling
@@ -102,13 +102,8 @@ def _train_together(
     mesh = build_mesh(world, config.parallel)
     tiling = tiling_of(config, mesh)
     batches = build_batches(config, corpora, mesh, tiling)
-    engine = build_training_engine(config, mesh, start.weights_from)
-    progress = Progress(0, 0, shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256)
-    if start.resume_from:
-        progress = checkpoint.restore(engine, start.resume_from)
-    elif start.initial_weights and (branch_point := start.initial_weights.progress):
-        checkpoint.restore(engine, start.initial_weights.folder)
-        progress = branch_point
+    warn = print if world.rank == 0 else lambda line: None
+    engine, progress, start = start_engine(partial(build_training_engine, config, mesh), config, corpora, start, warn)
     guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, progress)
     checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
@@ -155,14 +150,14 @@ def _train_together(
     return run.stop_reason
 
 
-def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
-    """The model with a checkpoint's or its seeded initial weights, sharded over ranks, with AdamW and DeepSpeed."""
+def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
+    """The model, sharded over ranks, with AdamW and DeepSpeed. Its weights have no values yet (`zero.set_state`)."""
     torch.manual_seed(config.train.seed)
-    model = TiledLM(config.model)
-    if checkpoint_folder:
-        model.load_state_dict(checkpoint.read_weights(checkpoint_folder))
+    bfloat16 = config.train.dtype == "bfloat16"
+    with torch.device("meta"):
+        model = TiledLM(config.model)
     model.head.z_loss = config.train.z_loss
-    model = parallelize(model, mesh).to(mesh.device)
+    parallelize(model, mesh, partial(allocate_for_engine, mesh=mesh, parallel=config.parallel, bfloat16=bfloat16))
     apply_activation_checkpointing(
         model,
         activation_checkpointing=config.memory.activation_checkpointing,
@@ -179,7 +174,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
         micro_batch_size=config.train.micro_batch_size,
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
-        bfloat16=config.train.dtype == "bfloat16",
+        bfloat16=bfloat16,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import read_rows, write_atomically, write_rows
-from tost_lm.model.checkpoint import find_checkpoint, step_folders
+from tost_lm.model.checkpoint import find_checkpoint, step_folders, verify_checkpoint
 from tost_lm.training.branch import require_same_rates
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.initial_weights import InitialWeights
@@ -50,8 +50,15 @@ def _of_an_ended_first_launch(path: Path) -> bool:
     return path.name.startswith(".") or path.name == FLIGHT_RECORDER
 
 
-def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[str], None] = print) -> StartPoint:
+def find_start_point(
+    config: PretrainConfig,
+    fingerprint: str,
+    warn: Callable[[str], None] = print,
+    verify: Callable[[Path], None] = verify_checkpoint,
+) -> StartPoint:
     """Determine what a launch on shards of this fingerprint starts from; nothing is changed.
+
+    `verify` raises CheckpointError for a damaged checkpoint, which is skipped with a message to `warn`.
 
     Raises:
         ConfigError: the folder is not a run folder, its run has other settings (a line for each), or other learning
@@ -66,7 +73,7 @@ def find_start_point(config: PretrainConfig, fingerprint: str, warn: Callable[[s
         return StartPoint(None)
     checkpoints = tuple(step_folders(folder))
     try:
-        return StartPoint(_checkpoint_of_same_run(config, fingerprint, warn), checkpoints=checkpoints)
+        return StartPoint(_checkpoint_of_same_run(config, fingerprint, warn, verify), checkpoints=checkpoints)
     except (ConfigError, CheckpointError) as error:
         if config.run.on_config_change == "refuse":
             raise
@@ -88,7 +95,9 @@ def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
         folder.rename(renamed)
 
 
-def _checkpoint_of_same_run(config: PretrainConfig, fingerprint: str, warn: Callable[[str], None]) -> Path | None:
+def _checkpoint_of_same_run(
+    config: PretrainConfig, fingerprint: str, warn: Callable[[str], None], verify: Callable[[Path], None]
+) -> Path | None:
     folder = config.run_folder
     recorded = load_config(PretrainConfig, folder / "config.toml")
     changed = differences(recorded.what_is_trained(), config.what_is_trained())
@@ -97,7 +106,7 @@ def _checkpoint_of_same_run(config: PretrainConfig, fingerprint: str, warn: Call
         raise ConfigError("\n".join(lines + changed))
     if not step_folders(folder):
         return None
-    checkpoint = find_checkpoint(folder, warn)
+    checkpoint = find_checkpoint(folder, warn, verify)
     progress = Progress.read(checkpoint)
     require_same_rates(recorded, config, progress.step, f"{folder}: {', '.join(changed)}", folder)
     if progress.shards_fingerprint != fingerprint:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.lm import TostLM
+from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel import zero
 
 STATISTICS = ("exp_avg", "exp_avg_sq")  # of AdamW, float32 as the weights
@@ -19,8 +19,7 @@ class Snapshot:
     """
 
     def __init__(self, engine: Any, config: ModelConfig, rank: int, ranks: int) -> None:
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in TostLM(config).named_parameters()}
+        shapes = parameter_shapes(config)
         self._engine = engine
         self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
         """Of the weights of all ranks."""

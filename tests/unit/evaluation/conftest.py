@@ -45,12 +45,14 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Sh
 def make_model():
     """Tiny models with distinct logits: large weights, and biases other than 0."""
 
-    def make(pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, **settings: Any) -> TostLM:
+    def make(
+        pattern: str = "T", vocab_size: int = 40, max_positions: int = 16, seed: int = 0, **settings: Any
+    ) -> TostLM:
         tree = {
             "pattern": pattern, "layers": 2, "heads": 2, "width": 16, "vocab_size": vocab_size,
             "max_positions": max_positions, "layer_scale": 1.0, **settings,
         }  # fmt: skip
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = TostLM(validate(ModelConfig, tree, "test"))
         with torch.no_grad():
             for name, parameter in model.named_parameters():

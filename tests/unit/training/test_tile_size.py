@@ -44,7 +44,7 @@ def test_tiles_do_not_change_what_is_trained_but_truncation_does():
 
 def mesh_of(ranks: int, rank: int = 0) -> Mesh:
     alone = Axis(0, 1, None)
-    return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"))
+    return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"), alone)
 
 
 def test_the_sequence_shards_of_all_ranks_are_the_row():

@@ -3,7 +3,6 @@
 Shapes as in `tost_lm.model`; K: number of columns with logits.
 """
 
-import math
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, write_atomically
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
 from tost_lm.interop.hf.config import TostConfig
-from tost_lm.model.block import Block, CheckpointWrapper, LayerScale, no_checkpoint
+from tost_lm.model.block import Block, CheckpointWrapper, no_checkpoint
 from tost_lm.model.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -31,11 +30,10 @@ from tost_lm.model.checkpoint import (
     flush_and_hash,
     read_model_config,
 )
-from tost_lm.model.lm import INITIAL_STD, Head, TostLM
+from tost_lm.model.initialization import Normal, initial_std, own_values
+from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.output import LMState
-from tost_lm.model.slots import SlotMixer
 from tost_lm.model.streaming import to_running_dtype
-from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 
@@ -207,23 +205,13 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The same distributions as in `TostLM`."""
-        if isinstance(module, nn.Linear | nn.Embedding | Head) and module.weight is not None:
-            named = self.model.named_modules()
-            ends_branch = any(module is other for name, other in named if name.endswith(".out_proj"))
-            std = INITIAL_STD / math.sqrt(2 * self.model.config.layers) if ends_branch else INITIAL_STD
-            initialization.normal_(module.weight, std=std)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            initialization.ones_(module.weight)
-        elif isinstance(module, LayerScale):
-            initialization.constant_(module.gamma, self.model.config.layer_scale)
-        elif isinstance(module, SlotMixer):
-            module.reset_parameters()
-        elif isinstance(module, TssaMixer):
-            initialization.ones_(module.temp)
-            if module.denom_bias is not None:
-                initialization.zeros_(module.denom_bias)
-        if isinstance(bias := getattr(module, "bias", None), Tensor):
-            initialization.zeros_(bias)
+        ends_branch = any(module is other for name, other in self.model.named_modules() if name.endswith(".out_proj"))
+        for name, value in own_values(module, initial_std(self.model.config.layers, ends_branch)).items():
+            parameter = getattr(module, name, None)
+            if isinstance(parameter, Tensor) and isinstance(value, Normal):
+                initialization.normal_(parameter, std=value.std)
+            elif isinstance(parameter, Tensor):
+                initialization.copy_(parameter, torch.as_tensor(value))
 
     @classmethod
     def from_run(cls, path: str | Path, device: str = "cpu") -> "TostForCausalLM":
