@@ -9,20 +9,23 @@ other cells.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.language_model import ModelFacts
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.interface import Task
-from tost_lm.evaluation.retrieval.scoring import Scorer, score_cell
-from tost_lm.evaluation.retrieval_config import RetrievalConfig
+from tost_lm.evaluation.retrieval.scoring import Scorer, model_scorer, score_cell
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_atomically
+from tost_lm.markdown import with_error
 
 NOT_SCORES = ("protocol", "identity", "seconds", "examples")
 """Keys of a cell's file that are no scores."""
+FACTS = ("distance", "removed", "shots", "passages")
+"""Keys of `Task.facts`."""
 
 
 class Cell(NamedTuple):
@@ -39,35 +42,69 @@ class Cell(NamedTuple):
         return f"length_{self.length:08d}_depth_{depth}.json"
 
 
-def identity_of(task: Task, config: RetrievalConfig, subject: Subject) -> dict[str, Any]:
-    """Everything that the results of a task depend on."""
+def identity_of(task: Task, settings: dict[str, Any], subject: Subject) -> dict[str, Any]:
+    """Everything that the results of a task depend on. `settings` are its lengths, samples, seed and its own."""
     identity = subject.identity(None, task.text and task.text.shards) | (task.text.facts if task.text else {})
-    settings = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
     if task.depths != (None,):
-        settings["depths"] = list(task.depths)
+        settings = settings | {"depths": list(task.depths)}
     return identity | {"settings": settings}
 
 
-def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: int, limit: int | None) -> list[int]:
-    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of `max_positions`.
+def measure_tasks(
+    ranks: Ranks,
+    subject: Subject,
+    tokenizer: Tokenizer,
+    tasks: Sequence[tuple[Task, dict[str, Any]]],
+    lengths: Callable[[Task, ModelFacts], list[int]],
+) -> None:
+    """Measure the tasks that have no results for this subject, write their results and print them.
 
     Args:
-        limit: the model's positions; None: unlimited.
+        tasks: each with its settings, as in `identity_of`.
+        lengths: of a task's cells; it is called for all tasks before the first of them is measured.
+    """
+    chosen = [(task, identity_of(task, settings, subject)) for task, settings in tasks]
+    wanted = [(task, identity) for task, identity in chosen if not ranks.reusable(subject, task.name, identity)]
+    if not wanted:
+        return
+    model = ranks.load(subject)
+    grids = [Grid(task, identity, subject, lengths(task, model.config)) for task, identity in wanted]
+    scorer = model_scorer(model, tokenizer.vocab_size, ranks)
+    for grid in grids:
+        started = time.monotonic()
+        grid.measure(ranks, scorer, tokenizer)
+        if ranks.rank == 0:
+            results = {"pattern": model.config.pattern, "chance": grid.task.chance, "cells": grid.results()}
+            subject.write_results(grid.task.name, grid.identity, started, results)
+    print("\nmeans over the examples, with those of the controls in parentheses:")
+    for grid in grids:
+        print(f"{grid.task.name}, chance {grid.task.chance:.2g}:")
+        for cell in grid.results():
+            print(f"  {describe(cell)}")
+
+
+def lengths_of(
+    lengths: Sequence[int], samples: int, task: Task, model: ModelFacts, setting: str = "retrieval.lengths"
+) -> list[int]:
+    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of its positions.
+
+    Args:
+        setting: names the lengths in errors.
 
     Raises:
         ConfigError: a length exceeds the limit, or is too short for needles, question and answer.
         DataError: the haystack's text is shorter than a length.
     """
-    needed = task.needed(samples)
+    needed, limit, max_positions = task.needed(samples), model.position_limit, model.max_positions
     quarters = [max_positions // 4, max_positions // 2, max_positions]
     chosen = list(lengths) or [length for length in quarters if length > needed] or quarters[-1:]
     for length in chosen:
         if limit is not None and length > limit:
-            raise ConfigError(f"retrieval.lengths: {length} exceeds the model's positions ({limit}); lower it")
+            raise ConfigError(f"{setting}: {length} exceeds the model's positions ({limit}); lower it")
         if length <= needed:
             raise ConfigError(
-                f"retrieval.lengths: {length} tokens are too few for {task.name}, whose needles, question and answer "
-                f"take {needed}; raise it"
+                f"{setting}: {length} tokens are too few for {task.name}, whose texts without a haystack take "
+                f"{needed}; raise it"
             )
         if task.text:
             task.text.for_length(length)
@@ -117,7 +154,7 @@ class Grid:
 
     def _identity(self, cell: Cell) -> dict[str, Any]:
         """Everything that a cell depends on, without the settings of other cells."""
-        settings = {key: self.identity["settings"][key] for key in ("samples", "seed")}
+        settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
         return self.identity | {"settings": settings | cell._asdict()}
 
     def _exists(self, cell: Cell) -> bool:
@@ -130,6 +167,12 @@ class Grid:
 def describe(cell: dict[str, Any]) -> str:
     """A line for a cell, with the scores of its control in parentheses."""
     place = f"length {cell['length']:>9,}" + ("" if cell["depth"] is None else f"  depth {cell['depth']:<5g}")
-    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact"}
+    place += "".join(f"  {name} {cell[name]:,}" for name in FACTS if name in cell)
+    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact", "token_accuracy": "tokens"}
     scores = [f"{name} {cell[key]:6.1%} ({cell[f'control_{key}']:.1%})" for key, name in names.items() if key in cell]
-    return "  ".join([place, *scores, f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"])
+    nats = f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"
+    gains = [
+        f"{key.replace('_', ' ')} {with_error(gain, cell[f'{key}_standard_error'], '+.3f')} nats/token"
+        for key, gain in cell.items() if key.startswith("gain_over_") and not key.endswith("_error")
+    ]  # fmt: skip
+    return "  ".join([place, *scores, nats, *gains])

@@ -1,15 +1,17 @@
 """Scores of a model's answers: the text that it generates, and the likelihood of the right answer.
 
-Each example is scored with the needles and, as a control, without them:
+Each example is scored under each condition of its task: with the needles and, as a control, without them:
 
     found    fraction of the references in the greedily generated text, ignoring case; the text ends at an end of text,
              or when the room for the answer is used up
     exact    whether every token of the right answer is the most likely one, given the answer before it
-    nats     −log p of the right answer
+    tokens   fraction of the tokens of the right answer that are the most likely one, given the answer before them
+    nats     −log p of the right answer, also per token
     choice   whether the right answer is the likeliest option, if the task has several options
 """
 
 from collections.abc import Callable, Sequence
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,16 @@ from tost_lm.model import LMOutput
 from tost_lm.model.streaming import TILE_TOKENS, prefill
 
 TOKENS_AT_ONCE = 8 * TILE_TOKENS
-MEANS = {"choice": "choice_accuracy", "found": "found_share", "exact": "exact_accuracy", "nats": "answer_nats"}
+ANSWER_TOKENS_AT_ONCE = TILE_TOKENS // 2
+"""Bounds the memory of logits, which whole answers need at each token."""
+MEANS = {
+    "choice": "choice_accuracy",
+    "found": "found_share",
+    "exact": "exact_accuracy",
+    "tokens": "token_accuracy",
+    "nats": "answer_nats",
+    "nats_per_token": "nats_per_token",
+}
 """Keys of a cell's means, by the key of its rows."""
 
 
@@ -34,8 +45,8 @@ class Scores(NamedTuple):
 
     nats: np.ndarray
     """−log p of each option after the prompt, float64 [S, options]."""
-    exact: np.ndarray
-    """Whether each token of the option is the most likely one, bool [S, options]."""
+    top_share: np.ndarray
+    """Fraction of the option's tokens that are the most likely one, float64 [S, options]."""
     generated: list[list[int]]
     """Ids of the greedily generated text of each example."""
 
@@ -57,15 +68,16 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
     def score(examples: Sequence[Example], room: int) -> Scores:
         prompts_ST = torch.from_numpy(np.stack([example.prompt for example in examples]))
         output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1)))
-        nats, exact = zip(
+        nats, top_share = zip(
             *(
                 _score_option(model, output, [example.options[i] for example in examples], vocab_size)
                 for i in each(range(len(examples[0].options)))
             ),
             strict=True,
         )
-        generated = continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))
-        return Scores(np.stack(nats, 1), np.stack(exact, 1), torch.stack(list(each(generated)), 1).tolist())
+        steps = list(each(continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))))
+        generated = torch.stack(steps, 1).tolist() if steps else [[]] * len(examples)
+        return Scores(np.stack(nats, 1), np.stack(top_share, 1), generated)
 
     return score
 
@@ -73,35 +85,52 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
 def score_cell(
     task: Task, tokenizer: Tokenizer, scorer: Scorer, length: int, depth: float | None, samples: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(scores, rows): means over a cell's examples and over their controls, and a row for each example and control."""
-    with_needles: list[dict[str, Any]] = []
-    without: list[dict[str, Any]] = []
-    together = max(1, TOKENS_AT_ONCE // min(TILE_TOKENS, length))
+    """(scores, rows): means over a cell's examples under each condition, and a row for each example and condition.
+
+    Each mean has a standard error over the examples; None if there is only one. The gain over a control is the nats per
+    token by which the first condition lowers the answer, with the standard error of paired differences.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {condition: [] for condition in task.conditions}
+    together = max(1, min(TOKENS_AT_ONCE // min(TILE_TOKENS, length), ANSWER_TOKENS_AT_ONCE // task.room))
     for first in range(0, samples, together):  # bounds the memory of the texts
-        pairs = [task.example(length, depth, sample) for sample in range(first, min(first + together, samples))]
-        for rows, examples in zip((with_needles, without), zip(*pairs, strict=True), strict=True):
-            rows += _rows(task, tokenizer, scorer, examples)
-    scores = {
-        prefix + name: sum(row[key] for row in rows) / samples
-        for prefix, rows in (("", with_needles), ("control_", without))
-        for key, name in MEANS.items() if key in rows[0]
-    }  # fmt: skip
+        sets = [task.example(length, depth, sample) for sample in range(first, min(first + together, samples))]
+        for own, examples in zip(rows.values(), zip(*sets, strict=True), strict=True):
+            own += _rows(task, tokenizer, scorer, examples)
+    scores: dict[str, Any] = dict(task.facts(length))
+    (shown, asked), *controls = rows.items()
+    for condition, own in rows.items():
+        prefix = "" if condition == shown else f"{condition}_"
+        for key, name in MEANS.items():
+            if key in own[0]:
+                scores |= _mean(prefix + name, [row[key] for row in own])
+    for condition, own in controls:
+        pairs = zip(own, asked, strict=True)
+        scores |= _mean(f"gain_over_{condition}", [a["nats_per_token"] - b["nats_per_token"] for a, b in pairs])
     numbered = [
-        {"sample": sample, "needle": rows is with_needles, **row}
-        for rows in (with_needles, without) for sample, row in enumerate(rows)
+        {"sample": sample, "condition": condition, **row}
+        for condition, own in rows.items() for sample, row in enumerate(own)
     ]  # fmt: skip
     return scores, numbered
 
 
+def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {name: mean(values), f"{name}_standard_error": error}
+
+
 def _rows(task: Task, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[Example]) -> list[dict[str, Any]]:
     rows = []
-    scores = scorer(examples, task.room)
+    scores = scorer(examples, task.room if examples[0].references else 0)
     for i, example in enumerate(examples):
-        ids = scores.generated[i]
-        text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
-        row: dict[str, Any] = {"question": example.question, "references": list(example.references), "generated": text}
-        row["found"] = sum(name.lower() in text.lower() for name in example.references) / len(example.references)
-        row["nats"], row["exact"] = float(scores.nats[i, example.right]), bool(scores.exact[i, example.right])
+        row: dict[str, Any] = {"question": example.question}
+        if example.references:
+            ids = scores.generated[i]
+            text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
+            row |= {"references": list(example.references), "generated": text}
+            row["found"] = sum(name.lower() in text.lower() for name in example.references) / len(example.references)
+        row["nats"], row["tokens"] = float(scores.nats[i, example.right]), float(scores.top_share[i, example.right])
+        row["nats_per_token"] = row["nats"] / len(example.options[example.right])
+        row["exact"] = row["tokens"] == 1
         if len(example.options) > 1:
             chosen = int(scores.nats[i].argmin())
             row["chosen"] = tokenizer.decode(example.options[chosen]).strip()
@@ -113,7 +142,7 @@ def _rows(task: Task, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[E
 def _score_option(
     model: LanguageModel, output: LMOutput, options: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """−log p of one option of each example, float64 [S], and whether all its tokens are the most likely, bool [S]."""
+    """−log p of one option of each example, and the fraction of its tokens that are the most likely, float64 [S]."""
     lengths = [len(ids) for ids in options]
     ids_ST = torch.zeros(
         len(options), max(lengths), dtype=torch.int64
@@ -130,4 +159,5 @@ def _score_option(
     is_padding_ST = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
     is_padding_ST = is_padding_ST.to(logits_STV.device)
     nats_S = nats_ST.masked_fill(is_padding_ST, 0).sum(dim=1)
-    return nats_S.cpu().numpy(), (is_top_ST | is_padding_ST).all(dim=1).cpu().numpy()
+    tops_S = (is_top_ST & ~is_padding_ST).sum(dim=1).cpu().numpy()
+    return nats_S.cpu().numpy(), tops_S / np.array(lengths)
