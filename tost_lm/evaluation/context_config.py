@@ -13,6 +13,8 @@ MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = "many_shot_seen@own-words", "many_shot_unseen
 PASSAGES = "passages@own-words"
 TASKS = (COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
 """All tasks, in the order of tables. A changed task gets a new name."""
+FACTS = ("distance", "removed", "shots", "passages")
+"""Keys that the cells of a task have beside its scores."""
 LABELS = 8
 MAX_PASSAGES = 1000
 

@@ -51,7 +51,7 @@ class Passages(CountedTask):
         self.room = max(len(ids) for options in self.options for ids in options)
         widest = [max(range(len(options)), key=lambda i, o=options: len(o[i])) for options in self.options]
         self.longest = max(len(self.join(_passage(*person, (*widest, widest[0])))) for person in PEOPLE)
-        questions = (_question(" ".join(person), asked) for person in PEOPLE for asked in range(len(VALUES)))
+        questions = (_question(*person, asked) for person in PEOPLE for asked in range(len(VALUES)))
         self.frame = 1 + len(self.encode(INTRO)) + max(len(self.join(strings)) for strings in questions) + self.room
 
     def texts(self, count: int, draws: np.random.Generator) -> tuple[Example, ...]:
@@ -59,7 +59,7 @@ class Passages(CountedTask):
         facts = draws.integers(len(CITIES), size=(count + 1, 4))
         texts = [_passage(*person, own) for person, own in zip(chosen, facts, strict=True)]
         about, asked = int(draws.integers(count)), int(draws.integers(len(VALUES)))
-        question, right = _question(" ".join(chosen[about]), asked), int(facts[about, asked])
+        question, right = _question(*chosen[about], asked), int(facts[about, asked])
 
         def make(shown: Sequence[Sequence[str]]) -> Example:
             prompt = self.join([INTRO, *chain.from_iterable(shown), *question])
@@ -71,17 +71,18 @@ class Passages(CountedTask):
 def _passage(first: str, last: str, facts: Sequence[int]) -> tuple[str, ...]:
     city, subject, job, elsewhere = facts
     return (
-        f"Passage: {first} {last} was born in", f" {CITIES[city]}",
-        f". At school, {first} was best in", f" {SUBJECTS[subject]}",
-        f" and often stayed late. Years later, {first} found work as a", f" {JOBS[job]}",
+        "Passage:", f" {first} {last}", " was born in", f" {CITIES[city]}",
+        ". At school,", f" {first}", " was best in", f" {SUBJECTS[subject]}",
+        " and often stayed late. Years later,", f" {first}", " found work as a", f" {JOBS[job]}",
         " and moved to a small house in", f" {CITIES[elsewhere]}", ".\n",
     )  # fmt: skip
 
 
-def _question(name: str, asked: int) -> tuple[str, str]:
+def _question(first: str, last: str, asked: int) -> tuple[str, ...]:
     """A question and the beginning of its answer."""
+    name = f" {first} {last}"
     return (
-        (f"Question: In which city was {name} born?\n", f"Answer: {name} was born in"),
-        (f"Question: In which subject was {name} best at school?\n", f"Answer: At school, {name} was best in"),
-        (f"Question: As what did {name} find work?\n", f"Answer: {name} found work as a"),
+        ("Question: In which city was", name, " born?\n", "Answer:", name, " was born in"),
+        ("Question: In which subject was", name, " best at school?\n", "Answer: At school,", name, " was best in"),
+        ("Question: As what did", name, " find work?\n", "Answer:", name, " found work as a"),
     )[asked]

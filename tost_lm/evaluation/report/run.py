@@ -15,6 +15,7 @@ from tost_lm.evaluation.report.analysis.stream import stream
 from tost_lm.evaluation.report.analysis.subspaces import subspaces
 from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.branches import branches
+from tost_lm.evaluation.report.context import context
 from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
@@ -55,6 +56,7 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield protocols.zero_shot(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
+    yield context(run, page)
     yield memberships_of_run(run, page)
     yield tokens(run, page)
     yield coding_rates(run, page)

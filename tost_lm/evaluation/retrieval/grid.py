@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.context_config import FACTS
 from tost_lm.evaluation.language_model import ModelFacts
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.interface import Task
@@ -24,8 +25,6 @@ from tost_lm.markdown import with_error
 
 NOT_SCORES = ("protocol", "identity", "seconds", "examples")
 """Keys of a cell's file that are no scores."""
-FACTS = ("distance", "removed", "shots", "passages")
-"""Keys of `Task.facts`."""
 
 
 class Cell(NamedTuple):

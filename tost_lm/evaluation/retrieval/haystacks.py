@@ -51,6 +51,7 @@ class Text:
         self.section, self.is_one_document = section, is_one_document
         self._ids, self._read = iter(ids), np.empty(0, np.int64)
         self._ends = [0]
+        self._documents: dict[int, list[np.ndarray]] = {}
 
     def for_length(self, length: int) -> np.ndarray:
         """The ids that haystacks of `length` tokens are taken from, int64: the first arrays with 64 times as many.
@@ -72,19 +73,24 @@ class Text:
         Raises:
             DataError: the text has fewer than two such documents.
         """
+        if length in self._documents:
+            return self._documents[length]
         found: list[np.ndarray] = []
         if self.is_one_document:
             found = [half for half in np.array_split(self.for_length(length), 2) if len(half) >= length]
         else:
-            long = (document for document in self._each_document() if len(document) >= length)
-            while len(found) < 2 or sum(map(len, found)) < _wanted(length):
-                if (document := next(long, None)) is None:
+            tokens = 0
+            for document in self._each_document():
+                if len(document) >= length:
+                    found.append(document)
+                    tokens += len(document)
+                if len(found) > 1 and tokens >= _wanted(length):
                     break
-                found.append(document)
         if len(found) < 2:
             raise DataError(
                 f"{self.name} has no two documents or halves of {length:,} tokens, too few for {self._fix(length)}"
             )
+        self._documents[length] = found
         return found
 
     def _each_document(self) -> Iterator[np.ndarray]:
