@@ -5,8 +5,8 @@
     cut       [EOT] second half
 
 The last tokens of the second half are scored, the same ones under each condition. The halves are from one document. The
-gain over `cut` is what the tokens farther away than half of the length are worth. The control has the same length, so
-its gain over `cut` is what the length alone does to the model.
+gain over the control is what the tokens farther away than half of the length are worth. The gain over `cut` also has
+what the length alone does to the model: one that was trained at one length may predict badly at another.
 """
 
 import zlib

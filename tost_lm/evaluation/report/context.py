@@ -11,8 +11,6 @@ from tost_lm.evaluation.report.protocols import checkpoint_line
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.markdown import escape, table, with_error
 
-OTHER = dict.fromkeys(TASKS, "control") | {CONTEXT_GAIN: "cut"}
-"""The condition without the useful context, which the figure compares with."""
 COLUMNS = {
     "choice_accuracy": "choice",
     "found_share": "found",
@@ -31,10 +29,9 @@ def context(run: EvaluatedModel, page: Page) -> str:
     paragraphs = [
         "## Use of context",
         page.add_figure("context", gain_chart(found), "Gain per token from context by length"),
-        "Gain: nats per token by which the useful context lowers the answer. It is the difference to the control, for "
-        f"{escape(CONTEXT_GAIN)} to the text without its first half. ± is the standard error over the examples, for "
-        "gains of paired differences. Parentheses have the control. Tokens: fraction of answer tokens that are the "
-        "most likely ones. Choice: the right answer is the likeliest of all. Found: it is in the greedily generated "
+        "Gain: nats per token by which the useful context lowers the answer, against the control in the figure. ± is "
+        "the standard error over the examples, for gains of paired differences. Parentheses have the control. Tokens: "
+        "fraction of answer tokens that are the most likely ones. Choice: the right answer is the likeliest of all. Found: it is in the greedily generated "
         "text. The figure's CSV file has these scores.",
     ]
     for name, results in found.items():
@@ -50,7 +47,7 @@ def gain_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
     figure, axes = new_figure(7, 3.6)
     rows = []
     for name, results in found.items():
-        cells, key = results["cells"], f"gain_over_{OTHER[name]}"
+        cells, key = results["cells"], "gain_over_control"
         lengths, gains = [cell["length"] for cell in cells], [cell[key] for cell in cells]
         errors = [cell[f"{key}_standard_error"] or 0 for cell in cells]
         axes.errorbar(lengths, gains, errors, marker=".", capsize=2, label=name.split("@")[0])
