@@ -31,8 +31,8 @@ def context(run: EvaluatedModel, page: Page) -> str:
         page.add_figure("context", gain_chart(found), "Gain per token from context by length"),
         "Gain: nats per token by which the useful context lowers the answer, against the control in the figure. ± is "
         "the standard error over the examples, for gains of paired differences. Parentheses have the control. Tokens: "
-        "fraction of answer tokens that are the most likely ones. Choice: the right answer is the likeliest of all. Found: it is in the greedily generated "
-        "text. The figure's CSV file has these scores.",
+        "fraction of answer tokens that are the most likely ones. Choice: the right answer is the likeliest of all. "
+        "Found: it is in the greedily generated text. The figure's CSV file has these scores.",
     ]
     for name, results in found.items():
         command = f"tost eval context {run.arguments} 'context.tasks=[\"{name}\"]'"
