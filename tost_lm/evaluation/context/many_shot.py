@@ -1,10 +1,10 @@
 """Many-shot mapping of words to labels, protocols `many_shot_seen@own-words` and `many_shot_unseen@own-words`.
 
     Each line has a word and the label of its kind.
-    falcon: C
-    hammer: A
+    falcon C
+    hammer A
     …
-    heron: → C
+    heron → C
 
 There are eight kinds of words and eight labels. Each example permutes the labels, so the mapping must be read from its
 shots. The kinds are equally frequent. In `seen`, the word of the question is in the shots; in `unseen` it is not, so
@@ -48,7 +48,7 @@ class ManyShot(CountedTask):
         self.name, self.is_seen = name, name == MANY_SHOT_SEEN
         self.labels = tuple(tuple(self.encode(f" {name}")) for name in NAMES)
         self.room = max(map(len, self.labels))
-        longest = max(len(self.encode(f"{word}:")) for words in KINDS for word in words)
+        longest = max(len(self.encode(word)) for words in KINDS for word in words)
         self.frame = 1 + len(self.encode(INTRO)) + longest + self.room
         self.longest = longest + self.room + len(self.encode("\n"))
 
@@ -64,9 +64,9 @@ class ManyShot(CountedTask):
 
         def make(labels: np.ndarray) -> Example:
             shots = [
-                x for word, label in zip(words, labels, strict=True) for x in (f"{word}:", f" {NAMES[label]}", "\n")
+                x for word, label in zip(words, labels, strict=True) for x in (word, f" {NAMES[label]}", "\n")
             ]
-            return Example(self.join([INTRO, *shots, f"{question}:"]), question, (), self.labels, right)
+            return Example(self.join([INTRO, *shots, question]), question, (), self.labels, right)
 
         return make(label_of_kind[kinds]), make(draws.integers(LABELS, size=count))
 
