@@ -22,3 +22,8 @@ class ContaminationConfig(Section):
 
     contamination: OverlapConfig = Field(default_factory=OverlapConfig)
     sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+
+
+def protocol_of(data_set: str) -> str:
+    """The name of the result of a test set."""
+    return f"contamination@{data_set}"

@@ -15,6 +15,7 @@ from tost_lm.evaluation.report.analysis.stream import stream
 from tost_lm.evaluation.report.analysis.subspaces import subspaces
 from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.branches import branches
+from tost_lm.evaluation.report.contamination import contamination
 from tost_lm.evaluation.report.context import context
 from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
 from tost_lm.evaluation.report.page import Page
@@ -54,6 +55,7 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     """Evaluations of the checkpoint."""
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
+    yield contamination(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
     yield context(run, page)
