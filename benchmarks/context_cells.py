@@ -24,7 +24,7 @@ from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
 from tost_lm.optim.schedule import learning_rate
 
-SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 16, 2, 41, 48, 8
+SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8
 PERIOD = 30
 """More than half of GAIN_TOKENS, so the second half does not predict its end."""
 TRAINING_SEED, TEXT_SEED, IDS = 1, 2, 64
@@ -37,8 +37,8 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
     trained, tested = (make_task(task, seed, tokenizer) for seed in (TRAINING_SEED, 0))
     length = length_of(tested)
     tree = {
-        "pattern": pattern, "layers": 2, "heads": 2, "width": settings["width"], "vocab_size": tokenizer.vocab_size,
-        "max_positions": length, "layer_scale": 0.0, "rope_theta": 0.0,
+        "pattern": pattern, "layers": len(pattern), "heads": 2, "width": settings["width"],
+        "vocab_size": tokenizer.vocab_size, "max_positions": length, "layer_scale": 0.0, "rope_theta": 0.0,
     }  # fmt: skip
     model = draw_model(validate(ModelConfig, tree, "the model"), seed=0).to(device)
     began = time.monotonic()

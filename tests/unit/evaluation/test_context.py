@@ -218,6 +218,7 @@ def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer
     chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
     assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
     assert scores["gain_over_control"] > 0
+    assert isinstance(task, CountedTask)
     assert scores[task.counted] == 9
     assert ("found_share" in scores) == (name == PASSAGES)
     assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
@@ -251,6 +252,7 @@ def test_default_cells_are_those_that_fit(tokenizer: Tokenizer):
         cell_lengths(settings(lengths=[2 * size]), make(CONTEXT_GAIN, tokenizer), half)
     for name in COUNTED:
         task = make(name, tokenizer)
+        assert isinstance(task, CountedTask)
         lengths = cell_lengths(settings(), task, Facts(1500))
         counts = [task.facts(length)[task.counted] for length in lengths]
         assert counts == list(task.counts)[: len(counts)]

@@ -63,9 +63,7 @@ class ManyShot(CountedTask):
         right = int(label_of_kind[asked])
 
         def make(labels: np.ndarray) -> Example:
-            shots = [
-                x for word, label in zip(words, labels, strict=True) for x in (word, f" {NAMES[label]}", "\n")
-            ]
+            shots = [x for word, label in zip(words, labels, strict=True) for x in (word, f" {NAMES[label]}", "\n")]
             return Example(self.join([INTRO, *shots, question]), question, (), self.labels, right)
 
         return make(label_of_kind[kinds]), make(draws.integers(LABELS, size=count))

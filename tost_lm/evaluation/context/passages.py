@@ -55,7 +55,7 @@ class Passages(CountedTask):
         self.frame = 1 + len(self.encode(INTRO)) + max(len(self.join(strings)) for strings in questions) + self.room
 
     def texts(self, count: int, draws: np.random.Generator) -> tuple[Example, ...]:
-        chosen = [PEOPLE[i] for i in draws.choice(len(PEOPLE), count + 1, replace=False)]
+        chosen = [PEOPLE[int(i)] for i in draws.choice(len(PEOPLE), count + 1, replace=False)]
         facts = draws.integers(len(CITIES), size=(count + 1, 4))
         texts = [_passage(*person, own) for person, own in zip(chosen, facts, strict=True)]
         about, asked = int(draws.integers(count)), int(draws.integers(len(VALUES)))

@@ -17,7 +17,7 @@ COLUMNS = {
     "token_accuracy": "tokens",
     "nats_per_token": "nats per token",
 }
-SHOWN = dict.fromkeys(TASKS, ("choice_accuracy", "found_share", "nats_per_token"))
+SHOWN: dict[str, tuple[str, ...]] = dict.fromkeys(TASKS, ("choice_accuracy", "found_share", "nats_per_token"))
 SHOWN |= dict.fromkeys((COPYING, CONTEXT_GAIN), ("token_accuracy", "nats_per_token"))
 
 
