@@ -15,9 +15,9 @@ from tost_lm.evaluation.context.many_shot import ManyShot
 from tost_lm.evaluation.context.tasks import make_tasks
 from tost_lm.evaluation.context_config import COPYING, MANY_SHOT_SEEN, PASSAGES, ContextConfig
 from tost_lm.evaluation.recall import draw_model
+from tost_lm.evaluation.retrieval.grid import model_scorer, score_cell
 from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
-from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval.scoring import model_scorer, score_cell
+from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.adamw import build_adamw
@@ -45,7 +45,8 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
     train(model, trained, length, settings["steps"], settings["batch_size"], settings["lr"])
     seconds = time.monotonic() - began
     scorer = model_scorer(model.eval(), tokenizer.vocab_size)
-    scores, _ = score_cell(tested, tokenizer, scorer, length, None, settings["samples"])
+    sets = [tested.example(length, None, sample) for sample in range(settings["samples"])]
+    scores, _ = score_cell(tested, tokenizer, scorer, sets)
     return {"length": length, "depth": None, **scores, "seconds": seconds}
 
 

@@ -8,8 +8,8 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING
 from tost_lm.evaluation.recall import draw_model
+from tost_lm.evaluation.retrieval.grid import model_scorer, score_cell
 from tost_lm.evaluation.retrieval.haystacks import NOISE
-from tost_lm.evaluation.retrieval.scoring import model_scorer, score_cell
 from tost_lm.model import ModelConfig
 
 
@@ -25,10 +25,11 @@ def test_copying_separates_slot_memory_from_the_published_operator(pattern: str,
     model = draw_model(validate(ModelConfig, tree, "test"), seed=0)
     train(model, trained, length, steps=120, batch_size=16, lr=4e-3)
     scorer = model_scorer(model.eval(), 300)
-    copying, _ = score_cell(tested, tokenizer, scorer, length, None, 50)
+    copying, _ = score_cell(tested, tokenizer, scorer, [tested.example(length, None, sample) for sample in range(50)])
     assert (copying["token_accuracy"] > 0.9) == (copying["gain_over_control"] > 1) == can
     assert copying["control_token_accuracy"] < 0.1
     assert copying["first_token_accuracy"] < 0.1
     repeats = make_task(CONTEXT_GAIN, 0, tokenizer)
-    gain, _ = score_cell(repeats, tokenizer, scorer, length_of(repeats), None, 50)
+    sets = [repeats.example(length_of(repeats), None, sample) for sample in range(50)]
+    gain, _ = score_cell(repeats, tokenizer, scorer, sets)
     assert (gain["gain_over_control"] > 1) == can

@@ -26,9 +26,9 @@ from tost_lm.evaluation.context_config import (
     ContextConfig,
     ContextTasksConfig,
 )
+from tost_lm.evaluation.retrieval.grid import Scorer, Scores, score_cell
 from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
-from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, score_cell
+from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 DOCUMENTS = [
     "".join(f"Book {book}, page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
@@ -75,18 +75,21 @@ def length_of(task: Task, count: int = 9) -> int:
     return task.lengths_of([count], Facts())[0]
 
 
+def examples(task: Task, samples: int) -> list[tuple[Example, ...]]:
+    return [task.example(length_of(task), None, sample) for sample in range(samples)]
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_lengths_are_exact_and_examples_repeat(tokenizer: Tokenizer, name: str):
     task, again, other = make(name, tokenizer), make(name, tokenizer), make(name, tokenizer, seed=1)
     length = length_of(task)
     again.example(length, None, 5)
     for sample in range(4):
-        examples = task.example(length, None, sample)
-        assert len(examples) == len(task.conditions)
-        first, control, *_ = examples
+        first, control, *_ = conditions = task.example(length, None, sample)
+        assert len(conditions) == len(task.conditions)
         assert len(first.prompt) + task.room == len(control.prompt) + task.room == length
         assert all(len(own) <= task.room for own in first.options)
-        for one, same in zip(examples, again.example(length, None, sample), strict=True):
+        for one, same in zip(conditions, again.example(length, None, sample), strict=True):
             assert one.prompt.dtype == np.int64
             assert one.prompt[0] == tokenizer.eot
             assert (one.options, one.right, one.references) == (first.options, first.right, first.references)
@@ -212,14 +215,14 @@ def reader(tokenizer: Tokenizer) -> Scorer:
 @pytest.mark.parametrize("name", COUNTED)
 def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer, name: str):
     task, samples = make(name, tokenizer), 150
-    scores, rows = score_cell(task, tokenizer, reader(tokenizer), length_of(task), None, samples)
+    scores, rows = score_cell(task, tokenizer, reader(tokenizer), examples(task, samples))
     assert scores["choice_accuracy"] == scores["exact_accuracy"] == 1
     assert scores["choice_accuracy_standard_error"] == scores["answer_nats"] == 0
     chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
     assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
     assert scores["gain_over_control"] > 0
     assert isinstance(task, CountedTask)
-    assert scores[task.counted] == 9
+    assert task.facts(length_of(task)) == {task.counted: 9}
     assert ("found_share" in scores) == (name == PASSAGES)
     assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
 
@@ -231,7 +234,7 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
         nats = np.array([[float(example.prompt[-1] + 3 * (len(example.prompt) < 100))] for example in examples])
         return Scores(nats, np.ones_like(nats), [[]] * len(examples))
 
-    scores, rows = score_cell(task, tokenizer, uneven, 200, None, 10)
+    scores, rows = score_cell(task, tokenizer, uneven, examples(task, 10))
     nats = {condition: [row["nats"] for row in rows if row["condition"] == condition] for condition in task.conditions}
     assert scores["answer_nats"] == pytest.approx(np.mean(nats["repeated"]))
     error = np.std(nats["repeated"], ddof=1) / 10**0.5
@@ -240,7 +243,7 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
     assert (scores["gain_over_control"], scores["gain_over_control_standard_error"]) == (0, 0)
     assert scores["gain_over_first"] == pytest.approx(3 / TARGETS)
     assert scores["gain_over_first_standard_error"] == pytest.approx(0, abs=1e-12)
-    assert score_cell(task, tokenizer, uneven, 200, None, 1)[0]["answer_nats_standard_error"] is None
+    assert score_cell(task, tokenizer, uneven, examples(task, 1))[0]["answer_nats_standard_error"] is None
 
 
 def test_default_cells_are_those_that_fit(tokenizer: Tokenizer):

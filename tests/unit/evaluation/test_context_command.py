@@ -27,7 +27,14 @@ def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, ma
     write_checkpoint(checkpoint, model.config, model.state_dict(), tokenizer)
     pages = (f"Page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
     (run_folder / "book.txt").write_text("".join(pages))
-    tree = {"target_tokens": 6, "samples": 3, "lengths": [60], "shots": [8, 16], "passages": [1]}
+    tree = {
+        "target_tokens": 6,
+        "samples": 3,
+        "lengths": [60],
+        "shots": [8, 16],
+        "passages": [1],
+        "samples_folder": run_folder / "samples",
+    }
     config = validate(ContextConfig, {"context": {**tree, "haystack": run_folder / "book.txt"}}, "test")
     main(run_folder, config)
     printed = capsys.readouterr().out

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import read_toml, run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.contamination_config import ContaminationConfig, protocol_of
+from tost_lm.evaluation.config import ContaminationConfig, protocol_of
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
@@ -36,7 +36,7 @@ def main(path: Path, config: ContaminationConfig) -> None:
     from tost_lm.data.shards import Shards
     from tost_lm.evaluation.contamination import measure_contamination
     from tost_lm.evaluation.data_sets import find_set_file
-    from tost_lm.evaluation.example_texts import READERS
+    from tost_lm.evaluation.protocols import READERS
     from tost_lm.evaluation.subject import Subject
     from tost_lm.files import write_rows
 

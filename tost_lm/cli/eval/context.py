@@ -31,8 +31,8 @@ def main(path: Path, config: ContextConfig) -> None:
     from tost_lm.evaluation.context.tasks import cell_lengths, make_tasks, settings_of
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
+    from tost_lm.evaluation.retrieval.catalog import find_text
     from tost_lm.evaluation.retrieval.grid import measure_tasks
-    from tost_lm.evaluation.retrieval.tasks import find_text
 
     start_ranks("eval context", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
@@ -41,7 +41,7 @@ def main(path: Path, config: ContextConfig) -> None:
         text = partial(find_text, settings.haystack, config.heldout.shards, subject, tokenizer, "context")
         tasks = make_tasks(settings, tokenizer, text)
         chosen = [(task, settings_of(task, settings)) for task in tasks]
-        measure_tasks(ranks, subject, tokenizer, chosen, partial(cell_lengths, settings))
+        measure_tasks(ranks, subject, tokenizer, chosen, partial(cell_lengths, settings), settings.samples_folder)
 
 
 def run() -> NoReturn:

@@ -17,7 +17,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.language_model import ModelFacts
 from tost_lm.evaluation.retrieval.haystacks import noise_haystack
-from tost_lm.evaluation.retrieval.interface import Example, Task
+from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 
 class CountedTask(Task):

@@ -16,7 +16,7 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.context_config import CONTEXT_GAIN
 from tost_lm.evaluation.retrieval.haystacks import Text
-from tost_lm.evaluation.retrieval.interface import Example, Task
+from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 
 class ContextGain(Task):

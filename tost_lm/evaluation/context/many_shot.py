@@ -17,7 +17,7 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.context.counted import CountedTask
 from tost_lm.evaluation.context_config import LABELS, MANY_SHOT_SEEN
-from tost_lm.evaluation.retrieval.interface import Example
+from tost_lm.evaluation.retrieval.tasks import Example
 
 KINDS = tuple(
     tuple(line.split())

@@ -19,7 +19,7 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.context.counted import CountedTask
 from tost_lm.evaluation.context_config import MAX_PASSAGES, PASSAGES
-from tost_lm.evaluation.retrieval.interface import Example
+from tost_lm.evaluation.retrieval.tasks import Example
 
 _FIRST = """
     Anna Ben Clara David Emma Frank Grace Henry Iris Jack Karen Leo Maria Nora Oscar Paul Queenie Rosa Simon Tina Ursula

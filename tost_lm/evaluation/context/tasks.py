@@ -15,7 +15,7 @@ from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING, PASSAGES, C
 from tost_lm.evaluation.language_model import ModelFacts
 from tost_lm.evaluation.retrieval.grid import lengths_of
 from tost_lm.evaluation.retrieval.haystacks import Text
-from tost_lm.evaluation.retrieval.interface import Task
+from tost_lm.evaluation.retrieval.tasks import Task
 
 
 def make_tasks(settings: ContextTasksConfig, tokenizer: Tokenizer, text: Callable[[], Text]) -> list[Task]:

@@ -6,10 +6,9 @@ from typing import Any
 
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
-from tost_lm.evaluation.contamination_config import protocol_of
+from tost_lm.evaluation.config import DataSetsConfig, protocol_of
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.evaluation.report.record import EvaluatedModel
-from tost_lm.evaluation.zero_shot_config import DataSetsConfig
 from tost_lm.markdown import table
 
 SHOWN = 3  # overlaps of a test set in a shard folder

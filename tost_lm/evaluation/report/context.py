@@ -5,10 +5,10 @@ from typing import Any
 
 from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING, FACTS, TASKS
 from tost_lm.evaluation.report.charts import Chart, new_figure, position_axis
-from tost_lm.evaluation.report.heatmaps import format_chance
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import checkpoint_line
 from tost_lm.evaluation.report.record import EvaluatedModel
+from tost_lm.evaluation.report.retrieval import format_chance
 from tost_lm.markdown import escape, table, with_error
 
 COLUMNS = {
