@@ -4,8 +4,8 @@
     python -m benchmarks.context 'bench.tasks=["copying@text"]' 'bench.patterns=["A", "AA"]'
 
 A small model of each pattern is trained for each task, and measured on examples of another seed: in 32 shots, one
-passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length. With the
-defaults it takes about 5 minutes on one CPU core. Output: one table, and all values in benchmarks/results/.
+passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length. Output: one table,
+and all values in benchmarks/results/.
 """
 
 from typing import Any
