@@ -4,8 +4,8 @@
     python -m benchmarks.context 'bench.tasks=["copying@text"]' 'bench.patterns=["A", "AA"]'
 
 A small model of each pattern is trained for each task, and measured on examples of another seed: in 32 shots, one
-passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length. Output: one table,
-and all values in benchmarks/results/.
+passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length.
+Output: one table, and all values in benchmarks/results/.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def described(cell: dict[str, Any]) -> dict[str, str]:
     """A row of the table."""
     row = {"task": cell["task"], "layers": cell["pattern"], "steps": f"{cell['steps']:,}"}
     if "failed" in cell:
-        return row | dict.fromkeys(("score", "control", "gain over control"), cell["failed"])
+        return row | dict.fromkeys(("score", "control", "gain over control"), str(cell["failed"]))
     key = SCORES[cell["task"]]
     gain = with_error(cell["gain_over_control"], cell["gain_over_control_standard_error"], "+.3f")
     return row | {

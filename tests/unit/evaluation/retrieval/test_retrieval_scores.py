@@ -17,7 +17,7 @@ from tost_lm.evaluation.retrieval.haystacks import PAIRS, listed
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 
-def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, Example]]:
+def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, ...]]:
     return [task.example(length, depth, sample) for sample in range(samples)]
 
 
