@@ -144,7 +144,7 @@ def evaluate_on(layouts: list[tuple[int, int]]) -> list[Tensor]:
             assert continue_texts(model) == texts
             found = find_needles(model)
             np.testing.assert_allclose(found.nats, needles.nats, rtol=1e-10)
-            assert np.array_equal(found.exact, needles.exact)
+            assert np.array_equal(found.top_share, needles.top_share)
             assert found.generated == needles.generated
     return logits
 

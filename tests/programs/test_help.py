@@ -24,6 +24,7 @@ LAUNCHERS = {
     "eval.verify": "eval verify",
     "eval.zero_shot": "eval zero-shot",
     "eval.retrieval": "eval retrieval",
+    "eval.context": "eval context",
     "eval.recall": "eval recall",
     "eval.analyze": "eval analyze",
     "eval.text": "eval text",

@@ -15,6 +15,7 @@ COMMANDS = {
     "Evaluation": [
         "eval zero-shot",
         "eval retrieval",
+        "eval context",
         "eval positions",
         "eval text",
         "eval recall",

@@ -27,7 +27,7 @@ generated once, in retrieval.samples_folder, and their hash is in the file of ea
 sequence ranks, the copies of the model share the cells.
 """
 
-import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,41 +41,18 @@ def main(path: Path, config: RetrievalConfig) -> None:
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.evaluation.retrieval.catalog import find_text, make_tasks
-    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of, model_scorer
+    from tost_lm.evaluation.retrieval.grid import lengths_of, measure_tasks
 
     start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = find_subject(path)
         tokenizer = subject.tokenizer()
-        tasks = make_tasks(config, tokenizer, lambda: find_text(config, subject, tokenizer))
-        identities = [identity_of(task, config, subject) for task in tasks]
-        wanted = [
-            (task, identity)
-            for task, identity in zip(tasks, identities, strict=True)
-            if not ranks.reusable(subject, task.name, identity)
-        ]
-        if not wanted:
-            return
-
-        model = ranks.load(subject)
-        settings, facts = config.retrieval, model.config
-        grids = []
-        for task, identity in wanted:
-            lengths = lengths_of(task, settings.lengths, settings.samples, facts.max_positions, facts.position_limit)
-            grids.append(Grid(task, identity, subject, lengths, settings.samples_folder))
-        scorer = model_scorer(model, tokenizer.vocab_size, ranks)
-        for grid in grids:
-            started = time.monotonic()
-            grid.measure(ranks, scorer, tokenizer)
-            if ranks.rank == 0:
-                results = {"pattern": facts.pattern, "chance": grid.task.chance, "cells": grid.results()}
-                subject.write_results(grid.task.name, grid.identity, started, results)
-    if ranks.rank == 0:
-        print("\nmeans over the examples, with those of the controls in parentheses:")
-        for grid in grids:
-            print(f"{grid.task.name}, chance {grid.task.chance:.2g}:")
-            for cell in grid.results():
-                print(f"  {describe(cell)}")
+        settings = config.retrieval
+        text = partial(find_text, settings.haystack, config.heldout.shards, subject, tokenizer)
+        tasks = make_tasks(config, tokenizer, text)
+        chosen = settings.model_dump(mode="json", include={"lengths", "samples", "seed"})
+        lengths = partial(lengths_of, settings.lengths, settings.samples)
+        measure_tasks(ranks, subject, tokenizer, [(task, chosen) for task in tasks], lengths, settings.samples_folder)
 
 
 def run() -> NoReturn:

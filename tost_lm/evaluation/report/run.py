@@ -7,6 +7,7 @@ from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
 from tost_lm.evaluation.report.contamination import contamination
+from tost_lm.evaluation.report.context import context
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.evaluation.subject import ANALYSES, HELDOUT
@@ -47,6 +48,7 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield contamination(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
+    yield context(run, page)
     yield from analyses(run, page)
     yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)

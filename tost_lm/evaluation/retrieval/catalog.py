@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.config import NEEDLE, QUESTIONS, VARIABLE_TRACKING, WORD_LISTS, RetrievalConfig
@@ -18,18 +19,24 @@ def make_tasks(config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[],
     return [_make(name, config, tokenizer, text) for name in config.retrieval.tasks]
 
 
-def find_text(config: RetrievalConfig, subject: Subject, tokenizer: Tokenizer) -> Text:
-    """The text that the settings name, else the held-out documents, else Python's documentation.
+def find_text(
+    file: Path | None, shards: str, subject: Subject, tokenizer: Tokenizer, section: str = "retrieval"
+) -> Text:
+    """The text in `file`, else the held-out documents, else Python's documentation.
+
+    Args:
+        shards: as in `Subject.open_shards`.
+        section: of the settings, for errors.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8, or as in `Subject.open_shards`.
         ConfigError: as in `Subject.open_shards`.
     """
-    if config.retrieval.haystack is not None:
-        return Text.of_file(config.retrieval.haystack, tokenizer)
-    if config.heldout.shards or (subject.home / "config.toml").is_file():
-        return Text.of_shards(subject.open_shards(config.heldout.shards), tokenizer)
-    return Text.embedded(tokenizer)
+    if file is not None:
+        return Text.of_file(file, tokenizer, section)
+    if shards or (subject.home / "config.toml").is_file():
+        return Text.of_shards(subject.open_shards(shards), tokenizer, section)
+    return Text.embedded(tokenizer, section)
 
 
 def _make(name: str, config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[], Text]) -> Task:

@@ -7,12 +7,13 @@ A cell is measured again when its checkpoint, text, seed or number of samples ha
 other cells.
 
 A model's answers are scored by the text that it generates and by the likelihood of the right answer. Each example is
-scored with the needles and, as a control, without them:
+scored under each condition of its task: with the needles and, as a control, without them:
 
     found    fraction of the references in the greedily generated text, ignoring case; the text ends at an end of text,
              or when the room for the answer is used up
     exact    whether every token of the right answer is the most likely one, given the answer before it
-    nats     −log p of the right answer
+    tokens   fraction of the tokens of the right answer that are the most likely one, given the answer before them
+    nats     −log p of the right answer, also per token
     choice   whether the right answer is the likeliest option, if the task has several options
 """
 
@@ -20,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,19 +30,29 @@ from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import RetrievalConfig
+from tost_lm.evaluation.context_config import FACTS
 from tost_lm.evaluation.generation import continuations, greedy
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.language_model import LanguageModel, ModelFacts
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.samples import StoredExamples, stored_examples
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import write_atomically
+from tost_lm.markdown import with_error
 from tost_lm.model import LMOutput
 from tost_lm.model.streaming import TILE_TOKENS, prefill
 
 TOKENS_AT_ONCE = 8 * TILE_TOKENS
-MEANS = {"choice": "choice_accuracy", "found": "found_share", "exact": "exact_accuracy", "nats": "answer_nats"}
+ANSWER_TOKENS_AT_ONCE = TILE_TOKENS // 2
+"""Bounds the memory of logits, which whole answers need at each token."""
+MEANS = {
+    "choice": "choice_accuracy",
+    "found": "found_share",
+    "exact": "exact_accuracy",
+    "tokens": "token_accuracy",
+    "nats": "answer_nats",
+    "nats_per_token": "nats_per_token",
+}
 """Keys of a cell's means, by the key of its rows."""
 
 
@@ -49,8 +61,8 @@ class Scores(NamedTuple):
 
     nats: np.ndarray
     """−log p of each option after the prompt, float64 [S, options]."""
-    exact: np.ndarray
-    """Whether each token of the option is the most likely one, bool [S, options]."""
+    top_share: np.ndarray
+    """Fraction of the option's tokens that are the most likely one, float64 [S, options]."""
     generated: list[list[int]]
     """Ids of the greedily generated text of each example."""
 
@@ -72,53 +84,69 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
     def score(examples: Sequence[Example], room: int) -> Scores:
         prompts_ST = torch.from_numpy(np.stack([example.prompt for example in examples]))
         output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1)))
-        nats, exact = zip(
+        nats, top_share = zip(
             *(
                 _score_option(model, output, [example.options[i] for example in examples], vocab_size)
                 for i in each(range(len(examples[0].options)))
             ),
             strict=True,
         )
-        generated = continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))
-        return Scores(np.stack(nats, 1), np.stack(exact, 1), torch.stack(list(each(generated)), 1).tolist())
+        steps = list(each(continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))))
+        generated = torch.stack(steps, 1).tolist() if steps else [[]] * len(examples)
+        return Scores(np.stack(nats, 1), np.stack(top_share, 1), generated)
 
     return score
 
 
 def score_cell(
-    task: Task, tokenizer: Tokenizer, scorer: Scorer, pairs: Sequence[tuple[Example, Example]]
+    task: Task, tokenizer: Tokenizer, scorer: Scorer, sets: Sequence[tuple[Example, ...]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(scores, rows): means over a cell's examples and over their controls, and a row for each example and control."""
-    samples = len(pairs)
-    with_needles: list[dict[str, Any]] = []
-    without: list[dict[str, Any]] = []
-    together = max(1, TOKENS_AT_ONCE // min(TILE_TOKENS, len(pairs[0][0].prompt)))
-    for first in range(0, samples, together):  # bounds the memory of the texts
-        for rows, examples in zip(
-            (with_needles, without), zip(*pairs[first : first + together], strict=True), strict=True
-        ):
-            rows += _rows(task, tokenizer, scorer, examples)
-    scores = {
-        prefix + name: sum(row[key] for row in rows) / samples
-        for prefix, rows in (("", with_needles), ("control_", without))
-        for key, name in MEANS.items() if key in rows[0]
-    }  # fmt: skip
+    """(scores, rows): means over a cell's examples under each condition, and a row for each example and condition.
+
+    Each mean has a standard error over the examples; None if there is only one. The gain over a control is the nats per
+    token by which the first condition lowers the answer, with the standard error of paired differences.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {condition: [] for condition in task.conditions}
+    longest = min(TILE_TOKENS, len(sets[0][0].prompt))
+    together = max(1, min(TOKENS_AT_ONCE // longest, ANSWER_TOKENS_AT_ONCE // task.room))
+    for first in range(0, len(sets), together):  # bounds the memory of the texts
+        for own, examples in zip(rows.values(), zip(*sets[first : first + together], strict=True), strict=True):
+            own += _rows(task, tokenizer, scorer, examples)
+    scores: dict[str, Any] = {}
+    (shown, asked), *controls = rows.items()
+    for condition, own in rows.items():
+        prefix = "" if condition == shown else f"{condition}_"
+        for key, name in MEANS.items():
+            if key in own[0]:
+                scores |= _mean(prefix + name, [row[key] for row in own])
+    for condition, own in controls:
+        pairs = zip(own, asked, strict=True)
+        scores |= _mean(f"gain_over_{condition}", [a["nats_per_token"] - b["nats_per_token"] for a, b in pairs])
     numbered = [
-        {"sample": sample, "needle": rows is with_needles, **row}
-        for rows in (with_needles, without) for sample, row in enumerate(rows)
+        {"sample": sample, "condition": condition, **row}
+        for condition, own in rows.items() for sample, row in enumerate(own)
     ]  # fmt: skip
     return scores, numbered
 
 
+def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {name: mean(values), f"{name}_standard_error": error}
+
+
 def _rows(task: Task, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[Example]) -> list[dict[str, Any]]:
     rows = []
-    scores = scorer(examples, task.room)
+    scores = scorer(examples, task.room if examples[0].references else 0)
     for i, example in enumerate(examples):
-        ids = scores.generated[i]
-        text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
-        row: dict[str, Any] = {"question": example.question, "references": list(example.references), "generated": text}
-        row["found"] = sum(name.lower() in text.lower() for name in example.references) / len(example.references)
-        row["nats"], row["exact"] = float(scores.nats[i, example.right]), bool(scores.exact[i, example.right])
+        row: dict[str, Any] = {"question": example.question}
+        if example.references:
+            ids = scores.generated[i]
+            text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
+            row |= {"references": list(example.references), "generated": text}
+            row["found"] = sum(name.lower() in text.lower() for name in example.references) / len(example.references)
+        row["nats"], row["tokens"] = float(scores.nats[i, example.right]), float(scores.top_share[i, example.right])
+        row["nats_per_token"] = row["nats"] / len(example.options[example.right])
+        row["exact"] = row["tokens"] == 1
         if len(example.options) > 1:
             chosen = int(scores.nats[i].argmin())
             row["chosen"] = tokenizer.decode(example.options[chosen]).strip()
@@ -130,7 +158,7 @@ def _rows(task: Task, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[E
 def _score_option(
     model: LanguageModel, output: LMOutput, options: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """−log p of one option of each example, float64 [S], and whether all its tokens are the most likely, bool [S]."""
+    """−log p of one option of each example, and the fraction of its tokens that are the most likely, float64 [S]."""
     lengths = [len(ids) for ids in options]
     ids_ST = torch.zeros(
         len(options), max(lengths), dtype=torch.int64
@@ -147,7 +175,8 @@ def _score_option(
     is_padding_ST = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
     is_padding_ST = is_padding_ST.to(logits_STV.device)
     nats_S = nats_ST.masked_fill(is_padding_ST, 0).sum(dim=1)
-    return nats_S.cpu().numpy(), (is_top_ST | is_padding_ST).all(dim=1).cpu().numpy()
+    tops_S = (is_top_ST & ~is_padding_ST).sum(dim=1).cpu().numpy()
+    return nats_S.cpu().numpy(), tops_S / np.array(lengths)
 
 
 NOT_SCORES = ("protocol", "identity", "seconds", "samples_xxh3", "examples")
@@ -169,35 +198,71 @@ class Cell(NamedTuple):
         return f"length_{self.length:08d}_depth_{depth}"
 
 
-def identity_of(task: Task, config: RetrievalConfig, subject: Subject) -> dict[str, Any]:
-    """Everything that the results of a task depend on."""
+def identity_of(task: Task, settings: dict[str, Any], subject: Subject) -> dict[str, Any]:
+    """Everything that the results of a task depend on. `settings` are its lengths, samples, seed and its own."""
     identity = subject.identity(None, task.text and task.text.shards) | (task.text.facts if task.text else {})
-    settings = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
     if task.depths != (None,):
-        settings["depths"] = list(task.depths)
+        settings = settings | {"depths": list(task.depths)}
     return identity | {"settings": settings}
 
 
-def lengths_of(task: Task, lengths: Sequence[int], samples: int, max_positions: int, limit: int | None) -> list[int]:
-    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of `max_positions`.
+def measure_tasks(
+    ranks: Ranks,
+    subject: Subject,
+    tokenizer: Tokenizer,
+    tasks: Sequence[tuple[Task, dict[str, Any]]],
+    lengths: Callable[[Task, ModelFacts], list[int]],
+    samples_folder: Path,
+) -> None:
+    """Measure the tasks that have no results for this subject, write their results and print them.
 
     Args:
-        limit: the model's positions; None: unlimited.
+        tasks: each with its settings, as in `identity_of`.
+        lengths: of a task's cells; it is called for all tasks before the first of them is measured.
+        samples_folder: folder of generated examples.
+    """
+    chosen = [(task, identity_of(task, settings, subject)) for task, settings in tasks]
+    wanted = [(task, identity) for task, identity in chosen if not ranks.reusable(subject, task.name, identity)]
+    if not wanted:
+        return
+    model = ranks.load(subject)
+    grids = [Grid(task, own, subject, lengths(task, model.config), samples_folder) for task, own in wanted]
+    scorer = model_scorer(model, tokenizer.vocab_size, ranks)
+    for grid in grids:
+        started = time.monotonic()
+        grid.measure(ranks, scorer, tokenizer)
+        if ranks.rank == 0:
+            results = {"pattern": model.config.pattern, "chance": grid.task.chance, "cells": grid.results()}
+            subject.write_results(grid.task.name, grid.identity, started, results)
+    print("\nmeans over the examples, with those of the controls in parentheses:")
+    for grid in grids:
+        print(f"{grid.task.name}, chance {grid.task.chance:.2g}:")
+        for cell in grid.results():
+            print(f"  {describe(cell)}")
+
+
+def lengths_of(
+    lengths: Sequence[int], samples: int, task: Task, model: ModelFacts, setting: str = "retrieval.lengths"
+) -> list[int]:
+    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of its positions.
+
+    Args:
+        setting: names the lengths in errors.
 
     Raises:
         ConfigError: a length exceeds the limit, or is too short for needles, question and answer.
         DataError: the haystack's text is shorter than a length.
     """
-    needed = task.needed(samples)
+    needed, limit, max_positions = task.needed(samples), model.position_limit, model.max_positions
     quarters = [max_positions // 4, max_positions // 2, max_positions]
     chosen = list(lengths) or [length for length in quarters if length > needed] or quarters[-1:]
     for length in chosen:
         if limit is not None and length > limit:
-            raise ConfigError(f"retrieval.lengths: {length} exceeds the model's positions ({limit}); lower it")
+            raise ConfigError(f"{setting}: {length} exceeds the model's positions ({limit}); lower it")
         if length <= needed:
             raise ConfigError(
-                f"retrieval.lengths: {length} tokens are too few for {task.name}, whose needles, question and answer "
-                f"take {needed}; raise it"
+                f"{setting}: {length} tokens are too few for {task.name}, whose texts without a haystack take "
+                f"{needed}; raise it"
             )
         if task.text:
             task.text.for_length(length)
@@ -225,11 +290,12 @@ class Grid:
         todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
         for cell in todo[ranks.copy :: ranks.copies]:
             started = time.monotonic()
-            pairs = self._examples(ranks, tokenizer, cell)
-            scores, rows = score_cell(self.task, tokenizer, scorer, pairs)
+            sets = self._examples(ranks, tokenizer, cell)
+            scores, rows = score_cell(self.task, tokenizer, scorer, sets)
             result = {
                 "protocol": self.task.name, "identity": self._identity(cell), **cell._asdict(), "samples": self.samples,
-                "samples_xxh3": pairs.xxh3, **scores, "seconds": time.monotonic() - started, "examples": rows,
+                "samples_xxh3": sets.xxh3, **self.task.facts(cell.length), **scores,
+                "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
             if ranks.is_first_of_copy:
                 write_atomically(self._file(cell), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -251,9 +317,8 @@ class Grid:
     def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredExamples:
         text = self.task.text
         identity = {
-            "task": self.task.name, "tokenizer_sha256": tokenizer.sha256, "samples": self.samples,
-            "seed": self.identity["settings"]["seed"], **cell._asdict(), **(text.facts if text else {}),
-            **({"shards": text.shards.fingerprint} if text and text.shards else {}),
+            "task": self.task.name, "tokenizer_sha256": tokenizer.sha256, **self._settings(cell),
+            **(text.facts if text else {}), **({"shards": text.shards.fingerprint} if text and text.shards else {}),
         }  # fmt: skip
         return stored_examples(self.samples_folder, self.task, cell.name, identity, ranks, cell.length, cell.depth)
 
@@ -262,8 +327,11 @@ class Grid:
 
     def _identity(self, cell: Cell) -> dict[str, Any]:
         """Everything that a cell depends on, without the settings of other cells."""
-        settings = {key: self.identity["settings"][key] for key in ("samples", "seed")}
-        return self.identity | {"settings": settings | cell._asdict()}
+        return self.identity | {"settings": self._settings(cell)}
+
+    def _settings(self, cell: Cell) -> dict[str, Any]:
+        settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
+        return settings | cell._asdict()
 
     def _exists(self, cell: Cell) -> bool:
         try:
@@ -275,6 +343,12 @@ class Grid:
 def describe(cell: dict[str, Any]) -> str:
     """A line for a cell, with the scores of its control in parentheses."""
     place = f"length {cell['length']:>9,}" + ("" if cell["depth"] is None else f"  depth {cell['depth']:<5g}")
-    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact"}
+    place += "".join(f"  {name} {cell[name]:,}" for name in FACTS if name in cell)
+    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact", "token_accuracy": "tokens"}
     scores = [f"{name} {cell[key]:6.1%} ({cell[f'control_{key}']:.1%})" for key, name in names.items() if key in cell]
-    return "  ".join([place, *scores, f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"])
+    nats = f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"
+    gains = [
+        f"{key.replace('_', ' ')} {with_error(gain, cell[f'{key}_standard_error'], '+.3f')} nats/token"
+        for key, gain in cell.items() if key.startswith("gain_over_") and not key.endswith("_error")
+    ]  # fmt: skip
+    return "  ".join([place, *scores, nats, *gains])

@@ -33,7 +33,13 @@ class Text:
     """A text in a fixed order, read as far as needed."""
 
     def __init__(
-        self, name: str, ids: Iterable[np.ndarray], facts: dict[str, str], shards: Shards | None = None
+        self,
+        name: str,
+        ids: Iterable[np.ndarray],
+        facts: dict[str, str],
+        shards: Shards | None = None,
+        section: str = "retrieval",
+        is_one_document: bool = False,
     ) -> None:
         """
         Args:
@@ -41,10 +47,14 @@ class Text:
             ids: its ids in arrays of any length.
             facts: identify the text in results.
             shards: the shards that it comes from.
+            section: of the settings, for errors.
+            is_one_document: whether all arrays are one document; otherwise each is one.
         """
         self.name, self.facts, self.shards = name, facts, shards
+        self.section, self.is_one_document = section, is_one_document
         self._ids, self._read = iter(ids), np.empty(0, np.int64)
         self._ends = [0]
+        self._documents: dict[int, list[np.ndarray]] = {}
 
     def for_length(self, length: int) -> np.ndarray:
         """The ids that haystacks of `length` tokens are taken from, int64: the first arrays with 64 times as many.
@@ -52,41 +62,88 @@ class Text:
         Raises:
             DataError: the text has fewer tokens than `length`.
         """
-        wanted = min(SPREAD * length, length + SPREAD_TOKENS)
+        wanted = _wanted(length)
+        self._read_to(wanted)
+        if len(self._read) < length:
+            raise DataError(f"{self.name} has {len(self._read):,} tokens, too few for {self._fix(length)}")
+        return self._read[: self._ends[min(bisect_left(self._ends, wanted), len(self._ends) - 1)]]
+
+    def documents(self, length: int) -> list[np.ndarray]:
+        """The first two or more documents of at least `length` tokens, int64: with 64 times as many tokens together.
+
+        A text of one document is divided into two of the same size.
+
+        Raises:
+            DataError: the text has fewer than two such documents.
+        """
+        if length in self._documents:
+            return self._documents[length]
+        found: list[np.ndarray] = []
+        if self.is_one_document:
+            found = [half for half in np.array_split(self.for_length(length), 2) if len(half) >= length]
+        else:
+            tokens = 0
+            for document in self._each_document():
+                if len(document) >= length:
+                    found.append(document)
+                    tokens += len(document)
+                if len(found) > 1 and tokens >= _wanted(length):
+                    break
+        if len(found) < 2:
+            raise DataError(
+                f"{self.name} has no two documents or halves of {length:,} tokens, too few for {self._fix(length)}"
+            )
+        self._documents[length] = found
+        return found
+
+    def _each_document(self) -> Iterator[np.ndarray]:
+        index = 0
+        while True:
+            if index + 1 == len(self._ends):
+                self._read_to(2 * self._ends[-1] + 1)
+            if index + 1 == len(self._ends):
+                return
+            yield self._read[slice(*self._ends[index : index + 2])]
+            index += 1
+
+    def _read_to(self, tokens: int) -> None:
+        """Read until there are so many tokens, or all."""
         arrays = [self._read]
-        while self._ends[-1] < wanted and (array := next(self._ids, None)) is not None:
+        while self._ends[-1] < tokens and (array := next(self._ids, None)) is not None:
             arrays.append(array.astype(np.int64))
             self._ends.append(self._ends[-1] + len(array))
         if arrays[1:]:
             self._read = np.concatenate(arrays)
-        if len(self._read) < length:
-            raise DataError(
-                f"{self.name} has {len(self._read):,} tokens, too few for retrieval.lengths {length:,}; give a longer "
-                "text (retrieval.haystack=FILE) or lower the lengths"
-            )
-        return self._read[: self._ends[min(bisect_left(self._ends, wanted), len(self._ends) - 1)]]
+
+    def _fix(self, length: int) -> str:
+        return (
+            f"{self.section}.lengths {length:,}; give a longer text ({self.section}.haystack=FILE) or lower the lengths"
+        )
 
     @classmethod
-    def of_file(cls, path: Path, tokenizer: Tokenizer) -> "Text":
+    def of_file(cls, path: Path, tokenizer: Tokenizer, section: str = "retrieval") -> "Text":
         """Raises DataError when the file is missing, empty or not UTF-8."""
-        file = TextFile.check(path, "retrieval.haystack")
+        name = f"{section}.haystack"
+        file = TextFile.check(path, name)
         facts = {"text": str(path), "text_sha256": file.sha256}
-        return cls(f"retrieval.haystack {path}", encode_blocks(tokenizer, file.blocks()), facts)
+        blocks = encode_blocks(tokenizer, file.blocks())
+        return cls(f"{name} {path}", blocks, facts, section=section, is_one_document=True)
 
     @classmethod
-    def of_shards(cls, shards: Shards, tokenizer: Tokenizer) -> "Text":
+    def of_shards(cls, shards: Shards, tokenizer: Tokenizer, section: str = "retrieval") -> "Text":
         """The held-out documents."""
-        return cls(f"the held-out text of {shards.folder}", _joined(shards.documents("valid"), tokenizer), {}, shards)
+        documents = _joined(shards.documents("valid"), tokenizer)
+        return cls(f"the held-out text of {shards.folder}", documents, {}, shards, section)
 
     @classmethod
-    def embedded(cls, tokenizer: Tokenizer) -> "Text":
+    def embedded(cls, tokenizer: Tokenizer, section: str = "retrieval") -> "Text":
         """Python's documentation. Raises DataError when this Python has none."""
         digest = hashlib.sha256()
         for text in embedded_texts():
             digest.update(text.encode(errors="replace"))
         facts = {"text": "documentation of Python", "text_sha256": digest.hexdigest()}
         ids = (tokenizer.encode_array(text.encode(errors="replace").decode()) for text in embedded_texts())
-        return cls("the documentation of Python", _joined(ids, tokenizer), facts)
+        return cls("the documentation of Python", _joined(ids, tokenizer), facts, section=section)
 
 
 def text_haystack(text: Text, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
@@ -147,6 +204,11 @@ def sentence_end(tokenizer: Tokenizer, haystack: np.ndarray, depth: float) -> in
         if before.endswith("\n") or (before.endswith(SENTENCE_ENDS) and (cut == len(haystack) or after[:1].isspace())):
             return cut
     return 0
+
+
+def _wanted(length: int) -> int:
+    """Tokens of a text that examples of `length` tokens are drawn from."""
+    return min(SPREAD * length, length + SPREAD_TOKENS)
 
 
 def _joined(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -1,6 +1,6 @@
 """Files of a cell's examples, so that they are generated once for all ranks, calls and models with the same tokenizer.
 
-    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.npy     the prompts, int32 [samples, 2, T]: example and control
+    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.npy     the prompts, int32 [samples, conditions, T], padded with −1
     FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.json    questions and answers, and the XXH3-128 of the prompts
 
 The JSON file is written last, and has a hash of its own.
@@ -22,11 +22,11 @@ from tost_lm.files import atomic_writer, manifest_bytes, write_atomically, xxh3_
 POLL_S = 0.1
 
 
-class StoredExamples(Sequence[tuple[Example, Example]]):
-    """Examples and their controls, each read from the file when it is used."""
+class StoredExamples(Sequence[tuple[Example, ...]]):
+    """Examples under each condition of their task, each read from the file when it is used."""
 
-    def __init__(self, prompts_S2T: np.ndarray, facts: list[list[dict[str, Any]]], xxh3: str):
-        self._prompts_S2T, self._facts = prompts_S2T, facts
+    def __init__(self, prompts_SKT: np.ndarray, facts: list[list[dict[str, Any]]], xxh3: str):
+        self._prompts_SKT, self._facts = prompts_SKT, facts
         self.xxh3 = xxh3
         """Hex XXH3-128 of the file of prompts, which identifies the examples in results."""
 
@@ -36,18 +36,17 @@ class StoredExamples(Sequence[tuple[Example, Example]]):
     def __getitem__(self, sample: Any) -> Any:
         if isinstance(sample, slice):
             return [self[i] for i in range(*sample.indices(len(self)))]
-        prompts_2T, facts = self._prompts_S2T[sample].astype(np.int64), self._facts[sample]
-        example, control = (
+        prompts_KT, facts = self._prompts_SKT[sample].astype(np.int64), self._facts[sample]
+        return tuple(
             Example(
-                prompt=prompt_T,
+                prompt=prompt_T[prompt_T >= 0],
                 question=of["question"],
                 references=tuple(of["references"]),
                 options=tuple(map(tuple, of["options"])),
                 right=of["right"],
             )
-            for prompt_T, of in zip(prompts_2T, facts, strict=True)
+            for prompt_T, of in zip(prompts_KT, facts, strict=True)
         )
-        return example, control
 
 
 def stored_examples(
@@ -88,14 +87,17 @@ def _read(prompts: Path, answers: Path, identity: dict[str, Any]) -> StoredExamp
 def _write(
     prompts: Path, answers: Path, identity: dict[str, Any], task: Task, length: int, depth: float | None
 ) -> None:
-    samples, facts = identity["samples"], []
-    header = {"descr": "<i4", "fortran_order": False, "shape": (samples, 2, length - task.room)}
+    samples, tokens, facts = identity["samples"], length - task.room, []
+    header = {"descr": "<i4", "fortran_order": False, "shape": (samples, len(task.conditions), tokens)}
     with atomic_writer(prompts) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for sample in range(samples):
-            pair = task.example(length, depth, sample)
-            for example in pair:
-                file.write(example.prompt.astype("<i4").tobytes())
-            facts.append([{key: value for key, value in vars(example).items() if key != "prompt"} for example in pair])
+            conditions = task.example(length, depth, sample)
+            for example in conditions:
+                padding = (0, tokens - len(example.prompt))
+                file.write(np.pad(example.prompt, padding, constant_values=-1).astype("<i4").tobytes())
+            facts.append(
+                [{key: value for key, value in vars(example).items() if key != "prompt"} for example in conditions]
+            )
     stored = {"identity": identity, "prompts_xxh3": xxh3_file(prompts), "examples": facts}
     write_atomically(answers, manifest_bytes(stored))

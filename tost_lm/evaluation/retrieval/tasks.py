@@ -40,6 +40,7 @@ class Task(ABC):
         room: tokens left for the answer.
         depths: depths of the grid's cells; (None,) if depths are drawn.
         text: source of the haystacks; None: they are generated.
+        conditions: names of the texts of an example. The first asks the question, the others are its controls.
     """
 
     name: str
@@ -47,20 +48,25 @@ class Task(ABC):
     room: int
     depths: tuple[float | None, ...] = (None,)
     text: Text | None = None
+    conditions: tuple[str, ...] = ("needle", "control")
 
     @abstractmethod
     def needed(self, samples: int) -> int:
         """Maximum over the first `samples` examples of the tokens besides the haystack, with room for the answer."""
 
     @abstractmethod
-    def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
-        """An example and its control, which asks the same question without the needles in the text.
+    def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
+        """An example under each condition: the same question, for retrieval with and without the needles in the text.
 
-        Both prompts have `length` − `room` tokens. `length` must be greater than `needed`.
+        The first prompt has `length` − `room` tokens, and no other has more. `length` must be greater than `needed`.
 
         Raises:
             DataError: `text` is shorter than the length.
         """
+
+    def facts(self, length: int) -> dict[str, int]:
+        """More about the cells of a length, for their files."""
+        return {}
 
 
 Strings = tuple[str, ...]
@@ -101,7 +107,7 @@ class PuzzleTask(Task):
         puzzles = (self.puzzle(self._draws(sample)) for sample in range(samples))
         return max(self._frame(puzzle) + sum(map(len, self._needles(puzzle))) for puzzle in puzzles)
 
-    def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
+    def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
         puzzle, draws = self.puzzle(self._draws(sample)), self._draws(sample, length)
         tokens = length - self._frame(puzzle)
         haystack = self.haystack(puzzle, length, tokens, draws)

@@ -17,7 +17,7 @@ from tost_lm.evaluation.retrieval.haystacks import PAIRS, listed
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 
-def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, Example]]:
+def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, ...]]:
     return [task.example(length, depth, sample) for sample in range(samples)]
 
 
@@ -87,7 +87,7 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert scores["control_found_share"] == scores["control_exact_accuracy"] == scores["answer_nats"] == 0
     assert scores["control_answer_nats"] == 1
     assert [row["sample"] for row in rows] == [*range(5), *range(5)]
-    assert [row["needle"] for row in rows] == [True] * 5 + [False] * 5
+    assert [row["condition"] for row in rows] == ["needle"] * 5 + ["control"] * 5
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
@@ -162,7 +162,8 @@ def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, t
             logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
             nats = -torch.log_softmax(logits, -1)[range(len(ids)), ids].sum().item()
             assert scores.nats[i, j] == pytest.approx(nats, rel=1e-9)
-            assert scores.exact[i, j] == (logits[:, :vocab_size].argmax(-1).tolist() == list(ids))
+            tops = logits[:, :vocab_size].argmax(-1).tolist()
+            assert scores.top_share[i, j] == np.mean([top == own for top, own in zip(tops, ids, strict=True)])
         text = list(prompt)
         for _ in range(task.room):
             text.append(int(model(torch.tensor([text])).logits[0, -1, :vocab_size].argmax()))
@@ -194,4 +195,4 @@ def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokeni
         Example(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
         for example, ids in zip(asked, written, strict=True)
     ]
-    assert model_scorer(model, tokenizer.vocab_size)(own, 1).exact.tolist() == [[True, False]] * 4
+    assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +35,15 @@ SAMPLES = 3
 NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
+class Facts(NamedTuple):
+    """Facts of a model."""
+
+    max_positions: int
+    position_limit: int | None
+    pattern: str = "T"
+    window: None = None
+
+
 @pytest.fixture(params=["SentencePiece", "GPT-2"])
 def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     if request.param == "SentencePiece":
@@ -48,7 +58,7 @@ def shortest(task: Task) -> int:
     return task.needed(20) + 1
 
 
-def examples(task: Task, length: int, samples: int = SAMPLES) -> Iterator[tuple[Example, Example]]:
+def examples(task: Task, length: int, samples: int = SAMPLES) -> Iterator[tuple[Example, ...]]:
     for depth in task.depths:
         for sample in range(samples):
             yield task.example(length, depth, sample)
@@ -251,9 +261,9 @@ def test_lists_in_words():
 
 def test_default_lengths_are_those_that_fit(make_task):
     task = make_task()
-    assert lengths_of(task, [], 3, max_positions=256, limit=256) == [64, 128, 256]
-    assert lengths_of(task, [], 3, max_positions=128, limit=None) == [64, 128]  # 32 is too short
-    assert lengths_of(task, [300], 3, max_positions=128, limit=None) == [300]
+    assert lengths_of([], 3, task, Facts(256, 256)) == [64, 128, 256]
+    assert lengths_of([], 3, task, Facts(128, None)) == [64, 128]  # 32 is too short
+    assert lengths_of([300], 3, task, Facts(128, None)) == [300]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -263,12 +273,12 @@ def test_impossible_lengths_are_rejected(make_task, name):
     with pytest.raises(
         ConfigError, match=rf"retrieval\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"
     ):
-        lengths_of(task, [limit, limit + 1], 3, max_positions=limit, limit=limit)
+        lengths_of([limit, limit + 1], 3, task, Facts(limit, limit))
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
-        lengths_of(task, [task.needed(3)], 3, max_positions=1500, limit=None)
+        lengths_of([task.needed(3)], 3, task, Facts(1500, None))
     if task.text:
         with pytest.raises(DataError, match="the text has"):
-            lengths_of(task, [100_000], 3, max_positions=1500, limit=None)
+            lengths_of([100_000], 3, task, Facts(1500, None))
 
 
 def test_unknown_tasks_are_rejected_with_a_list():
@@ -282,24 +292,20 @@ def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_
     subject = Subject.find(run_folder)
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
-    of_file = find_text(of({"haystack": file}), subject, tokenizer)
+    of_file = find_text(file, "", subject, tokenizer)
     assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
     assert of_file.facts["text"] == str(file)
 
-    held_out = find_text(of({}), subject, tokenizer)
+    held_out = find_text(None, "", subject, tokenizer)
     first = tokenizer.decode(next(shards.documents("valid")).tolist())
     assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
     assert held_out.shards is not None
     assert held_out.shards.fingerprint == shards.fingerprint
 
     export = Subject(subject.checkpoint, subject.checkpoint)
-    embedded, again = (find_text(of({}), export, tokenizer) for _ in range(2))
+    embedded, again = (find_text(None, "", export, tokenizer) for _ in range(2))
     assert np.array_equal(embedded.for_length(100), again.for_length(100))
     assert embedded.facts == again.facts
 
     with pytest.raises(DataError, match=r"retrieval\.haystack .*nowhere: no such file"):
-        find_text(of({"haystack": tmp_path / "nowhere"}), subject, tokenizer)
-
-
-def of(retrieval: dict) -> RetrievalConfig:
-    return validate(RetrievalConfig, {"retrieval": retrieval}, "test")
+        find_text(tmp_path / "nowhere", "", subject, tokenizer)

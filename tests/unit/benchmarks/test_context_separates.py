@@ -1,0 +1,35 @@
+"""A model that learned to copy uses its context, and one without memory of what followed what does not."""
+
+import pytest
+
+from benchmarks.context_cells import length_of, make_task, train
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING
+from tost_lm.evaluation.recall import draw_model
+from tost_lm.evaluation.retrieval.grid import model_scorer, score_cell
+from tost_lm.evaluation.retrieval.haystacks import NOISE
+from tost_lm.model import ModelConfig
+
+
+@pytest.mark.parametrize(("pattern", "can"), [("S", True), ("T", False)])
+def test_copying_separates_slot_memory_from_the_published_operator(pattern: str, can: bool):
+    tokenizer = SentencePieceTokenizer(train_sentencepiece([NOISE] * 20, 300))
+    trained, tested = (make_task(COPYING, seed, tokenizer) for seed in (1, 0))
+    length = length_of(tested)
+    tree = {
+        "pattern": pattern, "layers": 1, "heads": 2, "width": 128, "vocab_size": 300, "max_positions": 64,
+        "layer_scale": 0.0,
+    }  # fmt: skip
+    model = draw_model(validate(ModelConfig, tree, "test"), seed=0)
+    train(model, trained, length, steps=120, batch_size=16, lr=4e-3)
+    scorer = model_scorer(model.eval(), 300)
+    copying, _ = score_cell(tested, tokenizer, scorer, [tested.example(length, None, sample) for sample in range(50)])
+    assert (copying["token_accuracy"] > 0.9) == (copying["gain_over_control"] > 1) == can
+    assert copying["control_token_accuracy"] < 0.1
+    assert copying["first_token_accuracy"] < 0.1
+    repeats = make_task(CONTEXT_GAIN, 0, tokenizer)
+    sets = [repeats.example(length_of(repeats), None, sample) for sample in range(50)]
+    gain, _ = score_cell(repeats, tokenizer, scorer, sets)
+    assert (gain["gain_over_control"] > 1) == can
