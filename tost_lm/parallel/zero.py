@@ -141,6 +141,11 @@ def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key} of {name}", value
 
 
+def summed_gradients(engine: Any) -> list[Tensor]:
+    """The float32 sums of gradients that the engine keeps between steps: at stage 1 in bfloat16."""
+    return getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
+
+
 def restore(engine: Any, weights: Mapping[str, Tensor], moments: Moments, step: int) -> None:
     """Load whole float32 weights and optimizer state after `step` updates into a new engine of any parallel layout.
 

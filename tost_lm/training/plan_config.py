@@ -105,9 +105,17 @@ class ClusterConfig(Section):
         return self.nodes * self.gpus_per_node
 
 
+class ExecutionConfig(Section):
+    """Whether the plan is compared with an execution."""
+
+    execute: bool = False
+    """Run the training step of one rank of each class of equal ranks on fake tensors, in one process without GPU. Needs the shards of [data]."""
+
+
 class PlanConfig(PretrainConfig):
     """Settings of `tost plan`: those of `tost train`, and the cluster."""
 
+    plan: ExecutionConfig = Field(default_factory=ExecutionConfig)
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
 
     @property
