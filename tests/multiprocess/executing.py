@@ -37,7 +37,8 @@ def _execute(settings: Settings, ranks: int, changed: dict[str, Any]) -> list[Ex
     from tost_lm.parallel import sequence
 
     torch.set_num_threads(1)
-    vars(sequence).update(changed)
+    for name, value in changed.items():
+        setattr(sequence, name, value)
     config = validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": ranks}}, "test")
     layout, found = layout_of(config), []
     for rank in range(ranks):
@@ -50,4 +51,3 @@ def _execute(settings: Settings, ranks: int, changed: dict[str, Any]) -> list[Ex
             size[message.kind] += message.bytes
         found.append(Executed({kind: (calls[kind], size[kind]) for kind in calls}, peak))
     return found
-

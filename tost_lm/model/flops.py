@@ -122,7 +122,7 @@ def parameters(config: ModelConfig) -> Parameters:
 
 
 def vectors(config: ModelConfig) -> tuple[int, int]:
-    """Numbers without weight decay (vectors and denom_bias) that are split over tensor ranks, and those that are not."""
+    """Numbers without weight decay (vectors and denom_bias): those that tensor ranks split, and all others."""
     layers, hidden = layers_by_letter(config), (_mlp_matrices(config) - 1) * config.mlp_width
     H, C, biased = config.heads, config.width, int(config.bias)
     into = {"T": C, "S": 2 * H * (config.slots + config.slot_channels), "A": C + 2 * config.kv_width}

@@ -54,13 +54,13 @@ def fake_world(rank: int, size: int) -> Iterator[World]:
             yield start_world("cpu")
     finally:
         if deepspeed := sys.modules.get("deepspeed.comm.comm"):
-            deepspeed.cdb = None
+            deepspeed.cdb = None  # pyright: ignore[reportAttributeAccessIssue]
         dist.destroy_process_group()
 
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """The ranks of a process group with this `group_name`."""
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))  # pyright: ignore[reportArgumentType]
 
 
 class FakeRank(Traffic):

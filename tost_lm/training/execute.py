@@ -74,7 +74,7 @@ def execute(config: PlanConfig, corpora: Corpora, log: Callable[[str], None]) ->
     """
     require_executable(config)
     layout = layout_of(config)
-    batches = build_batches(config, corpora, _mesh(layout, 0), tiling_of(config, _mesh(layout, 0)))
+    batches = build_batches(config, corpora, mesh_of(layout, 0), tiling_of(config, mesh_of(layout, 0)))
     shapes = dict(read_all(config, batches, layout))
     of_rank = [shapes[layout.coordinates(rank)[1:]] for rank in range(layout.world)]
 
@@ -126,7 +126,7 @@ def execute_rank(
             train_step(engine, todo, tiling_of(config, mesh), config.optim.lr)
         groups = {name: ranks_of_group(name) for name in {sent.group for sent in rank.sent}}
     messages = (_message(one, layout.axis_of(groups[one.group], number)) for one in rank.sent)
-    return tuple(messages), dict(rank.peak)
+    return tuple(messages), {str(kind): size for kind, size in rank.peak.items()}
 
 
 def read_all(
@@ -149,7 +149,7 @@ def read_all(
         for name in ("tokens", "labels"):
             if not np.array_equal(getattr(batch, name), getattr(whole, name)[rows][..., here]):
                 raise DataError(f"plan.execute: rank {rank} reads other {name} than those of its place in the batch")
-        tiles = tiling_of(config, _mesh(layout, rank)).tiles
+        tiles = tiling_of(config, mesh_of(layout, rank)).tiles
         yield layout.coordinates(rank)[1:], tuple(_shapes(config, batch, tiles))
     if (wrong := np.flatnonzero(times_ABT != 1)).size:
         place = [int(i) for i in np.unravel_index(wrong[0], times_ABT.shape)]
@@ -161,16 +161,20 @@ def read_all(
 
 def batch_shard(config: PlanConfig, layout: RankLayout, rank: int) -> BatchShard:
     """What a rank reads."""
-    mesh = _mesh(layout, rank)
+    mesh = mesh_of(layout, rank)
     return BatchShard(mesh.data.rank, mesh.data.size, tuple(tile.columns for tile in tiling_of(config, mesh).tiles))
 
 
-def _mesh(layout: RankLayout, rank: int) -> Mesh:
+def mesh_of(layout: RankLayout, rank: int) -> Mesh:
     """The axes of a rank, without process groups."""
     tensor, sequence, data = layout.coordinates(rank)
-    axes = (tensor, layout.tensor), (sequence, layout.sequence), (data, layout.data)
-    replicas = Axis(rank // layout.tensor, layout.world // layout.tensor, None)
-    return Mesh(*(Axis(*axis, None) for axis in axes), replicas, CPU)
+    return Mesh(
+        tensor=Axis(tensor, layout.tensor, None),
+        sequence=Axis(sequence, layout.sequence, None),
+        data=Axis(data, layout.data, None),
+        replicas=Axis(rank // layout.tensor, layout.world // layout.tensor, None),
+        device=CPU,
+    )
 
 
 def _shapes(config: PlanConfig, batch: Batch, tiles: tuple[Tile, ...]) -> Iterator[Hashable]:
@@ -180,11 +184,12 @@ def _shapes(config: PlanConfig, batch: Batch, tiles: tuple[Tile, ...]) -> Iterat
     sizes = [tokens for letter, tokens in chunks.items() if letter in model.pattern]
     for micro_batch in micro_batches(batch, CPU):
         for one in tile_batches(micro_batch.tokens, micro_batch.labels, micro_batch.cu_seqlens, 1.0, tiles):
-            split = one.shard and one.shard.split
-            local = LocalDocuments.of(one.cu_seqlens, *one.tokens_BL.shape, split)
+            B, L = one.tokens_BL.shape
+            local = LocalDocuments.of(one.cu_seqlens, B, L, one.shard and one.shard.split)
             counts = tuple(sum(-(-length // size) for length in local.lengths) for size in sizes)
-            attended = (local.lengths, min(local.before[0], model.window or local.before[0])) if "A" in model.pattern else ()
-            yield one.tokens_BL.shape, len(local.lengths), len(local.whole_lengths), counts, attended
+            before = min(local.before[0], model.window or local.before[0])
+            attended = (local.lengths, before) if "A" in model.pattern else ()
+            yield B, L, len(local.lengths), len(local.whole_lengths), counts, attended
 
 
 def _message(sent: Sent, axis: str) -> Message:

@@ -101,9 +101,7 @@ def mismatch(classes: Sequence[ExecutedClass], layout: RankLayout) -> str | None
                 of_class = dict(zip(set(numbers), messages, strict=True))
                 if pair := _unequal([of_class[number] for number in numbers]):
                     first, second = (f"{of_class[numbers[i]] or 'missing'} on rank {group[i]}" for i in pair)
-                    return (
-                        f"{axis} group of ranks {rank_numbers(group)}: collective {place + 1} is {first}, {second}"
-                    )
+                    return f"{axis} group of ranks {rank_numbers(group)}: collective {place + 1} is {first}, {second}"
     return None
 
 
@@ -117,7 +115,7 @@ def _unequal(messages: Sequence[Message | None]) -> tuple[int, int] | None:
         elif first.rows is None and first.bytes != other.bytes:
             return 0, place
     rows = [message.rows for message in messages if message and message.rows]
-    if not rows or len({*rows}) == 1 and rows[0][0] == rows[0][1] and len({*rows[0][0]}) == 1:
+    if not rows or (len({*rows}) == 1 and rows[0][0] == rows[0][1] and len({*rows[0][0]}) == 1):
         return None
     # Rows for rank s of rank r are those from rank r of rank s.
     sent_RR, received_RR = (np.array([of_rank[i] for of_rank in rows]) for i in (0, 1))

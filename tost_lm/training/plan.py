@@ -13,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 from tost_lm.config import differences
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, mlp_weights, parameters, peak_flops, vectors
+from tost_lm.model.flops import (
+    FlopsPerToken,
+    flops_per_token,
+    layers_by_letter,
+    mlp_weights,
+    parameters,
+    peak_flops,
+    vectors,
+)
 from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_activations import (
@@ -239,7 +247,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
 
 
 def _padded_parameters(config: PlanConfig, replicas: int) -> float:
-    """Parameters of a rank, where each of the optimizer's two groups is padded to 2 numbers or a multiple per replica."""
+    """Parameters of a rank, each of the optimizer's two groups padded to a multiple of 2 for each replica."""
     split, replicated = vectors(config.model)
     without_decay = split / config.parallel.tensor + replicated
     groups = without_decay, parameters_per_rank(config) - without_decay

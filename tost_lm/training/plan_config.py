@@ -109,7 +109,8 @@ class ExecutionConfig(Section):
     """Whether the plan is compared with an execution."""
 
     execute: bool = False
-    """Run the training step of one rank of each class of equal ranks on fake tensors, in one process without GPU. Needs the shards of [data]."""
+    """Also run the training step on fake tensors, once for each class of equal ranks, and compare. It needs the shards
+    of [data] and no GPU."""
 
 
 class PlanConfig(PretrainConfig):

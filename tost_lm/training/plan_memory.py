@@ -24,8 +24,8 @@ and values in an A layer.
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
 gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists beside the gradient of its
-logits. The head's input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the embedding's gradient is
-added to it; a head that is not tied keeps it.
+logits. The head's input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the
+embedding's gradient is added to it; a head that is not tied keeps it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of

@@ -85,12 +85,14 @@ def tssa(cu_seqlens: Tensor | None, shard: Slice | None, w: Tensor, bias: Tensor
 def slots(
     cu_seqlens: Tensor | None, shard: Slice | None, read: Tensor, write: Tensor, value: Tensor, log_decay: Tensor
 ) -> Tensor:
-    local = LocalDocuments.of(cu_seqlens, *read.shape[:2], shard and shard.split)
+    local = LocalDocuments.of(cu_seqlens, read.shape[0], read.shape[1], shard and shard.split)
     return slot_memory(read, write, value, log_decay, local=local, shard=shard)[0]
 
 
 @pytest.mark.parametrize(("operator", "cu_seqlens"), [(tssa, None), (slots, DOCUMENTS)])
-def test_1024_slices_equal_the_whole_in_outputs_and_gradients(operator: Callable[..., Tensor], cu_seqlens: Tensor | None):
+def test_1024_slices_equal_the_whole_in_outputs_and_gradients(
+    operator: Callable[..., Tensor], cu_seqlens: Tensor | None
+):
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     if operator is tssa:

@@ -10,7 +10,10 @@ GATHER, SCATTER = Message("all-gather", "sequence", 64), Message("reduce-scatter
 COLUMNS = (2, 1, 1)
 OWN = [(columns,) * 3 for columns in COLUMNS]
 EXCHANGED = [
-    (Message("all-to-all", "sequence", 16, (COLUMNS, own)), Message("all-to-all", "sequence", 4 * sum(own), (own, COLUMNS)))
+    (
+        Message("all-to-all", "sequence", 16, (COLUMNS, own)),
+        Message("all-to-all", "sequence", 4 * sum(own), (own, COLUMNS)),
+    )
     for own in OWN
 ]
 
@@ -46,8 +49,8 @@ def test_equal_sequences_match_whatever_the_order_between_groups():
          "all-gather over sequence of 65 bytes on rank 4"),
         ((GATHER,), "collective 2 is all-gather over sequence of 64 bytes on rank 0, missing on rank 4"),
         ((GATHER, GATHER, GATHER), "collective 3 is missing on rank 0, all-gather over sequence of 64 bytes on rank 4"),
-        ((GATHER._replace(kind="all-reduce"), GATHER), "collective 1 is all-gather over sequence of 64 bytes on rank 0, "
-         "all-reduce over sequence of 64 bytes on rank 4"),
+        ((GATHER._replace(kind="barrier"), GATHER), "collective 1 is all-gather over sequence of 64 bytes on rank 0, "
+         "barrier over sequence of 64 bytes on rank 4"),
     ],
 )  # fmt: skip
 def test_a_planted_mismatch_is_named_with_its_group_place_and_ranks(planted: tuple[Message, ...], named: str):
