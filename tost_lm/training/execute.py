@@ -185,7 +185,7 @@ def _shapes(config: PlanConfig, batch: Batch, tiles: tuple[Tile, ...]) -> Iterat
     for micro_batch in micro_batches(batch, CPU):
         for one in tile_batches(micro_batch.tokens, micro_batch.labels, micro_batch.cu_seqlens, 1.0, tiles):
             B, L = one.tokens_BL.shape
-            local = LocalDocuments.of(one.cu_seqlens, B, L, one.shard and one.shard.split)
+            local = LocalDocuments.of(one.cu_seqlens, B, L, one.shard.split if one.shard else None)
             counts = tuple(sum(-(-length // size) for length in local.lengths) for size in sizes)
             before = min(local.before[0], model.window or local.before[0])
             attended = (local.lengths, before) if "A" in model.pattern else ()
