@@ -76,8 +76,11 @@ class Block(NamedTuple):
     @property
     def missing(self) -> str | None:
         """Why the block cannot run here."""
-        absent = "gpt2_bpe" in self.text and not GPT2_FILES.is_dir()
-        return "GPT-2's encoder.json and vocab.bpe are not available" if absent else None
+        if "gpt2_bpe" in self.text and not GPT2_FILES.is_dir():
+            return "GPT-2's encoder.json and vocab.bpe are not available"
+        if "python deduplicate.py" in self.text and not importlib.util.find_spec("datatrove"):
+            return "datatrove is not installed"
+        return None
 
 
 @cache

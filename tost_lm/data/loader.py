@@ -7,10 +7,10 @@ from copy import copy
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.mixture import Corpora, Mixture
 from tost_lm.data.packing import PackedSamples
 from tost_lm.data.sampler import ConcatenatedSamples, Samples, Segments
+from tost_lm.data.shards import Concatenation
 from tost_lm.errors import ConfigError
 
 if TYPE_CHECKING:
