@@ -27,9 +27,10 @@ from tost_lm.training.plan_memory import peak_moment
 def test_messages_equal_and_memory_within_a_twentieth(ranks: int, shape: dict[str, Any]):
     settings = settings_of(**shape)
     config = validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": ranks}}, "test")
-    # A CPU has only the memory of buckets that is written.
+    # A CPU has only the memory of buckets that is written, and the plan a bound of it.
     not_written = peak_moment(config, ranks, whole_buckets=True).total - peak_moment(config, ranks).total
     on_ranks = run_on_ranks(train_measured, ranks, settings, timeout_s=600)
-    for measured, by_execution in zip(on_ranks, executed(settings, ranks), strict=True):
+    for measured, by_execution in zip(on_ranks, executed(settings, ranks, range(ranks)), strict=True):
         assert by_execution.sent == by_kind(measured)
-        assert sum(by_execution.peak.values()) - not_written == pytest.approx(measured.peak_bytes, rel=0.05)
+        whole = sum(by_execution.peak.values())
+        assert 0.95 * (whole - not_written) <= measured.peak_bytes <= 1.05 * whole

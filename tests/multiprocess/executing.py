@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,15 +24,15 @@ class Executed(NamedTuple):
     peak: dict[str, int]
 
 
-def executed(settings: Settings, ranks: int, **changed: Any) -> list[Executed]:
-    """All ranks, on the batches of `memory_of_training`. `changed`: attributes of `tost_lm.parallel.sequence`."""
+def executed(settings: Settings, world: int, ranks: Iterable[int], **changed: Any) -> list[Executed]:
+    """These ranks, on batches as those of `memory_of_training`. `changed`: names in `tost_lm.parallel.sequence`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as process:
-        return process.submit(_execute, settings, ranks, changed).result()
+        return process.submit(_execute, settings, world, [*ranks], changed).result()
 
 
-def _execute(settings: Settings, ranks: int, changed: dict[str, Any]) -> list[Executed]:
+def _execute(settings: Settings, world: int, ranks: list[int], changed: dict[str, Any]) -> list[Executed]:
     import torch
 
     from tost_lm.parallel import sequence
@@ -39,11 +40,11 @@ def _execute(settings: Settings, ranks: int, changed: dict[str, Any]) -> list[Ex
     torch.set_num_threads(1)
     for name, value in changed.items():
         setattr(sequence, name, value)
-    config = validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": ranks}}, "test")
+    config = validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": world}}, "test")
     layout, found = layout_of(config), []
-    for rank in range(ranks):
+    for rank in ranks:
         here = sum(end - start for start, end in batch_shard(config, layout, rank).columns)
-        tokens = np.zeros((config.accumulation(ranks), config.train.micro_batch_size, here), np.int32)
+        tokens = np.zeros((config.accumulation(world), config.train.micro_batch_size, here), np.int32)
         messages, peak = execute_rank(config, layout, rank, Batch(tokens, tokens, np.empty(0, np.int64)))
         calls, size = Counter[str](), Counter[str]()
         for message in messages:

@@ -74,7 +74,7 @@ def execution_rows(config: PlanConfig, classes: Sequence["ExecutedClass"]) -> It
 
     ranks, replicas = config.cluster.ranks, config.cluster.ranks // config.parallel.tensor
     stage = config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
-    yield "executed", f"{ranks:,} ranks in {len(classes)} classes", "one rank of each class ran"
+    yield "executed", f"{ranks:,} ranks in {_count(len(classes), 'class', 'es')}", "one rank of each class ran"
     yield (
         "what runs",
         f"DeepSpeed {version('deepspeed')}",

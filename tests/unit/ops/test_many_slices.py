@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
-import pytest
 import torch
 from torch import Tensor
 
 from tost_lm.ops import causal_tssa
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceSplit
-from tost_lm.ops.slots import slot_memory
+from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.testing import assert_close
 
 SLICES, H, D = 1024, 2, 3
@@ -72,42 +70,22 @@ class Slice:
         raise NotImplementedError
 
 
-def output_and_gradients(compute: Callable[..., Tensor], d_y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    y = compute(*leaves)
+def output_and_gradients(shard: Slice | None, d_y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    w, bias, temp = leaves = [x.detach().requires_grad_() for x in inputs]
+    y, _ = causal_tssa(w, temp, bias.movedim(1, -1), cu_seqlens=DOCUMENTS, shard=shard)
     return y.detach(), *torch.autograd.grad(y, leaves, d_y)
 
 
-def tssa(cu_seqlens: Tensor | None, shard: Slice | None, w: Tensor, bias: Tensor, temp: Tensor) -> Tensor:
-    return causal_tssa(w, temp, bias.movedim(1, -1), cu_seqlens=cu_seqlens, shard=shard)[0]
-
-
-def slots(
-    cu_seqlens: Tensor | None, shard: Slice | None, read: Tensor, write: Tensor, value: Tensor, log_decay: Tensor
-) -> Tensor:
-    local = LocalDocuments.of(cu_seqlens, read.shape[0], read.shape[1], shard and shard.split)
-    return slot_memory(read, write, value, log_decay, local=local, shard=shard)[0]
-
-
-@pytest.mark.parametrize(("operator", "cu_seqlens"), [(tssa, None), (slots, DOCUMENTS)])
-def test_1024_slices_equal_the_whole_in_outputs_and_gradients(
-    operator: Callable[..., Tensor], cu_seqlens: Tensor | None
-):
+def test_1024_slices_equal_the_whole_in_outputs_and_gradients():
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    if operator is tssa:
-        of_tokens, of_model = [random(1, T, H, D), random(1, T, H)], [random(H)]
-    else:
-        of_tokens = [random(1, T, H, 2).softmax(-1), random(1, T, H, 2).softmax(-1), random(1, T, H, D)]
-        of_model = [-random(H).exp() / 500]
-    d_y = random(1, T, H, D)
+    d_y, w, bias, temp = random(1, T, H, D), random(1, T, H, D), random(1, T, H), random(H)
 
     def of_slice(one: Slice) -> tuple[Tensor, ...]:
-        here = [one.split.shard(x) for x in (d_y, *of_tokens)]
-        return output_and_gradients(lambda *x: operator(cu_seqlens, one, *x), *here, *of_model)
+        return output_and_gradients(one, *(one.split.shard(x) for x in (d_y, w, bias)), temp)
 
-    whole = output_and_gradients(lambda *x: operator(cu_seqlens, None, *x), d_y, *of_tokens, *of_model)
-    joined = list(zip(*Slices().run(of_slice), strict=True))
-    for index, expected in enumerate(whole):
-        found = torch.cat(joined[index], 1) if index <= len(of_tokens) else torch.stack(joined[index]).sum(0)
-        assert_close(found, expected, 1e-10, f"{operator.__name__} {index}")
+    y, d_w, d_bias, d_temp = zip(*Slices().run(of_slice), strict=True)
+    joined = torch.cat(y, 1), torch.cat(d_w, 1), torch.cat(d_bias, 1), torch.stack(d_temp).sum(0)
+    whole = output_and_gradients(None, d_y, w, bias, temp)
+    for what, found, expected in zip(("y", "d_w", "d_bias", "d_temp"), joined, whole, strict=True):
+        assert_close(found, expected, 1e-10, what)
