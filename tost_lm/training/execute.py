@@ -43,22 +43,18 @@ CPU = torch.device("cpu")
 
 
 def require_executable(config: PlanConfig) -> None:
-    """Raises ConfigError for settings whose step does not run on fake tensors."""
+    """Raises ConfigError for settings that are not executed."""
+    parallel = config.parallel
     obstacles = {
-        "parallel.zero_stage 3 compares numbers of ranks while it partitions weights; set stage 0, 1 or 2": (
-            config.parallel.zero_stage == 3
-        ),
-        f"parallel.offload {config.parallel.offload!r} compiles an optimizer for real memory; set none": (
-            config.parallel.offload != "none"
-        ),
-        "train.compile needs real tensors; set train.compile = false": config.train.compile,
-        "the G layers of model.pattern have kernels that need real tensors; use T, S and A layers": (
-            "G" in config.model.pattern
-        ),
+        "parallel.zero_stage 3 (DeepSpeed compares numbers of all ranks): set stage 0, 1 or 2": parallel.zero_stage
+        == 3,
+        f"parallel.offload {parallel.offload!r}: set none": parallel.offload != "none",
+        "train.compile: set train.compile = false": config.train.compile,
+        f"the G layers of model.pattern {config.model.pattern!r}: use T, S and A layers": "G" in config.model.pattern,
     }
     for obstacle, is_met in obstacles.items():
         if is_met:
-            raise ConfigError(f"plan.execute: {obstacle}")
+            raise ConfigError(f"plan.execute does not support {obstacle}")
 
 
 def execute(config: PlanConfig, corpora: Corpora, log: Callable[[str], None]) -> list[ExecutedClass]:
