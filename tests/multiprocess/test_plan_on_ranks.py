@@ -1,9 +1,10 @@
-"""What the plan says of memory and messages, beside what ranks that train take and send."""
+"""What the plan says of memory and messages, and what its execution has, beside what ranks that train take and send."""
 
 from typing import Any
 
 import pytest
 from all_to_alls import by_all_to_alls
+from executing import executed
 from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
@@ -44,8 +45,11 @@ def test_messages_of_what_is_computed_again(pattern: str):
         parallel={"tensor": RANKS},
         memory={"activation_checkpointing": "full", "mlp_tile_tokens": 32},
     )
-    for measured in run_on_ranks(train_measured, RANKS, settings):
+    on_ranks = run_on_ranks(train_measured, RANKS, settings)
+    for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
+    if pattern == "TS":
+        assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +62,11 @@ def test_messages_of_what_is_computed_again(pattern: str):
 )
 def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
     settings = settings_of(**TINY, pattern=pattern, window=30, parallel={"sequence": RANKS}, memory=memory)
-    for measured in run_on_ranks(train_measured, RANKS, settings):
+    on_ranks = run_on_ranks(train_measured, RANKS, settings)
+    for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
+    if pattern == "SA":
+        assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
 @pytest.mark.parametrize("tile_tokens", [256, 100])
@@ -67,8 +74,23 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
     settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     for module in (plan, plan_activations):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
-    for measured in run_on_ranks(by_all_to_alls, 4, train_measured, settings):
+    on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
+    for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
+    if tile_tokens == 100:
+        found = executed(settings, 4, [0, 3], ALL_GATHER_RANKS=1)
+        assert [one.sent for one in found] == [by_kind(on_ranks[rank]) for rank in (0, 3)]
+
+
+def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
+    """Calls and bytes, as the plan names kinds."""
+    found = {}
+    for kind, names in COUNTED.items():
+        sent = [sent for name, sent in measured.sent.items() if name in names]
+        if sent:
+            found[kind] = (sum(calls for calls, _ in sent), sum(size for _, size in sent))
+    assert sum(calls for calls, _ in found.values()) == sum(calls for calls, _ in measured.sent.values())
+    return found
 
 
 def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:

@@ -39,6 +39,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
     start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
+    from tost_lm.training.batches import check_vocabulary
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
 
     graceful_stop = GracefulStop(config.run.max_minutes)
@@ -64,15 +65,6 @@ def main(path: Path, config: PretrainConfig) -> None:
 
 def _is_done(config: PretrainConfig, start: StartPoint) -> bool:
     return start.resume_from is not None and Progress.read(start.resume_from).step >= config.last_step
-
-
-def check_vocabulary(config: PretrainConfig, corpora: "Corpora") -> None:
-    """Raises ConfigError when the shards contain tokens without an embedding."""
-    if corpora.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size} pieces: "
-            f"set model.vocab_size to at least {corpora.vocab_size}"
-        )
 
 
 def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":

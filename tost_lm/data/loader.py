@@ -3,6 +3,7 @@
 Shape suffixes: A micro-batches, B rows of a micro-batch, L tokens of a row on one rank, N samples, S segments.
 """
 
+from copy import copy
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -99,6 +100,12 @@ class TrainingBatches:
             self.samples = len(self._held_out_N)
             unit = shard.data_ranks * micro_batch_size
             self._global_batch_size = -(-self.samples // unit) * unit
+
+    def of_shard(self, shard: BatchShard) -> "TrainingBatches":
+        """The batches of another rank, with the packing that this object has computed. Not of the held-out split."""
+        batches = copy(self)
+        batches._shard = shard
+        return batches
 
     def __getitem__(self, step: int) -> Batch:
         """Raises IndexError for steps before the first."""

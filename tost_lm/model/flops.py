@@ -121,6 +121,16 @@ def parameters(config: ModelConfig) -> Parameters:
     )
 
 
+def vectors(config: ModelConfig) -> tuple[int, int]:
+    """Numbers without weight decay (vectors and denom_bias): those that tensor ranks split, and all others."""
+    layers, hidden = layers_by_letter(config), (_mlp_matrices(config) - 1) * config.mlp_width
+    H, C, biased = config.heads, config.width, int(config.bias)
+    into = {"T": C, "S": 2 * H * (config.slots + config.slot_channels), "A": C + 2 * config.kv_width}
+    split = layers["T"] * (H + _bias_numbers(config)) + layers["S"] * 3 * H
+    split += biased * (config.layers * hidden + sum(layers[letter] * channels for letter, channels in into.items()))
+    return split, parameters(config).scales + biased * 2 * config.layers * C
+
+
 def mlp_weights(config: ModelConfig) -> int:
     """Numbers of the matrices of an MLP."""
     return _mlp_matrices(config) * config.width * config.mlp_width

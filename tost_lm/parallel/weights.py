@@ -32,7 +32,8 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, *, shar
         else:
             data = torch.empty(parameter.shape, dtype=dtype, device=device)
         allocated = nn.Parameter(data)
-        vars(allocated).update(vars(parameter))  # the marks of tensor ranks
+        marks = {key: mark for key, mark in vars(parameter).items() if not hasattr(allocated, key)}
+        vars(allocated).update(marks)  # of tensor ranks
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, allocated)
 

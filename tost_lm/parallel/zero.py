@@ -158,6 +158,11 @@ def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key} of {name}", value
 
 
+def summed_gradients(engine: Any) -> list[Tensor]:
+    """The float32 sums of gradients that the engine keeps between steps: at stage 1 in bfloat16."""
+    return getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
+
+
 def create_state(engine: Any, step: int) -> None:
     """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
     for partition in _partitions(engine):

@@ -23,6 +23,8 @@ class Sent(NamedTuple):
     """Name of the process group, `group.group_name`."""
     bytes: int
     """Size of the tensors that this rank passes to the collective, for any number of receivers."""
+    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of an all-to-all of different numbers of rows: those for each rank of the group, and those from each."""
 
 
 class Traffic(TorchDispatchMode):
@@ -42,13 +44,20 @@ class Traffic(TorchDispatchMode):
         return sum(sent.bytes for sent in self.sent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace in NAMESPACES and name not in SENDING_NOTHING:
-            given = dict(zip(argument_names(func), args, strict=False))
-            given |= kwargs or {}
-            kind = f"c10d.{name}" if func.namespace == "c10d" else name
-            self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given))))
+        self.record(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Append to `sent` if the operator is a collective."""
+        name = func.overloadpacket.__name__
+        if func.namespace not in NAMESPACES or name in SENDING_NOTHING:
+            return
+        given = dict(zip(argument_names(func), args, strict=False)) | kwargs
+        kind = f"c10d.{name}" if func.namespace == "c10d" else name
+        rows = None
+        if given.get("input_split_sizes"):
+            rows = tuple(given["input_split_sizes"]), tuple(given["output_split_sizes"])
+        self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given)), rows))
 
 
 def _group_name(given: dict[str, Any]) -> str:

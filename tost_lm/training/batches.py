@@ -4,6 +4,7 @@ from typing import Literal
 
 from tost_lm.data.loader import BatchShard, TrainingBatches
 from tost_lm.data.mixture import Corpora
+from tost_lm.errors import ConfigError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.training.config import PretrainConfig
@@ -34,3 +35,12 @@ def build_batches(
         ignored_label=IGNORED_LABEL,
         documents=documents,
     )
+
+
+def check_vocabulary(config: PretrainConfig, corpora: Corpora) -> None:
+    """Raises ConfigError when the shards contain tokens without an embedding."""
+    if corpora.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size} pieces: "
+            f"set model.vocab_size to at least {corpora.vocab_size}"
+        )

@@ -13,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 from tost_lm.config import differences
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import FlopsPerToken, flops_per_token, layers_by_letter, mlp_weights, parameters, peak_flops
+from tost_lm.model.flops import (
+    FlopsPerToken,
+    flops_per_token,
+    layers_by_letter,
+    mlp_weights,
+    parameters,
+    peak_flops,
+    vectors,
+)
 from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
 from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_activations import (
@@ -225,16 +233,25 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
     stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
     buckets = math.ceil(n / reduced_at_once(config, stage))
     if stage < 3:
-        times = micro_batches if stage == 2 else 1
-        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * n, replicas, tensor)
+        padded = _padded_parameters(config, replicas)
+        times, reduced = micro_batches if stage == 2 else 1, padded if stage == 1 and e == 2 else n
+        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * reduced, replicas, tensor)
         if stage:
-            yield Collectives("weights", "all-gather", 2, e * n / replicas, replicas, tensor)
+            yield Collectives("weights", "all-gather", 2, e * padded / replicas, replicas, tensor)
         return
     tensors = 10 * config.model.layers  # gathered one by one, at most twice per micro-batch
     yield Collectives(
         "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
     )
     yield Collectives("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
+
+
+def _padded_parameters(config: PlanConfig, replicas: int) -> float:
+    """Parameters of a rank, each of the optimizer's two groups padded to a multiple of 2 for each replica."""
+    split, replicated = vectors(config.model)
+    without_decay = split / config.parallel.tensor + replicated
+    groups = without_decay, parameters_per_rank(config) - without_decay
+    return sum(math.ceil(group / (2 * replicas)) * 2 * replicas for group in groups)
 
 
 def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:

@@ -23,9 +23,9 @@ and values in an A layer.
 
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
-gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists at the same time. The head's
-input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the embedding's gradient is
-added to it; a head that is not tied keeps it.
+gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists beside the gradient of its
+logits. The head's input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the
+embedding's gradient is added to it; a head that is not tied keeps it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
@@ -77,8 +77,12 @@ class Moment(NamedTuple):
         return sum(self[1:])
 
 
-def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
+def moments(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = None) -> list[Moment]:
     """The moments that may have the peak, in order of time, on a GPU unless `run.device` is cpu.
+
+    Args:
+        whole_buckets: count DeepSpeed's buckets as they are allocated; None: not on a CPU, which has only the memory
+            that is written.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or there are G layers.
@@ -106,13 +110,13 @@ def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
             name, weights, optimizer, gradients + sums.get(name, 0.0),
             *activations_and_loss.get(name, (0.0, 0.0)), buffers + gathered,
         )
-        for name, (gradients, buffers) in _gradients(config, ranks).items()
+        for name, (gradients, buffers) in _gradients(config, ranks, whole_buckets).items()
     ]  # fmt: skip
 
 
-def peak_moment(config: PretrainConfig, ranks: int) -> Moment:
-    """The moment with the peak memory."""
-    return max(moments(config, ranks), key=lambda moment: moment.total)
+def peak_moment(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = None) -> Moment:
+    """The moment with the peak memory; arguments as `moments`."""
+    return max(moments(config, ranks, whole_buckets=whole_buckets), key=lambda moment: moment.total)
 
 
 def largest_tile(config: AnyPretrainConfig, ranks: int, limit: float) -> AnyPretrainConfig:
@@ -209,21 +213,24 @@ def loss_bytes(config: PretrainConfig) -> float:
     """Bytes of logits, their gradients and the head's gradients in the forward."""
     C, e, tokens = config.model.width, ELEMENT_BYTES[config.train.dtype], tokens_in_memory(config)
     vocabulary, tiles = config.model.vocab_size / config.parallel.tensor, logit_tiles(config)
-    head_gradients = (4 if e == 4 else 4 + e) * vocabulary * C
-    return (tiles.logit_bytes * vocabulary + e * C) * tiles.tokens + head_gradients + 2 * e * C * tokens
+    logits = tiles.logit_bytes * tiles.tokens
+    if e < 4:  # then only the gradient of the logits is left, and in e bytes that of the weight
+        logits = max(logits, e * (tiles.tokens + C))
+    return vocabulary * (logits + 4 * C) + e * C * tiles.tokens + 2 * e * C * tokens
 
 
-def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, float]]:
+def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -> dict[str, tuple[float, float]]:
     """Bytes of gradients and buffers by moment (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py)."""
     parallel, n, e = config.parallel, parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype]
     tensor, stage = parallel.tensor, stage_of(config, ranks)
-    partition, one_replica, on_cpu = n * tensor / ranks, ranks == tensor, config.run.device == "cpu"
+    partition, one_replica = n * tensor / ranks, ranks == tensor
+    only_written = config.run.device == "cpu" if whole_buckets is None else not whole_buckets
     accumulates = config.accumulation(ranks) > 1
     filled = reduced_at_once(config, stage)
     # Stages 1 and 2 fill one bucket while the other is reduced. A CPU has only the memory that is written.
-    two_buckets = min(n, 2 * filled) if on_cpu else 2 * filled
+    two_buckets = min(n, 2 * filled) if only_written else 2 * filled
     bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
-    empty_bucket = 0.0 if on_cpu else bucket
+    empty_bucket = 0.0 if only_written else bucket
     # The gradients of head and embedding of one weight, or the last and its sum so far.
     added = config.model.tied_head or accumulates
     table = e * config.model.vocab_size * config.model.width / tensor if added else 0.0
@@ -232,9 +239,7 @@ def _gradients(config: PretrainConfig, ranks: int) -> dict[str, tuple[float, flo
         summed = 4 * n if accumulates else 0.0
         steps = [(summed, 0), (summed, 0), (4 * n, table), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
     elif stage == 1 and e == 2:
-        steps = [
-            (4 * n, 0), (4 * n, 0), (4 * n, table), (4 * n, 8 * filled), (4 * n, 0 if one_replica else 4 * filled),
-        ]  # fmt: skip
+        steps = [(4 * n, 0), (4 * n, 0), (4 * n, table), (4 * n, 4 * filled), (4 * n, 0 if one_replica else 4 * filled)]
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
         steps = [

@@ -104,7 +104,7 @@ def tiled_loss(
         raise ConfigError(obstacle)
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
-    batches = list(_tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
+    batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
     return _losses(model, batches, Tiling(tuple(tiles)))[0]
 
 
@@ -126,14 +126,14 @@ class TiledLM(TostLM):
         if len(tiling.tiles) == 1:
             shard = tiling.tiles[0].shard
             return super().forward(tokens, labels, *arguments, **options, output_state=False, shard=shard)
-        batches = list(_tile_batches(tokens, labels, *arguments, **options, tiles=tiling.tiles))
+        batches = list(tile_batches(tokens, labels, *arguments, **options, tiles=tiling.tiles))
         if torch.is_grad_enabled():
             loss, z_loss = _losses(self, batches, tiling)
             return LMOutput(loss, None, None, None, _no_logits, z_loss)
         return LMOutput(None, _nats(self, batches), None, None, _no_logits)
 
 
-class _TileBatch(NamedTuple):
+class TileBatch(NamedTuple):
     """This rank's tokens of a micro-batch in one tile."""
 
     tokens_BL: Tensor
@@ -147,13 +147,14 @@ class _TileBatch(NamedTuple):
     """Its first document began in an earlier tile."""
 
 
-def _tile_batches(
+def tile_batches(
     tokens_BL: Tensor,
     labels_BL: Tensor,
     cu_seqlens: Tensor | None,
     label_count: Tensor | float,
     tiles: Sequence[Tile],
-) -> Iterator[_TileBatch]:
+) -> Iterator[TileBatch]:
+    """A micro-batch of this rank, cut into tiles."""
     lengths = [end - start for start, end in (tile.columns for tile in tiles)]
     offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     for tile, tokens, labels in zip(tiles, tokens_BL.split(lengths, 1), labels_BL.split(lengths, 1), strict=True):
@@ -162,14 +163,14 @@ def _tile_batches(
             inner = [offset - tile.start for offset in offsets if tile.start < offset < tile.end]
             cuts = torch.tensor([0, *inner, tile.end - tile.start], dtype=torch.int32)
             continues_document = continues_document and tile.start not in offsets
-        yield _TileBatch(tokens, labels, cuts, label_count, tile.shard, continues_document)
+        yield TileBatch(tokens, labels, cuts, label_count, tile.shard, continues_document)
 
 
 Call = Callable[..., LMOutput]
 
 
 def _forward(
-    call: Call, batch: _TileBatch, state: LMState | None, next_batch: _TileBatch | None, *, with_labels: bool = True
+    call: Call, batch: TileBatch, state: LMState | None, next_batch: TileBatch | None, *, with_labels: bool = True
 ) -> LMOutput:
     """The output, with the final state if the first document of `next_batch` needs it."""
     output_state = next_batch is not None and next_batch.continues_document
@@ -185,7 +186,7 @@ def _forward(
     )
 
 
-def _nats(model: Call, batches: Sequence[_TileBatch]) -> Tensor:
+def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
     nats, state = [], None
     for batch, next_batch in _with_next(batches):
         output = _forward(model, batch, state, next_batch)
@@ -194,7 +195,7 @@ def _nats(model: Call, batches: Sequence[_TileBatch]) -> Tensor:
     return torch.cat(nats, 1)
 
 
-def _losses(model: TostLM, batches: Sequence[_TileBatch], tiling: Tiling) -> tuple[Tensor, Tensor]:
+def _losses(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, Tensor]:
     """`loss` and `z_loss` of `LMOutput`."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     losses_of = _truncated_losses if tiling.truncated else partial(_exact_losses, states_on_host=tiling.states_on_host)
@@ -230,7 +231,7 @@ class _Tiled(torch.autograd.Function):
         return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
 
 
-def _exact_losses(call: Call, batches: Sequence[_TileBatch], states_on_host: bool) -> list[Tensor]:
+def _exact_losses(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[Tensor]:
     """The losses of all tiles, from the last to the first, after their backwards."""
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
@@ -242,7 +243,7 @@ def _exact_losses(call: Call, batches: Sequence[_TileBatch], states_on_host: boo
     return losses
 
 
-def _states_before(call: Call, batches: Sequence[_TileBatch], on_host: bool) -> list[LMState | None]:
+def _states_before(call: Call, batches: Sequence[TileBatch], on_host: bool) -> list[LMState | None]:
     states: list[LMState | None] = [None]
     state = None
     for batch, next_batch in list(_with_next(batches))[:-1]:
@@ -251,7 +252,7 @@ def _states_before(call: Call, batches: Sequence[_TileBatch], on_host: bool) -> 
     return states
 
 
-def _truncated_losses(call: Call, batches: Sequence[_TileBatch]) -> list[Tensor]:
+def _truncated_losses(call: Call, batches: Sequence[TileBatch]) -> list[Tensor]:
     """The losses of all tiles after their backwards, which stop at each tile's first token."""
     losses, state = [], None
     for batch, next_batch in _with_next(batches):
@@ -262,9 +263,9 @@ def _truncated_losses(call: Call, batches: Sequence[_TileBatch]) -> list[Tensor]
 
 def _forward_and_backward(
     call: Call,
-    batch: _TileBatch,
+    batch: TileBatch,
     before: LMState | None,
-    next_batch: _TileBatch | None,
+    next_batch: TileBatch | None,
     d_after: list[Tensor | None] | None,
 ) -> tuple[Tensor, LMState | None]:
     """The loss and its z-loss, [2], and the final state, all detached; `d_after` is the gradient of the final state."""
@@ -291,7 +292,7 @@ def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
         sums[name] = gradient.to(statistics_dtype(gradient))
 
 
-def _with_next(batches: Sequence[_TileBatch]) -> Iterator[tuple[_TileBatch, _TileBatch | None]]:
+def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBatch | None]]:
     return zip(batches, [*batches[1:], None], strict=True)
 
 
