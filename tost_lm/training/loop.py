@@ -13,7 +13,7 @@ from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.muon import build_optimizer
 from tost_lm.optim.schedule import learning_rate, warmup_steps
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
@@ -155,7 +155,7 @@ def _train_together(
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder: Path | None) -> Any:
-    """The model with a checkpoint's or its seeded initial weights, sharded over ranks, with AdamW and DeepSpeed."""
+    """The model with a checkpoint's or its seeded initial weights, sharded over ranks, with optimizer and DeepSpeed."""
     torch.manual_seed(config.train.seed)
     model = TiledLM(config.model)
     if checkpoint_folder:
@@ -172,7 +172,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh, checkpoint_folder:
         compile_blocks(model)
     return build_engine(
         model,
-        build_adamw(model, config.optim),
+        build_optimizer(model, config.optim),
         mesh,
         config.parallel,
         micro_batch_size=config.train.micro_batch_size,
