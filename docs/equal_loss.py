@@ -1,14 +1,15 @@
 """Print what Muon gains over AdamW, seed by seed: nats at equal tokens, and tokens to equal loss.
 
-python docs/equal_loss.py RUN…
+PYTHONPATH=. python docs/equal_loss.py RUN…
 
-The run folders have one length with AdamW, and several with Muon, one of them that of AdamW. Losses are those of the last
-validation of a run. Between two lengths of Muon, the loss is taken to be linear in the logarithm of the tokens.
+The run folders have one length with AdamW, and several with Muon, one of them that of AdamW. Losses are those of the
+last validation of a run. Between two lengths of Muon, the loss is taken to be linear in the logarithm of the tokens.
 """
 
 import math
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -33,7 +34,7 @@ def read(folders: Sequence[Path]) -> Losses:
 def tokens_to(loss: float, curve: dict[int, float]) -> float:
     """Tokens at which the curve has this loss; nan outside its range."""
     points = sorted(curve.items())
-    for (few, high), (many, low) in zip(points, points[1:], strict=False):
+    for (few, high), (many, low) in pairwise(points):
         if high >= loss >= low:
             return few * (many / few) ** ((high - loss) / (high - low))
     return math.nan
