@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-full release-check gpu check env clean-demo
+.PHONY: demo test test-full release-check gpu check docs env clean-demo
 
 # The full pipeline, from plain text to a trained and evaluated model, on two CPU ranks. Each step reuses valid results of
 # an earlier run. Training stops half-way and resumes from its checkpoint.
@@ -50,12 +50,16 @@ check: env
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# The documentation as a site in site/. A link or an anchor without a target is an error.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 env: .venv/complete
 
 .venv/complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,docs,dev]'
 	@# compileall uses all cores, pip only one; it fails on the templates that some packages contain.
 	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch .venv/complete

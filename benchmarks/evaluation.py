@@ -21,7 +21,7 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation.zero_shot_config import DataSetsConfig
+from tost_lm.evaluation.config import DataSetsConfig
 
 OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
 PRODUCTS = "products alone"
@@ -63,8 +63,8 @@ class EvaluationBenchmarkConfig(Section):
 
 def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     from tost_lm.evaluation.data_sets import find_set_file
-    from tost_lm.evaluation.protocols.lambada import passages
-    from tost_lm.evaluation.protocols.wikitext import pages
+    from tost_lm.evaluation.protocols.missing_word import passages
+    from tost_lm.evaluation.protocols.perplexity import pages
 
     bench = config.bench
     cells = []

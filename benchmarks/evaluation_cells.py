@@ -15,8 +15,8 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.likelihood import BATCH_TOKENS, Request, score_requests
 from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.protocols.lambada import passages
-from tost_lm.evaluation.protocols.wikitext import detokenized, pages
+from tost_lm.evaluation.protocols.missing_word import passages
+from tost_lm.evaluation.protocols.perplexity import detokenized_wikitext, pages
 from tost_lm.model import ModelConfig, TostLM
 
 VOCAB_SIZE = 50304
@@ -68,7 +68,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     if call["protocol"].startswith("lambada"):
         kind, texts = "loglikelihood", [_split(text) for text in passages(Path(call["file"]))]
     else:
-        kind, texts = "loglikelihood_rolling", [(detokenized(page),) for page in pages(Path(call["file"]))]
+        kind, texts = "loglikelihood_rolling", [(detokenized_wikitext(page),) for page in pages(Path(call["file"]))]
     instances = [Instance(kind, {}, text, number) for number, text in enumerate(texts)]
     totals: dict[str, float] = {}
 

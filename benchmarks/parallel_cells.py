@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import call_seconds
-from benchmarks.parallel_config import SEQUENCE, TENSOR, ScalingConfig, model_settings
+from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
 from tost_lm.data.collation import MicroBatch
 from tost_lm.model import ModelConfig, TostLM

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import parallel
-from benchmarks.parallel_config import OURS
+from benchmarks.parallel import OURS
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 

@@ -11,8 +11,8 @@ from training_on_layouts import VOCAB, T, build_model
 from tost_lm.evaluation.generation import Sampling, generate
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.interface import Example
-from tost_lm.evaluation.retrieval.scoring import Scores, model_scorer
+from tost_lm.evaluation.retrieval.grid import Scores, model_scorer
+from tost_lm.evaluation.retrieval.tasks import Example
 from tost_lm.evaluation.scoring import score_documents
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_tiles, prefill

@@ -11,10 +11,9 @@ from training_on_layouts import BATCH, LR, T, build_model, build_optimizer, micr
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.evaluation.in_training import ProtocolsInTraining
 from tost_lm.evaluation.protocols import Row
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.zero_shot import score_rows
+from tost_lm.evaluation.zero_shot import ProtocolsInTraining, score_rows
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import parallelize

@@ -42,10 +42,12 @@ from tost_lm.interop.authors import to_authors
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.training.config import PretrainConfig
 
-LANGUAGES = {"bash", "python", "toml", "text"}
+UNTESTED = {"text", "mermaid"}
+LANGUAGES = {"bash", "python", "toml", *UNTESTED}
 TAGS = {"gpu", "network", "cluster", "install"}
 FIRST = "docs/quickstart.md"
-PAGES = [FIRST, "README.md", *sorted({f"docs/{path.name}" for path in (CHECKOUT / "docs").glob("*.md")} - {FIRST})]
+OTHERS = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "docs").rglob("*.md")} - {FIRST}
+PAGES = [FIRST, "README.md", *sorted(OTHERS)]
 RECIPES: dict[type[Section], str] = {
     PretrainConfig: "configs/pretrain/demo.toml",
     DataPrepConfig: "configs/data/embedded.toml",
@@ -74,8 +76,11 @@ class Block(NamedTuple):
     @property
     def missing(self) -> str | None:
         """Why the block cannot run here."""
-        absent = "gpt2_bpe" in self.text and not GPT2_FILES.is_dir()
-        return "GPT-2's encoder.json and vocab.bpe are not available" if absent else None
+        if "gpt2_bpe" in self.text and not GPT2_FILES.is_dir():
+            return "GPT-2's encoder.json and vocab.bpe are not available"
+        if "python deduplicate.py" in self.text and not importlib.util.find_spec("datatrove"):
+            return "datatrove is not installed"
+        return None
 
 
 @cache
@@ -105,10 +110,10 @@ def _as_tested(comment: str) -> tuple[tuple[str, ...], bool]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHOWN = [block for block in BLOCKS if block.language == "text"]
+SHOWN = [block for block in BLOCKS if block.language in UNTESTED]
 CHECKED = [block for block in BLOCKS if block.tags]
 WHOLE = [block for block in BLOCKS if block.takes_minutes]
-QUICK = [block for block in BLOCKS if block.language != "text" and not block.tags and not block.takes_minutes]
+QUICK = [block for block in BLOCKS if block.language not in UNTESTED and not block.tags and not block.takes_minutes]
 
 
 def links(page: str) -> list[str]:
@@ -234,7 +239,7 @@ class Pages:
     def _checkout(self, page: str) -> "Checkout":
         """The folder of a page: empty for the first page, with its results and the named files for the others."""
         if page not in self._folders:
-            folder = self._home / Path(page).stem
+            folder = self._home / page.replace("/", "_")
             if page != FIRST:
                 for block in [block for block in blocks_of(FIRST) if block in QUICK]:
                     self.run(block)

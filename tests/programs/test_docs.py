@@ -5,6 +5,8 @@ Blocks that take minutes run in tests/full/test_docs_whole.py.
 """
 
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +72,16 @@ def test_every_block_belongs_to_one_group():
 
 def test_every_page_is_listed_in_the_readme():
     assert set(PAGES) - {"README.md"} <= set(links("README.md"))
+
+
+def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {page.removeprefix("docs/").replace(".md", ".html") for page in set(PAGES) - {"README.md"}}
+    assert pages | {"index.html"} <= {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")}
+    assert '<pre class="mermaid">' in (tmp_path / "operator.html").read_text()
+    assert "<!-- tested" not in (tmp_path / "quickstart.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,7 +20,7 @@ def test_overlapping_examples_are_counted_shown_and_written(prepared: Path, tmp_
     (tmp_path / "lambada.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     words = (folder, "sets.lambada_openai=lambada.jsonl")
     said = run(PROGRAM, *words, "contamination.output=overlaps.jsonl", "contamination.workers=1", cwd=tmp_path)
-    assert said.splitlines()[1].split() == ["lambada_openai", "4", "3", "2", "(66.67%)"]
+    assert said.splitlines()[2].split() == ["lambada_openai", "4", "3", "2", "(66.67%)"]
     assert "lambada_openai example 4: 28 of 28 13-grams; the most frequent is in 1 documents, first in train" in said
     written = [json.loads(line) for line in (tmp_path / "overlaps.jsonl").read_text().splitlines()]
     assert [(row["example"], row["found"], row["ngrams"], row["document"]) for row in written] == [

@@ -36,7 +36,6 @@ from tost_lm.version import VERSION
 ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
-    "tost_lm.evaluation.report.": {"matplotlib", "markdown_it"},
     "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
     "tost_lm.interop.lm_eval": {"lm_eval"},
     "tost_lm.ops.cross_entropy_triton": {"triton"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 RETIRED = {
     "batch_sequences", "micro_batch_sequences", "sequence_tokens", "batch_examples", "recompute", "mlp_tokens",
     "boundary_states", "check_every", "skip_spikes", "stop_step", "if_changed", "keep_every", "valid_share",
@@ -39,6 +39,12 @@ def test_sentences_are_short(page: Path):
     assert max(map(len, found)) <= 40, " ".join(max(found, key=len))
     prose = [words for words in found if len(words) > 3]  # not the cells of a table of figures
     assert sum(map(len, prose)) / len(prose) <= 20
+
+
+@pytest.mark.parametrize("name", ["architecture", "operator", "parallelism", "fault_tolerance", "guarantees"])
+def test_pages_of_the_design_are_short(name: str):
+    text = re.sub(r"(?ms)^```.*?^```$|`[^`]*`|[|]", " ", (CHECKOUT / f"docs/{name}.md").read_text())
+    assert len(text.split()) <= 1500
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)

@@ -75,7 +75,7 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation |
     settings = config.evaluation
     if settings.every is None:
         return None
-    from tost_lm.evaluation.in_training import ProtocolsInTraining
+    from tost_lm.evaluation.zero_shot import ProtocolsInTraining
 
     return ProtocolsInTraining.find(
         settings.protocols, settings.sets, corpora.tokenizer(), config.model.max_positions, settings.batch_tokens

@@ -10,23 +10,96 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.encoding import encoded_blocks
-from tost_lm.data.journal import JOURNAL, Journal
+from tost_lm.data.encoding import Encoded, encoded_blocks
 from tost_lm.data.processes import available_cores
-from tost_lm.data.shard_format import BAD_ROWS, FORMAT, MANIFEST, SPLITS, Manifest, dtype_for, read_manifest
-from tost_lm.data.shard_writer import LENGTHS, SplitWriter
-from tost_lm.data.sources import count_rows, fingerprint, read_blocks
+from tost_lm.data.shard_format import (
+    BAD_ROWS,
+    FORMAT,
+    FRESH,
+    LENGTHS,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    SplitWriter,
+    dtype_for,
+    read_manifest,
+)
+from tost_lm.data.sources import Block, Position, count_rows, fingerprint, read_blocks
 from tost_lm.data.sources.messages import corpus_changed, too_many_bad
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.files import backup_folder, manifest_bytes, publish_folder, restore_backup, write_atomically, write_rows
 from tost_lm.version import VERSION
+
+JOURNAL = "journal.json"
+BAD_ROWS_KEPT = 100
+
+
+class Journal:
+    """The position to resume from, and the counts of rows so far."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        """A journal of a new build with this `identity`."""
+        self._path = folder / JOURNAL
+        self.identity = identity
+        self.corpus_rows: int | None = None
+        """Counted before the build, if the split needs it."""
+        self.position: Position | None = None
+        """Where to resume reading the corpus; None: at its beginning."""
+        self.rows = {"read": 0, "bad": 0, "left_out": 0}
+        self.splits: dict[str, Any] = dict.fromkeys(SPLITS, FRESH)
+        """The last commit of each split's writer."""
+        self._bad: list[list[Any]] = []
+
+    @classmethod
+    def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal | None":
+        """The journal in a folder; None if it is missing, damaged or of another identity."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads((folder / JOURNAL).read_bytes())
+            if content["identity"] == identity:
+                journal = cls(folder, identity)
+                journal.corpus_rows, journal.position = content["corpus_rows"], Position(*content["position"])
+                journal.rows, journal.splits, journal._bad = content["rows"], content["splits"], content["bad"]
+                return journal
+        return None
+
+    def count(self, block: Block, encoded: Encoded) -> None:
+        """Add the rows of a block to the counts, and its bad rows to the sample."""
+        self.position = block.end
+        self.rows["read"] += block.rows
+        self.rows["bad"] += len(encoded.bad)
+        self.rows["left_out"] += block.rows - encoded.documents - len(encoded.bad)
+        if encoded.bad:
+            # The rows with the smallest hashes are a uniform sample of any number of rows.
+            hashed = [[xxhash.xxh3_64_hexdigest(str(row.row).encode()), *row] for row in encoded.bad]
+            self._bad = sorted([*self._bad, *hashed])[:BAD_ROWS_KEPT]
+
+    def bad_rows(self) -> list[dict[str, Any]]:
+        """The sample of bad rows, in the order of the corpus."""
+        ordered = sorted(self._bad, key=lambda bad: bad[1])
+        return [{"where": where, "reason": reason} for _, _, where, reason in ordered]
+
+    def commit(self, writers: dict[str, SplitWriter]) -> None:
+        """Flush the shards to disk, then record their sizes."""
+        self.splits = {split: writer.commit() for split, writer in writers.items()}
+        content = {
+            "identity": self.identity,
+            "corpus_rows": self.corpus_rows,
+            "position": self.position,
+            "rows": self.rows,
+            "splits": self.splits,
+            "bad": self._bad,
+        }
+        write_atomically(self._path, json.dumps(content))
+
 
 COMMIT_SECONDS = 1.0
 EARLY_BAD_ROWS = 100  # bad rows above the allowed fraction that end a build before it has read the whole corpus

@@ -6,10 +6,10 @@ Shape suffixes: A micro-batches, B rows of a micro-batch, L tokens of a row on o
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tost_lm.data.concatenation import Concatenation
 from tost_lm.data.mixture import Corpora, Mixture
 from tost_lm.data.packing import PackedSamples
 from tost_lm.data.sampler import ConcatenatedSamples, Samples, Segments
+from tost_lm.data.shards import Concatenation
 from tost_lm.errors import ConfigError
 
 if TYPE_CHECKING:

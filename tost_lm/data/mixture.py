@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tost_lm.data.permutation import Order, permuted
+from tost_lm.data.sampler import Order, permuted
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tost_lm.data.concatenation import Concatenation
-from tost_lm.data.permutation import Order, permuted
-from tost_lm.data.sampler import Segments, runs
+from tost_lm.data.sampler import Order, Segments, permuted, runs
+from tost_lm.data.shards import Concatenation
 
 if TYPE_CHECKING:
     import numpy as np

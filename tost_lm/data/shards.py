@@ -1,9 +1,9 @@
 """Reads a shard folder with NumPy; tokens are memory-mapped."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tost_lm.data.shard_format import (
     AGAIN,
@@ -133,3 +133,64 @@ def _check_size(path: Path, size: int) -> None:
         raise DataError(f"{path}: missing; {AGAIN}")
     if path.stat().st_size != size:
         raise DataError(f"{path}: damaged, {path.stat().st_size} bytes instead of {size}; {AGAIN}")
+
+
+class Concatenation:
+    """Concatenated arrays [n]; only `read` copies."""
+
+    def __init__(self, arrays: "Sequence[np.ndarray]") -> None:
+        import numpy as np
+
+        self._arrays = [np.asarray(array) for array in arrays]  # slicing an np.memmap takes 2 µs
+        self._ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start_S: "np.ndarray", length_S: "np.ndarray", dtype: "type[np.generic]") -> "np.ndarray":
+        """The elements [start, start + length) of each segment, concatenated, as `dtype`. No segment may be empty."""
+        import numpy as np
+
+        number_S = np.searchsorted(self._ends, start_S, "right")
+        left_S = self._ends[number_S] - start_S
+        views = []
+        for number, left, length in zip(number_S.tolist(), left_S.tolist(), length_S.tolist(), strict=True):
+            array = self._arrays[number]
+            views.append(array[len(array) - left : len(array) - left + length])
+            while length > left:  # continues in the next array
+                length, number = length - left, number + 1
+                views.append(self._arrays[number][:length])
+                left = len(self._arrays[number])
+        out = np.empty(length_S.sum(), dtype=dtype)
+        return np.concatenate(views, out=out, casting="unsafe") if views else out
+
+
+COUNTED_TOKENS = 1 << 24  # at once, to bound memory
+
+
+class Bucket(NamedTuple):
+    """Number of documents of `shortest` to `longest` tokens, including the end-of-text id."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+
+def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
+    """Buckets by powers of 2, from the shortest document to the longest. `lengths` [documents] ≥ 1."""
+    import numpy as np
+
+    exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
+    counts = np.bincount(exponents)
+    return [Bucket(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
+
+
+def token_counts(shards: Shards, split: str) -> "np.ndarray":
+    """Occurrences of each token id, int64 [vocab_size]."""
+    import numpy as np
+
+    counts = np.zeros(shards.vocab_size, np.int64)
+    for tokens in shards.token_arrays(split):
+        for start in range(0, len(tokens), COUNTED_TOKENS):
+            counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
+    return counts

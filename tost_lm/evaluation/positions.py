@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import read_toml
-from tost_lm.data.concatenation import Concatenation
-from tost_lm.data.shards import Shards
+from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.errors import DataError
-from tost_lm.evaluation.positions_config import SequencesConfig
+from tost_lm.evaluation.config import SequencesConfig
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
 from tost_lm.model import ModelConfig

@@ -2,11 +2,15 @@
 
 A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
 version of this package. It is reused while these are the same.
+
+All results on test sets and held-out text are listed in order of time: eval/results.jsonl, and as a table
+eval/results.md.
 """
 
 import json
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tost_lm.config import Section, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.history import record
+from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.files import sha256_file, write_atomically
+from tost_lm.markdown import format_result, table
 from tost_lm.model.checkpoint import find_checkpoint
 from tost_lm.version import VERSION, git_commit
 
@@ -28,8 +33,10 @@ if TYPE_CHECKING:
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
 MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
 STREAM, INFLUENCE, ABLATIONS, SLOTS = "stream", "influence", "ablations@2", "slots"
+ANALYSES = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, SLOTS)
 """Names of protocols. A changed protocol gets a new name."""
 HUB = "hub:"
+HISTORY = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,7 @@ class Subject:
         write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {path}")
         if "headline" in results:
-            record(self.home, whole)
+            append_to_history(self.home, whole)
 
 
 def hub_home(path: Path) -> Path:
@@ -183,3 +190,38 @@ def pick_device() -> Literal["cuda", "cpu"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def append_to_history(home: Path, results: dict[str, Any]) -> None:
+    """Append the content of a protocol's results.json, without single examples, and write the table again."""
+    path = home / "eval" / HISTORY
+    facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
+    row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
+    row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
+    with path.open("a") as file:  # one write, which leaves the existing lines untouched
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    header = ("protocol", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
+    write_atomically(
+        path.with_suffix(".md"), table(header, [_cells_of_history(row) for row in _rows_of_history(path)]) + "\n"
+    )
+
+
+def _rows_of_history(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().split("\n"):
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def _cells_of_history(row: dict[str, Any]) -> tuple[str, ...]:
+    identity, totals = row["identity"], row["model"]
+    return (
+        row["protocol"],
+        row["headline"].replace("_", " "),
+        format_result(row["headline"], totals),
+        f"{totals.get('examples', totals.get('documents', 0)):,}",
+        describe_published(row["published_file"]) if "published_file" in row else "–",
+        f"{identity['checkpoint']} {identity['checkpoint_sha256'][:12]}",
+        identity["tokenizer_sha256"][:12],
+        re.sub("^([0-9a-f]{12})[0-9a-f]*", r"\1", row["commit"] or "–"),
+        row["time"],
+    )

@@ -25,10 +25,9 @@ from tqdm import tqdm
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.evaluation.generation import Continuation, Sampling
 from tost_lm.evaluation.language_model import LanguageModel
-from tost_lm.evaluation.likelihood import Likelihoods, Request, score_requests
+from tost_lm.evaluation.likelihood import Likelihoods, Request, disjoint_windows, left_truncated, score_requests
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
-from tost_lm.evaluation.windows import disjoint_windows, left_truncated
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
 GENERATED_TOKENS = 256  # default of the harness's other models

@@ -37,7 +37,8 @@ def tssa_step(
         temp: [H].
         bias_t: [H], [B, H] or None.
         state: statistics of the tokens before this one.
-        membership, heads: as in `causal_tssa`.
+        membership: as in `causal_tssa`.
+        heads: as in `causal_tssa`.
 
     Returns:
         y_t [B, H, D] in w_t's dtype, and the state that includes the token.

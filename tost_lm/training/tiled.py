@@ -92,8 +92,10 @@ def tiled_loss(
 
     Args:
         model: without A layers, or with a window for them.
-        tokens_BT, labels_BT, cu_seqlens: as `TostLM` takes them.
+        tokens_BT: ids, int64.
+        labels_BT: the token after each token, as in `TostLM.forward`.
         tile_tokens: tokens of each row that are in memory at once.
+        cu_seqlens: offsets of packed documents, as in `TostLM.forward`.
 
     Raises:
         ConfigError: the model has A layers without a window, or a document is longer than its positions.

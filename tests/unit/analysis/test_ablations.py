@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tost_lm.analysis.ablations import AS_IT_IS, BY_POSITION, CONSTANT, UNIFORM, ablated, ablation_losses
-from tost_lm.analysis.memberships import recorded_memberships
+from tost_lm.evaluation.analysis.ablations import AS_IT_IS, BY_POSITION, CONSTANT, UNIFORM, ablated, ablation_losses
+from tost_lm.evaluation.analysis.memberships import recorded_memberships
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
@@ -43,7 +43,7 @@ def test_tiles_do_not_change_the_losses(make_model, monkeypatch: pytest.MonkeyPa
     model = make_model(pattern="TA")
     whole = ablation_losses(model, TOKENS)
     for module in ("layers", "ablations"):
-        monkeypatch.setattr(f"tost_lm.analysis.{module}.TILE_TOKENS", 7)
+        monkeypatch.setattr(f"tost_lm.evaluation.analysis.{module}.TILE_TOKENS", 7)
     for name, losses in ablation_losses(model, TOKENS).items():
         assert_close(losses, whole[name], rtol=1e-9, atol=0)
 

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
+from tost_lm.evaluation.analysis.coding_rate import (
+    Rates,
+    RunningRates,
+    branch_rates,
+    expand_heads,
+    layer_rates,
+    orthonormal,
+)
 from tost_lm.model.block import Block
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
@@ -62,7 +69,7 @@ def test_tiles_do_not_change_the_rates(make_model, monkeypatch: pytest.MonkeyPat
     assert_equal(running.rates(), rates(w, pi, [9, 40]))
     model, tokens = make_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
     whole = layer_rates(model, tokens)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     for layer, tiled in zip(whole, layer_rates(model, tokens), strict=True):
         torch.testing.assert_close(tiled, layer, rtol=1e-9, atol=1e-12)
     for branch, layer in zip(branch_rates(model, tokens), whole, strict=True):

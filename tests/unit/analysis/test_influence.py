@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tost_lm.analysis.influence import distance_ends, draw_swaps, influence
-from tost_lm.analysis.layers import LayerTile, observe_layers
 from tost_lm.errors import DataError
+from tost_lm.evaluation.analysis.influence import distance_ends, draw_swaps, influence
+from tost_lm.evaluation.analysis.layers import LayerTile, observe_layers
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 
@@ -17,7 +17,7 @@ def test_distance_bins_double(reach: int, ends: list[int]):
 
 @pytest.mark.parametrize("tile_tokens", [64, 7])
 def test_influence_equals_the_difference_of_two_runs(make_model, monkeypatch: pytest.MonkeyPatch, tile_tokens: int):
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", tile_tokens)
     model = make_model(pattern="TA", layers=4)
     found = influence(model, TOKENS, torch.arange(3), swaps=2)
     assert found.distance_ends == [1, 2, 4, 8, 10]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tost_lm.analysis.memberships import after_context, by_position, concentration, recorded_memberships
+from tost_lm.evaluation.analysis.memberships import after_context, by_position, concentration, recorded_memberships
 from tost_lm.model.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
@@ -88,30 +88,23 @@ def test_tokens_without_energy_follow_the_bias(make_model):
 
 
 def test_bins_hold_the_means_of_their_positions(make_model):
-    model, tokens = make_model(**FREE), draw(3, 20)
-    with torch.inference_mode(), recorded_memberships(model) as recorded:
-        model(tokens)
-    expected = [[concentration(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
-    torch.testing.assert_close(
-        by_position(model, tokens).concentration, torch.tensor(expected).tolist(), rtol=1e-12, atol=0
-    )
-
-
-def test_spread_is_the_deviation_of_the_scores(make_model):
     """Up to their mean over the heads, scores are logarithms of memberships."""
     model, tokens = make_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
-    expected = [
-        [pi.log().std(-1, correction=0)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi in recorded
-    ]
-    torch.testing.assert_close(by_position(model, tokens).spread, torch.tensor(expected).tolist(), rtol=1e-9, atol=0)
+    found = by_position(model, tokens)
+    for of_layers, rtol, values_of in (
+        (found.concentration, 1e-12, concentration),
+        (found.spread, 1e-9, lambda pi_BTH: pi_BTH.log().std(-1, correction=0)),
+    ):
+        expected = [[values_of(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
+        torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
 
 
 def test_tiles_do_not_change_the_statistics(make_model, monkeypatch: pytest.MonkeyPatch):
     model, tokens = make_model(pattern="TA"), draw(3, 40)
     whole = by_position(model, tokens)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     for found, expected in zip(by_position(model, tokens), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -147,7 +140,7 @@ def test_fraction_of_variance_that_position_explains(make_model):
 def test_probes_continue_after_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
     """Context and probe in tiles equal one sequence."""
     model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     alone, *rows = after_context(model, probes, context, [12, 30])
     assert alone.moved == [0]
     for row in rows:

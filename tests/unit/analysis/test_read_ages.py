@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tost_lm.analysis.slots import read_ages
+from tost_lm.evaluation.analysis.slots import read_ages
 from tost_lm.model.slots import SlotMixer
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -14,7 +14,7 @@ TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("tile_tokens", [64, 7])
 @torch.inference_mode()
 def test_ages_are_those_of_the_dense_weights(make_model, monkeypatch: pytest.MonkeyPatch, tile_tokens: int):
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", tile_tokens)
     model = make_model(pattern="SA", layers=4, positions="none")
     found = read_ages(model, TOKENS, torch.arange(3))
     mixers = [module for module in model.modules() if isinstance(module, SlotMixer)]

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tost_lm.analysis.layers import LayerTile, observe_layers
-from tost_lm.analysis.memberships import concentration
-from tost_lm.analysis.stream import stream_statistics
+from tost_lm.evaluation.analysis.layers import LayerTile, observe_layers
+from tost_lm.evaluation.analysis.memberships import concentration
+from tost_lm.evaluation.analysis.stream import stream_statistics
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 
@@ -39,7 +39,7 @@ def test_statistics_equal_sums_over_tokens(make_model, monkeypatch: pytest.Monke
         n, position, medians = norms[layer].longest[0]
         assert float(norm_NT[n, position]) == float(norm_NT.max())
         assert medians == pytest.approx(float(norm_NT.max() / norm_NT.median()), rel=1e-6)
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", 7)
     again, others = stream_statistics(model, TOKENS, information_NT, groups=3, longest=2)
     assert [group.update for group in again] == [pytest.approx(group.update, rel=1e-9) for group in groups]
     assert [x.longest[0][:2] for x in others] == [x.longest[0][:2] for x in norms]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.layers import observe_layers
-from tost_lm.analysis.subspaces import effective_rank, layer_subspaces, means, orthogonality
 from tost_lm.config import validate
+from tost_lm.evaluation.analysis.layers import observe_layers
+from tost_lm.evaluation.analysis.subspaces import effective_rank, layer_subspaces, means, orthogonality
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.tssa import TssaMixer
 

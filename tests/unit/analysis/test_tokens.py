@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.analysis.coloured_text import coloured_page
-from tost_lm.analysis.memberships import by_position, recorded_memberships
-from tost_lm.analysis.tokens import Surplus, explained_by, surplus_of_text, surpluses, typical
+from tost_lm.evaluation.analysis.memberships import by_position, recorded_memberships
+from tost_lm.evaluation.analysis.tokens import Surplus, coloured_page, explained_by, surplus_of_text, surpluses, typical
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer
 
@@ -25,7 +24,7 @@ def found_in(model: TostLM, tokens_NT: Tensor, **labels: Tensor) -> Surplus:
 
 @pytest.mark.parametrize("tile_tokens", [64, 7])
 def test_explained_fractions_equal_sums_over_tokens(make_model, monkeypatch: pytest.MonkeyPatch, tile_tokens: int):
-    monkeypatch.setattr("tost_lm.analysis.layers.TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr("tost_lm.evaluation.analysis.layers.TILE_TOKENS", tile_tokens)
     model, tokens = make_model(pattern="TA", layers=4), draw(5, 20)
     labels = tokens % 3
     found = found_in(model, tokens, third=labels)

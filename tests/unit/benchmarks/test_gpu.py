@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_config import PARTS, GpuBenchmarkConfig
+from benchmarks.gpu import PARTS, GpuBenchmarkConfig
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError, TostError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tost_lm.data.shard_writer import FRESH, SplitWriter
+from tost_lm.data.shard_format import FRESH, SplitWriter
 from tost_lm.data.shards import Shards
 
 EOT = 0

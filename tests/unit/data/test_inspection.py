@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tost_lm.data import inspection
-from tost_lm.data.inspection import length_histogram, token_counts
-from tost_lm.data.shards import Shards
+from tost_lm.data import shards
+from tost_lm.data.shards import Shards, length_histogram, token_counts
 from tost_lm.data.sources.messages import printable
 
 
@@ -23,10 +22,10 @@ def test_buckets_count_every_document_once():
 
 @pytest.mark.parametrize("chunk", [100, 1 << 24])
 def test_token_counts(built, monkeypatch, chunk):
-    monkeypatch.setattr(inspection, "COUNTED_TOKENS", chunk)
-    shards = Shards.open(built.config.shards.folder)
-    by_hand = Counter(token for tokens in shards.token_arrays("train") for token in tokens.tolist())
-    assert token_counts(shards, "train").tolist() == [by_hand[token] for token in range(shards.vocab_size)]
+    monkeypatch.setattr(shards, "COUNTED_TOKENS", chunk)
+    opened = Shards.open(built.config.shards.folder)
+    by_hand = Counter(token for tokens in opened.token_arrays("train") for token in tokens.tolist())
+    assert token_counts(opened, "train").tolist() == [by_hand[token] for token in range(opened.vocab_size)]
 
 
 def test_control_characters_are_escaped():

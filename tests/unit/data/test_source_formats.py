@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources import BadRow, Document, arrays, count_rows, lines, parse, read_blocks, tables
+from tost_lm.data.sources import BadRow, Document, count_rows, lines, parse, read_blocks, tables
 from tost_lm.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -316,7 +316,7 @@ def test_a_control_character_in_an_array_makes_one_bad_row(tmp_path, sign):
     ],
 )
 def test_an_array_with_invalid_json_is_refused_at_the_item(tmp_path, monkeypatch, content, problem, padding):
-    monkeypatch.setattr(arrays, "READ_BYTES", 1000)
+    monkeypatch.setattr(lines, "READ_BYTES", 1000)
     file = tmp_path / "a.json"
     file.write_text(content.replace("PAD", padding))
     assert f"{file}{problem}" in refusal(corpus(file)).replace(", item 0: nested", ": nested")
@@ -334,8 +334,8 @@ def test_arrays_are_read_like_the_json_module(tmp_path, items, indent, ascii_onl
     file = tmp_path / "a.json"
     file.write_bytes(b" " + json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arrays, "READ_BYTES", read_bytes)
-        patched.setattr(arrays, "FIRST_BYTES", read_bytes)
+        patched.setattr(lines, "READ_BYTES", read_bytes)
+        patched.setattr(lines, "FIRST_BYTES", read_bytes)
         (block,) = read_blocks(corpus(file))
     assert [json.loads(line) for line in block.payload.split(b"\n")] == items
 

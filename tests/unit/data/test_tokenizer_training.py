@@ -16,9 +16,15 @@ from tost_lm.config import validate
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.split import Splitter
 from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.record import record_path, retrain_reason, write_tokenizer
-from tost_lm.data.tokenizers.sample import Sample, sample_texts
-from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.data.tokenizers.training import (
+    Sample,
+    record_path,
+    retrain_reason,
+    sample_texts,
+    symbol_pieces,
+    train_sentencepiece,
+    write_tokenizer,
+)
 from tost_lm.errors import ConfigError, DataError
 
 

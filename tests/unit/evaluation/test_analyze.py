@@ -11,16 +11,9 @@ import torch
 from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
 from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.report import write_report
-from tost_lm.evaluation.report.analysis.ablations import ablations
-from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
-from tost_lm.evaluation.report.analysis.influence import influence
-from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
-from tost_lm.evaluation.report.analysis.slots import slots
-from tost_lm.evaluation.report.analysis.stream import stream
-from tost_lm.evaluation.report.analysis.subspaces import subspaces
-from tost_lm.evaluation.report.analysis.tokens import tokens
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
 from tost_lm.model.checkpoint import write_checkpoint
@@ -51,7 +44,7 @@ def analyzed(run_folder: Path, capsys):
 
 
 def test_contexts_beyond_the_positions_are_skipped(run_folder: Path, analyzed, capsys):
-    results, output, section, charts = analyzed("memberships@3", memberships_of_run)
+    results, output, section, charts = analyzed("memberships@3", memberships.section)
     assert "skipped contexts: 8, 50; the model has 16 positions" in output
     assert results["position_ends"] == [8, 16]
     assert [len(layer) for layer in results["concentration_by_position"]] == [2, 2]
@@ -73,7 +66,7 @@ def test_contexts_beyond_the_positions_are_skipped(run_folder: Path, analyzed, c
 
 
 def test_token_preferences_are_written_and_reported(run_folder: Path, analyzed):
-    results, output, section, charts = analyzed("tokens", tokens, sequences=16)
+    results, output, section, charts = analyzed("tokens", tokens.section, sequences=16)
     for name, fractions in results["explained"].items():
         assert f"the {name} explains, by layer: {' '.join(f'{fraction:.1%}' for fraction in fractions)}" in output
     listed = [
@@ -95,7 +88,7 @@ def test_token_preferences_are_written_and_reported(run_folder: Path, analyzed):
 
 
 def test_residual_stream_is_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("stream", stream)
+    results, output, section, charts = analyzed("stream", stream.section)
     assert sum(group["tokens"] for group in results["groups"]) == 3 * 16
     assert results["groups"][0]["kept"][0] == pytest.approx(1)
     for number, layer in enumerate(results["layers"], start=1):
@@ -106,7 +99,7 @@ def test_residual_stream_is_written_and_reported(analyzed):
 
 
 def test_influence_is_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("influence", influence)
+    results, output, section, charts = analyzed("influence", influence.section)
     assert "after one earlier token is replaced, 12 tokens" in output
     assert results["distance_ends"] == [1, 2, 4, 8]
     cells = [f"{results['mean'][i][2]:#.2g} ± {results['standard_error'][i][2]:#.2g}" for i in (0, 1)]
@@ -115,7 +108,7 @@ def test_influence_is_written_and_reported(analyzed):
 
 
 def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_model, tokenizer, analyzed):
-    first, _, _, charts = analyzed("coding_rate@2", coding_rates)
+    first, _, _, charts = analyzed("coding_rate@2", coding_rate.section)
     assert [row["step"] for row in first["steps"]] == [100]
     assert "f/coding_rate_steps" not in charts
     model = make_model(vocab_size=tokenizer.vocab_size)
@@ -125,7 +118,7 @@ def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_mode
     write_checkpoint(run_folder / "checkpoints" / "step_00000300", model.config, model.state_dict(), tokenizer)
     weights = next((run_folder / "checkpoints" / "step_00000300").glob("model*"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    results, output, section, charts = analyzed("coding_rate@2", coding_rates)
+    results, output, section, charts = analyzed("coding_rate@2", coding_rate.section)
     assert f"skipped checkpoint: {weights}: damaged" in output
     assert [row["step"] for row in results["steps"]] == [100, 200]
     assert results["steps"][0] == first["steps"][0]
@@ -140,7 +133,7 @@ def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_mode
 
 
 def test_subspaces_are_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("subspaces", subspaces)
+    results, output, section, charts = analyzed("subspaces", subspaces.section)
     layers = results["layers"]
     assert "effective rank" in output
     assert charts["f/subspaces"].rows[1] == [1, 1, 2, layers[0]["overlap"][0][1]]
@@ -151,7 +144,7 @@ def test_subspaces_are_written_and_reported(analyzed):
 
 
 def test_ablations_are_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("ablations@2", ablations)
+    results, output, section, charts = analyzed("ablations@2", ablations.section)
     as_it_is, *others = results["losses"]
     assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
     assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
@@ -164,7 +157,7 @@ def test_ablations_are_written_and_reported(analyzed):
 
 
 def test_coding_rates_are_written_and_reported(run_folder: Path, analyzed, capsys):
-    rates, output, section, charts = analyzed("coding_rate@2", coding_rates)
+    rates, output, section, charts = analyzed("coding_rate@2", coding_rate.section)
     assert "TSSA layer 2    R_c " in output
     assert rates["position_ends"] == [8, 16]
     assert len(rates["layers"]) == 2
@@ -184,7 +177,7 @@ def test_coding_rates_are_written_and_reported(run_folder: Path, analyzed, capsy
     main(run_folder, settings())
     assert capsys.readouterr().out.startswith("reusing ")
     assert (run_folder / "eval/memberships@3/results.json").is_file()
-    section = analyzed("coding_rate@2", coding_rates, sequences=1)[2]
+    section = analyzed("coding_rate@2", coding_rate.section, sequences=1)[2]
     assert " ± " not in section.split("\n| 1 |")[1].split("\n")[0]
 
 
@@ -237,7 +230,7 @@ def test_a_model_without_several_tssa_heads_is_rejected(run_folder: Path, make_m
 def test_ages_of_slot_layers_are_written_and_reported(run_folder: Path, make_model, tokenizer, analyzed, capsys):
     model = make_model("SA", vocab_size=tokenizer.vocab_size, positions="none")
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    results, output, section, _ = analyzed("slots", slots)
+    results, output, section, _ = analyzed("slots", slots.section)
     assert not (run_folder / "eval/memberships@3").exists()
     assert results["position_ends"] == [8, 16]
     half_life, (first, last) = results["half_life"][0][1], results["age"][0][1]

@@ -13,9 +13,9 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation import data_sets
+from tost_lm.evaluation.config import DataSetsConfig
 from tost_lm.evaluation.data_sets import HUB_SETS, PUBLISHED_SHA256, find_set_file
-from tost_lm.evaluation.protocols import cbt, lambada, ptb, wikitext
-from tost_lm.evaluation.zero_shot_config import DataSetsConfig
+from tost_lm.evaluation.protocols import missing_word, perplexity
 from tost_lm.files import sha256_bytes
 
 SHARED = Path(__file__).parents[4] / "shared/data/eval"
@@ -59,12 +59,12 @@ def given(**files: Path) -> DataSetsConfig:
 def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.CaptureFixture[str]):
     wiki = find_set_file("wikitext2", given()).path
     assert wiki.read_text() == " \n = Title = \n \n A text . \n"
-    assert wikitext.rows_of(wiki) == [row["text"] for row in ROWS["wikitext2"]]
+    assert perplexity.wikitext_rows(wiki) == [row["text"] for row in ROWS["wikitext2"]]
     passages = find_set_file("lambada_openai", given()).path
-    assert lambada.passages(passages) == [row["text"] for row in ROWS["lambada_openai"]]
+    assert missing_word.passages(passages) == [row["text"] for row in ROWS["lambada_openai"]]
     treebank = find_set_file("ptb", given()).path
-    assert ptb.read_lines(treebank) == [f" {row['sentence']} " for row in ROWS["ptb"]]
-    first, second = cbt.questions(find_set_file("cbt_cn", given()).path)
+    assert perplexity.ptb_lines(treebank) == [f" {row['sentence']} " for row in ROWS["ptb"]]
+    first, second = missing_word.questions(find_set_file("cbt_cn", given()).path)
     assert first == second
     assert first.before.startswith("Sentence 1 , it said . Sentence 2")
     assert (first.after, first.answer, first.candidates) == ("said no .", "dog", ("dog", *"abcdefghi"))
@@ -103,7 +103,7 @@ def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.Monk
 def test_without_a_network_nothing_is_retried(tmp_path: Path):
     script = (
         "from tost_lm.evaluation.data_sets import find_set_file\n"
-        "from tost_lm.evaluation.zero_shot_config import DataSetsConfig\n"
+        "from tost_lm.evaluation.config import DataSetsConfig\n"
         "find_set_file('ptb', DataSetsConfig())\n"
     )
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
@@ -134,9 +134,9 @@ def test_a_file_may_be_compressed(tmp_path: Path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
 def test_rows_of_the_hub_give_the_published_bytes():
-    rows = [{"text": row} for row in wikitext.rows_of(SHARED / "wiki.test.raw.gz")]
+    rows = [{"text": row} for row in perplexity.wikitext_rows(SHARED / "wiki.test.raw.gz")]
     texts = {"wikitext2": "".join(HUB_SETS["wikitext2"].to_text(rows))}
-    rows = [{"text": text} for text in lambada.passages(SHARED / "lambada_test.jsonl.gz")]
+    rows = [{"text": text} for text in missing_word.passages(SHARED / "lambada_test.jsonl.gz")]
     texts["lambada_openai"] = "".join(HUB_SETS["lambada_openai"].to_text(rows))
     for name, text in texts.items():
         assert sha256_bytes(text.encode()) == PUBLISHED_SHA256[name]

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, TrainingError
-from tost_lm.evaluation.mqar import draw_examples, slot_weights
-from tost_lm.evaluation.recall import TESTING, TRAINING, draw_model, evaluate, measure, recall_table, train
+from tost_lm.evaluation.recall import (
+    TESTING,
+    TRAINING,
+    draw_examples,
+    draw_model,
+    evaluate,
+    measure,
+    recall_table,
+    slot_weights,
+    train,
+)
 from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
 from tost_lm.model import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tost_lm.evaluation import ngram
-from tost_lm.evaluation.ngram import NAMES, ByteNgrams, first_bytes
+from tost_lm.evaluation import scoring
+from tost_lm.evaluation.scoring import BASELINES, ByteNgrams, first_bytes
 
 TRAINING = [b"abracadabra", b"", b"a", b"ab", b"banana band", bytes(range(250, 256)) * 2, b"\0\0\0\0"]
 HELDOUT = [b"abba", b"n", b"", b"xyz banana", b"\xff\xfe\0\0\0", b"cadab"]
@@ -26,7 +26,7 @@ def plain_probability(training: list[bytes], context: bytes, byte: int) -> float
 
 @pytest.mark.parametrize("tile_bytes", [1, 3, 1000])
 def test_equals_plain_python(monkeypatch, tile_bytes):
-    monkeypatch.setattr(ngram, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(scoring, "TILE_BYTES", tile_bytes)
     ngrams = ByteNgrams(TRAINING)
     assert ngrams.bytes == sum(map(len, TRAINING))
     for document in HELDOUT:
@@ -47,7 +47,7 @@ def test_probabilities_sum_to_one(context):
 def test_bits_of_each_document():
     ngrams = ByteNgrams(TRAINING)
     bits = ngrams.bits(HELDOUT)
-    assert bits.shape == (len(NAMES), len(HELDOUT))
+    assert bits.shape == (len(BASELINES), len(HELDOUT))
     expected = -sum(math.log2(plain_probability(TRAINING, b"", byte)) for byte in b"abba")
     assert bits[0, 0] == pytest.approx(expected)
     assert bits[:, HELDOUT.index(b"")].tolist() == [0, 0, 0]

@@ -13,10 +13,9 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation import data_sets
 from tost_lm.evaluation.likelihood import Likelihoods
-from tost_lm.evaluation.protocols import Example, Row, cbt, characters, find_protocol, ptb
+from tost_lm.evaluation.protocols import Example, Row, find_protocol, missing_word, perplexity
 from tost_lm.evaluation.protocols.interface import GPT2_SAMPLE, is_gpt2_tokenizer
-from tost_lm.evaluation.protocols.wikitext import detokenized, pages
-from tost_lm.evaluation.protocols.wikitext import rows_of as wikitext_rows
+from tost_lm.evaluation.protocols.perplexity import detokenized_wikitext, pages, wikitext_rows
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 EOT, WINDOW = 0, 16
@@ -104,13 +103,13 @@ def test_wikitext_pages_are_detokenized_and_counted_before(wiki: Path):
     first, second = pages(wiki)
     assert first.startswith(" = One Title = \n")
     assert second == " = Other = \n \n More . \n"
-    assert detokenized(first) == ' = One Title =\n\nIt was 2.5.\n\n== Part ==\n\nThe end, "so" it said. '
-    assert detokenized(second) == " = Other =\n\nMore.\n"
+    assert detokenized_wikitext(first) == ' = One Title =\n\nIt was 2.5.\n\n== Part ==\n\nThe end, "so" it said. '
+    assert detokenized_wikitext(second) == " = Other =\n\nMore.\n"
     examples = examples_of("wikitext2@lm-eval", wiki)
     assert [example.facts["bytes"] for example in examples] == [len(first), len(second)]
     [(context, target)] = read(examples[1])
-    assert (context, target) == ("|", detokenized(second))
-    assert "".join(target for _, target in read(examples[0])) == detokenized(first)
+    assert (context, target) == ("|", detokenized_wikitext(second))
+    assert "".join(target for _, target in read(examples[0])) == detokenized_wikitext(first)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_wikitext_pages_are_detokenized_and_counted_before(wiki: Path):
     ],
 )
 def test_wikitext_detokenization(page: str, text: str):
-    assert detokenized(page) == text
+    assert detokenized_wikitext(page) == text
 
 
 def test_standard_errors_of_perplexities(wiki: Path):
@@ -278,7 +277,7 @@ def test_cbt_chooses_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_p
 )
 def test_malformed_cbt_lines_are_rejected(tmp_path: Path, lines: list[str], problem: str):
     with pytest.raises(DataError, match=problem):
-        cbt.questions(write_stories(tmp_path, lines))
+        missing_word.questions(write_stories(tmp_path, lines))
 
 
 def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
@@ -301,11 +300,11 @@ def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
     ],
 )
 def test_ptb_detokenization(line: str, text: str):
-    assert ptb.detokenized(line) == text
+    assert perplexity.detokenized_ptb(line) == text
 
 
 def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(characters, "TEST_BYTES", 20)
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
     (tmp_path / "enwik8").write_bytes(("<mediawiki>" + "ü" + "y" * 19).encode())  # the test bytes begin within a letter
     examples = examples_of("enwik8@bpb", tmp_path / "enwik8")
     assert [target for example in examples for _, target in read(example)] == ["y" * 16, "y" * 3]
@@ -320,7 +319,7 @@ def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_text8_is_measured_in_bits_per_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(characters, "TEST_BYTES", 20)
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
     (tmp_path / "text8").write_text(" anarchism originated as a term of abuse first used")
     examples = examples_of("text8@bpc", tmp_path / "text8")
     targets = [target for example in examples for _, target in read(example)]
@@ -350,7 +349,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "likely", "text"), [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
 def test_a_file_of_another_format_is_rejected(tmp_path: Path, monkeypatch, name: str, likely: str, text: str):
-    monkeypatch.setattr(characters, "TEST_BYTES", 20)
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
     (tmp_path / "file").write_text(text)
     with pytest.raises(DataError, match=rf"file, line 1: wrong format, the file looks like {likely}; give ") as error:
         examples_of(name, tmp_path / "file")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tost_lm.evaluation.report.branches import branches
 from tost_lm.evaluation.report.groups import compared_settings
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import overview
+from tost_lm.evaluation.report.training import branches
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> None:

@@ -13,12 +13,11 @@ import torch
 from tost_lm.config import differences, to_toml, validate
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import ReportConfig
+from tost_lm.evaluation.config import NEEDLE, ReportConfig
 from tost_lm.evaluation.report import write_comparison
 from tost_lm.evaluation.report.comparison import comparison_sections
 from tost_lm.evaluation.report.groups import Mean, compared_settings, group_runs, read_runs
 from tost_lm.evaluation.report.page import Page, to_markdown
-from tost_lm.evaluation.retrieval_config import NEEDLE
 from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS
 from tost_lm.model import TostLM
 from tost_lm.training.config import PretrainConfig
@@ -55,6 +54,12 @@ def make_run(tmp_path: Path) -> MakeRun:
         return folder
 
     return make
+
+
+@pytest.fixture
+def two_groups(make_run: MakeRun) -> tuple[Path, Path, Path]:
+    """Two runs of one group with different seeds, and a run of another group."""
+    return make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -195,8 +200,8 @@ def test_metrics_are_means_with_standard_errors(make_run):
     assert rows == [["8", "5.25", "0.25"], ["16", "4.125", "0.125"]]
 
 
-def test_memory_is_the_maximum_of_a_run(make_run):
-    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+def test_memory_is_the_maximum_of_a_run(two_groups):
+    a, b, c = two_groups
     for folder, peaks in ((a, [1e9, 3e9, 2e9]), (b, [4e9])):
         write_rows(folder / "metrics.jsonl", [
             {"step": step, "loss": 6.0, "memory_peak_bytes": peak} for step, peak in enumerate(peaks, start=1)
@@ -206,8 +211,8 @@ def test_memory_is_the_maximum_of_a_run(make_run):
     assert (header[-1], first[-1], second[-1]) == ("peak memory (GB)", "3.50 ± 0.50", "–")
 
 
-def test_losses_by_position_have_a_table(make_run):
-    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+def test_losses_by_position_have_a_table(two_groups):
+    a, b, c = two_groups
     for run, by_position in ((a, (5.0, 4.0)), (b, (5.5, 4.25)), (c, (3.0, 2.0))):
         add_validation(run, 10, *by_position)
     text, _ = compare(a, b, c)
@@ -229,8 +234,8 @@ def test_groups_with_common_seeds_are_compared_by_seed(make_run):
     assert "Differences paired by seed" not in compare(a[0], *b)[0]
 
 
-def test_memberships_are_means_over_layers_and_runs(make_run):
-    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+def test_memberships_are_means_over_layers_and_runs(two_groups):
+    a, b, c = two_groups
     assert "Memberships" not in compare(a, b, c)[0]
     add_memberships(a, 10, first=0.5, moved=0.25)
     add_memberships(b, 10, first=0.75, moved=0.75)
@@ -251,8 +256,8 @@ def test_memberships_are_means_over_layers_and_runs(make_run):
     assert "## Memberships" not in text
 
 
-def test_retrieval_has_a_column_for_each_group(make_run):
-    a, b, c = make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
+def test_retrieval_has_a_column_for_each_group(two_groups):
+    a, b, c = two_groups
     add_task(a, NEEDLE, 10, [0.5, 0.25], depths=(0.0, 1.0))
     assert "## Retrieval" not in compare(a, b, c)[0]
     add_task(b, NEEDLE, 10, [0.75, 0.25], depths=(0.0, 1.0))

@@ -12,20 +12,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from tost_lm.analysis.text import WORD_CLASSES
-from tost_lm.evaluation.report.analysis.ablations import ablations_chart
-from tost_lm.evaluation.report.analysis.coding_rate import change_chart, steps_chart
-from tost_lm.evaluation.report.analysis.influence import influence_chart
-from tost_lm.evaluation.report.analysis.memberships import position_chart as memberships_chart
-from tost_lm.evaluation.report.analysis.stream import information_chart
-from tost_lm.evaluation.report.analysis.subspaces import overlap_chart
-from tost_lm.evaluation.report.analysis.tokens import classes_chart, explained_chart
+from tost_lm.evaluation.analysis.ablations import ablations_chart
+from tost_lm.evaluation.analysis.coding_rate import change_chart, steps_chart
+from tost_lm.evaluation.analysis.influence import influence_chart
+from tost_lm.evaluation.analysis.memberships import position_chart as memberships_chart
+from tost_lm.evaluation.analysis.stream import information_chart
+from tost_lm.evaluation.analysis.subspaces import overlap_chart
+from tost_lm.evaluation.analysis.text import WORD_CLASSES
+from tost_lm.evaluation.analysis.tokens import classes_chart, explained_chart
 from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.comparison_charts import position_curves_chart, step_chart
-from tost_lm.evaluation.report.curves import loss_chart, optimizer_chart, position_chart
-from tost_lm.evaluation.report.groups import Curve
-from tost_lm.evaluation.report.heatmaps import needle_chart, tasks_chart
-from tost_lm.evaluation.report.length_extrapolation import extrapolation_chart
+from tost_lm.evaluation.report.groups import Curve, position_curves_chart, step_chart
+from tost_lm.evaluation.report.protocols import extrapolation_chart
+from tost_lm.evaluation.report.retrieval import needle_chart, tasks_chart
+from tost_lm.evaluation.report.training import loss_chart, optimizer_chart, position_chart
 
 ENDS = [8 * 2**i for i in range(14)]
 FALLING = np.geomspace(9, 3, len(ENDS)).tolist()

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.curves import loss_chart, optimizer_chart, position_chart
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.report.training import events, losses, optimizer, positions, throughput
+from tost_lm.evaluation.report.training import (
+    events,
+    loss_chart,
+    losses,
+    optimizer,
+    optimizer_chart,
+    position_chart,
+    positions,
+    throughput,
+)
 
 
 def add_rows(path: Path, *rows: dict[str, Any]) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.history import record
 from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.published import KNOWN_OF_GPT2, PUBLISHED, is_reached
-from tost_lm.evaluation.side_by_side import side_by_side
+from tost_lm.evaluation.published import KNOWN_OF_GPT2, PUBLISHED, is_reached, side_by_side
+from tost_lm.evaluation.subject import append_to_history
 from tost_lm.markdown import format_result
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
@@ -153,7 +152,7 @@ def test_the_history_has_every_result_in_order(tmp_path: Path):
     (tmp_path / "eval/results.jsonl").write_text('{"cut\n')
     for accuracy, published in ((0.25, True), (0.5, False), (0.75, None)):
         totals = {"accuracy": accuracy, "accuracy_standard_error": 0.01, "examples": 5153}
-        record(
+        append_to_history(
             tmp_path,
             {
                 "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc-dirty", "seconds": 2.0,

@@ -23,8 +23,8 @@ from tost_lm.evaluation.config import AnalyzeConfig
 from tost_lm.markdown import with_error
 
 if TYPE_CHECKING:
-    from tost_lm.analysis.results import Analysis
     from tost_lm.data.shards import Shards
+    from tost_lm.evaluation.analysis.memberships import Analysis
     from tost_lm.evaluation.subject import Subject
 
 
@@ -64,20 +64,29 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if not wanted:
         return
 
-    from tost_lm.analysis import results
+    from tost_lm.evaluation.analysis import (
+        ablations,
+        coding_rate,
+        influence,
+        memberships,
+        slots,
+        stream,
+        subspaces,
+        tokens,
+    )
 
     analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     page = subject.results_path(TOKENS).with_name("text.html")
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
-        MEMBERSHIPS: (partial(results.memberships, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
-        TOKENS: (partial(results.tokens, page=page), _print_tokens),
-        CODING_RATE: (partial(results.coding_rates, kept=kept), _print_coding_rates),
-        SUBSPACES: (results.subspaces, _print_subspaces),
-        STREAM: (results.stream, _print_stream),
-        INFLUENCE: (results.influences, _print_influence),
-        ABLATIONS: (results.ablations, _print_ablations),
-        SLOTS: (results.slots, _print_slots),
+        MEMBERSHIPS: (partial(memberships.measure, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
+        TOKENS: (partial(tokens.measure, page=page), _print_tokens),
+        CODING_RATE: (partial(coding_rate.measure, kept=kept), _print_coding_rates),
+        SUBSPACES: (subspaces.measure, _print_subspaces),
+        STREAM: (stream.measure, _print_stream),
+        INFLUENCE: (influence.measure, _print_influence),
+        ABLATIONS: (ablations.measure, _print_ablations),
+        SLOTS: (slots.measure, _print_slots),
     }
     for name in wanted:
         measure, print_found = analyses[name]
@@ -90,8 +99,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
     """The model and its held-out text. Raises DataError if that is too short."""
     import tost_lm
-    from tost_lm.analysis.results import Analysis, fitting_contexts
-    from tost_lm.analysis.text import read_text, unigram_information
+    from tost_lm.evaluation.analysis.memberships import Analysis, fitting_contexts
+    from tost_lm.evaluation.analysis.text import read_text, unigram_information
     from tost_lm.evaluation.subject import pick_device
 
     device, settings = pick_device(), config.memberships

@@ -18,7 +18,7 @@ class NoSettings(Section):
 
 
 def main(paths: list[Path], config: NoSettings) -> None:
-    from tost_lm.evaluation.side_by_side import side_by_side
+    from tost_lm.evaluation.published import side_by_side
 
     print(side_by_side(paths))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.positions_config import POSITIONS, PositionsConfig
+from tost_lm.evaluation.config import POSITIONS, PositionsConfig
 from tost_lm.evaluation.stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 

@@ -15,10 +15,15 @@
     niah_multivalue@own-words     one key with four numbers in a text; the question asks for all
     niah_multiquery@own-words     four keys in a text; the question asks for all
     vt@own-words                  a chain of five variables; the question asks for those with a value
+    cwe@own-words                 a list of words; the question asks for the ten most common ones
+    fwe@own-words                 a list of drawn letters; the question asks for the three most frequent words
+    qa_1@own-words                documents about towns; one of them answers the question
+    qa_2@own-words                documents about towns and persons; two of them answer the question
 
-The last nine have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is written
+The last thirteen have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is written
 to eval/TASK/cells/ as soon as it is measured, with all its examples. The scores of a task are in
-eval/TASK/results.json. A cell that exists for this checkpoint, text and seed is not measured again. On more than
+eval/TASK/results.json. A cell that exists for this checkpoint, text and seed is not measured again. Examples are
+generated once, in retrieval.samples_folder, and their hash is in the file of each cell. On more than
 tensor × sequence ranks, the copies of the model share the cells.
 """
 
@@ -27,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.retrieval_config import RetrievalConfig
+from tost_lm.evaluation.config import RetrievalConfig
 from tost_lm.evaluation.stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
@@ -35,9 +40,8 @@ from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 def main(path: Path, config: RetrievalConfig) -> None:
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of
-    from tost_lm.evaluation.retrieval.scoring import model_scorer
-    from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
+    from tost_lm.evaluation.retrieval.catalog import find_text, make_tasks
+    from tost_lm.evaluation.retrieval.grid import Grid, describe, identity_of, lengths_of, model_scorer
 
     start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
@@ -58,7 +62,7 @@ def main(path: Path, config: RetrievalConfig) -> None:
         grids = []
         for task, identity in wanted:
             lengths = lengths_of(task, settings.lengths, settings.samples, facts.max_positions, facts.position_limit)
-            grids.append(Grid(task, identity, subject, lengths))
+            grids.append(Grid(task, identity, subject, lengths, settings.samples_folder))
         scorer = model_scorer(model, tokenizer.vocab_size, ranks)
         for grid in grids:
             started = time.monotonic()

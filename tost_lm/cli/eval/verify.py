@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.evaluation.config import VerifyConfig
 from tost_lm.evaluation.stop import terminable
-from tost_lm.evaluation.zero_shot_config import VerifyConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
@@ -22,9 +22,8 @@ def main(path: Path, config: VerifyConfig) -> None:
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.protocols import find_protocol
-    from tost_lm.evaluation.published import GPT2_PARAMETERS, KNOWN_OF_GPT2, is_reached
+    from tost_lm.evaluation.published import GPT2_PARAMETERS, KNOWN_OF_GPT2, is_reached, read_results
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.side_by_side import read_results
     from tost_lm.evaluation.zero_shot import score_protocol
 
     start_ranks("eval verify", ranks_of_launch(config.parallel.model_ranks, config.launch))

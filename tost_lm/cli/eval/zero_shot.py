@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
+from tost_lm.evaluation.config import ZeroShotConfig
 from tost_lm.evaluation.stop import terminable
-from tost_lm.evaluation.zero_shot_config import ZeroShotConfig
 from tost_lm.files import write_rows
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
@@ -89,13 +89,13 @@ def score_heldout(
     )
 
     def finish() -> None:
-        from tost_lm.evaluation.ngram import NAMES, ByteNgrams, first_bytes
+        from tost_lm.evaluation.scoring import BASELINES, ByteNgrams, first_bytes
 
         totals = scores.totals()
         print("counting byte n-grams of the training text", flush=True)
         training = (tokenizer.decode(tokens.tolist()).encode() for tokens in shards.documents("train"))
         ngrams = ByteNgrams(first_bytes(training, config.heldout.baseline_bytes))
-        baselines = [scores.against(name, bits) for name, bits in zip(NAMES, ngrams.bits(texts), strict=True)]
+        baselines = [scores.against(name, bits) for name, bits in zip(BASELINES, ngrams.bits(texts), strict=True)]
 
         rows = [
             {"document": number, "tokens": int(tokens), "bytes": int(size), "nats": float(nats)}

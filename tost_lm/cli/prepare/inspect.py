@@ -12,9 +12,8 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.data.config import InspectConfig, InspectShardsConfig
-from tost_lm.data.inspection import length_histogram, token_counts
 from tost_lm.data.shard_format import SPLITS
-from tost_lm.data.shards import Shards
+from tost_lm.data.shards import Shards, length_histogram, token_counts
 from tost_lm.data.sources.messages import printable
 
 BAR = 40

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.cli.prepare.progress import Progress
+from tost_lm.cli.prepare import Progress
 from tost_lm.config import run_program
 from tost_lm.data.build import BuildProgress, build_shards, building_folder, identity, recover_folder
 from tost_lm.data.config import DataPrepConfig

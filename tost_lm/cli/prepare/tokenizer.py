@@ -11,15 +11,20 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.cli.prepare.progress import Progress
+from tost_lm.cli.prepare import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
 from tost_lm.data.sources.messages import corpus_changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.record import model_path, retrain_reason, write_tokenizer
-from tost_lm.data.tokenizers.sample import sample_texts
-from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.data.tokenizers.training import (
+    model_path,
+    retrain_reason,
+    sample_texts,
+    symbol_pieces,
+    train_sentencepiece,
+    write_tokenizer,
+)
 from tost_lm.errors import ConfigError, DataError
 
 CHECKED_BYTES = 8_000_000  # takes a few seconds

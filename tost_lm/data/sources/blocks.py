@@ -1,8 +1,13 @@
-"""Blocks of a corpus: what the reading process hands to the processes that parse it."""
+"""Blocks of a corpus: what the reading process hands to the worker processes, and their parsing into documents."""
 
+import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from tost_lm.data.config import CorpusConfig
+from tost_lm.data.sources.messages import listed
 
 BLOCK_BYTES = 1 << 20
 ROW_LIMIT = 1 << 30
@@ -76,3 +81,105 @@ def blocks_of_rows(
             lines, size = [], 0
     if lines:
         yield SourceBlock(b"\n".join(lines), len(lines), len(lines), number, consumed(number))
+
+
+class Document(NamedTuple):
+    """A text of a corpus and its row number."""
+
+    row: int
+    text: str
+
+
+class BadRow(NamedTuple):
+    """A row without a usable text."""
+
+    row: int
+    where: str
+    """For example `FILE, line 7` or `hub:NAME, row 7`."""
+    reason: str
+
+
+class _UnusableError(Exception):
+    """Carries the reason why a row cannot be used."""
+
+
+def parse(block: Block, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
+    """The normalized documents of a block and its bad rows, in order, without too short and too long texts."""
+    for row, (number, raw) in enumerate(_rows(block, corpus), start=block.first_row):
+        try:
+            text = _text(block, raw, corpus.text_field)
+        except _UnusableError as problem:
+            whole = block.kind == "text" and corpus.text_documents == "file"
+            yield BadRow(row, block.where if whole else f"{block.where}, {block.unit} {number}", str(problem))
+            continue
+        if corpus.normalization != "none":
+            text = unicodedata.normalize(corpus.normalization, text)
+        if len(text) >= corpus.min_characters and (corpus.max_characters is None or len(text) <= corpus.max_characters):
+            yield Document(row, text)
+
+
+def _rows(block: Block, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
+    """Each row, after its number in the file."""
+    if block.kind == "arrow":
+        yield from enumerate(_column(block.payload), start=block.first_line)
+    elif block.kind == "text" and corpus.text_documents == "file":
+        yield block.first_line, block.payload
+    else:
+        for number, line in enumerate(block.payload.split(b"\n"), start=block.first_line):
+            if line.strip():
+                yield number, line.removesuffix(b"\r")
+
+
+def _column(payload: bytes) -> Iterator[str | bytes | None]:
+    """Texts of an Arrow stream; bytes if a batch is not UTF-8."""
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(payload):
+        try:
+            yield from batch.column(0).to_pylist()
+        except UnicodeDecodeError:
+            column = batch.column(0)
+            binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
+            yield from column.cast(binary).to_pylist()
+
+
+def _text(block: Block, raw: Any, text_field: str) -> str:
+    """The text of a row: bytes of a line or file, or the value of a column."""
+    if raw is None:
+        raise _UnusableError(f"field {text_field!r} is null")
+    if isinstance(raw, str):
+        return raw
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _UnusableError(f"byte {error.start} is not UTF-8 (convert the text, for example with iconv)") from None
+    return _field(text, text_field) if block.kind == "lines" else text
+
+
+def _field(line: str, text_field: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _UnusableError(f"not JSON: {error.msg} at character {error.pos}") from None
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"JSON that cannot be read: {error}") from None
+    if not isinstance(row, dict):
+        raise _UnusableError(f"not a JSON object but {_kind(row)}")
+    if text_field not in row:
+        raise _UnusableError(
+            f"no field {text_field!r}; set corpus.text_field to one of the fields there: {listed(row)}"
+        )
+    text = row[text_field]
+    if not isinstance(text, str):
+        raise _UnusableError(f"field {text_field!r} is {_kind(text)}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"character {error.start} of field {text_field!r} is a lone surrogate") from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    """JSON's name of a value's type."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

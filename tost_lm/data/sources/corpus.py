@@ -1,20 +1,34 @@
-"""A corpus as a whole: its blocks in order, its fingerprint, its number of rows."""
+"""A corpus as a whole: its blocks in order, its fingerprint, its number of rows.
+
+The embedded corpus is the documentation and sources of the running Python.
+"""
 
 import hashlib
+import importlib
 import json
+import os
+import sysconfig
+import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.arrays import array_blocks, is_array
 from tost_lm.data.sources.blocks import BLOCK_BYTES, Block, Position, SourceBlock, blocks_of_rows
-from tost_lm.data.sources.embedded import embedded_texts
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of
-from tost_lm.data.sources.hub import hub_blocks, hub_fingerprint, hub_rows, known_rows
-from tost_lm.data.sources.lines import line_blocks, text_block
+from tost_lm.data.sources.lines import array_blocks, is_array, line_blocks, text_block
 from tost_lm.data.sources.messages import printable
-from tost_lm.data.sources.tables import arrow_blocks, arrow_rows, parquet_blocks, parquet_rows
+from tost_lm.data.sources.tables import (
+    arrow_blocks,
+    arrow_rows,
+    hub_blocks,
+    hub_fingerprint,
+    hub_rows,
+    known_rows,
+    parquet_blocks,
+    parquet_rows,
+)
 from tost_lm.errors import DataError
 
 T = TypeVar("T")
@@ -153,3 +167,40 @@ def _guarded(where: str, call: Callable[[], T]) -> T:
         lines = str(error).strip().splitlines()
         problem = lines[0] if lines else type(error).__name__
         raise DataError(f"{where}: cannot be read: {problem}; correct, replace or remove the file") from None
+
+
+NOT_EMBEDDED = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3",
+    "pydoc_data",  # read as topics
+}  # fmt: skip
+
+
+def embedded_texts() -> Iterator[str]:
+    """Every document, always in the same order.
+
+    Raises:
+        DataError: this Python has no sources or documentation; raised while iterating.
+    """
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        topics = {}
+    for key in sorted(topics):
+        yield topics[key]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - NOT_EMBEDDED
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not topics or not sources:
+        raise DataError(
+            f"corpus.source embedded: no sources or documentation of Python in {root}; use another Python, or set "
+            "corpus.source to your own text"
+        )
+    for path in sorted(sources):
+        try:
+            with tokenize.open(path) as file:
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        yield text

@@ -1,9 +1,10 @@
 """GPT-2's byte pair encoding, computed by tiktoken."""
 
-import base64
 import json
 import re
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +39,22 @@ class Gpt2Tokenizer(Tokenizer):
         super().__init__(model_bytes)
         if self.sha256 != RANKS_SHA256:
             raise DataError("not GPT-2's tokenizer, or damaged (its SHA-256 differs); replace it")
-        tiktoken = _tiktoken()
-        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern, under its later name
-
-        lines = (line.split() for line in model_bytes.splitlines())
-        self._encoding = tiktoken.Encoding(
-            "gpt2 from a file",  # under a name that tiktoken knows, unpickling would download it
-            pat_str=r50k_pat_str,
-            mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines},
-            special_tokens={"<|endoftext|>": RANKS},
-        )
+        _tiktoken()
         self.eot = RANKS
         self.vocab_size = RANKS + 1
+
+    @cached_property
+    def _encoding(self) -> Any:
+        """Made on first use, because the process that builds shards does not encode."""
+        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern, under its later name
+
+        lines = (line.split() for line in self.model_bytes.splitlines())
+        return _tiktoken().Encoding(
+            "gpt2 from a file",  # under a name that tiktoken knows, unpickling would download it
+            pat_str=r50k_pat_str,
+            mergeable_ranks={a2b_base64(token): int(rank) for token, rank in lines},
+            special_tokens={"<|endoftext|>": RANKS},
+        )
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -74,7 +79,7 @@ def gpt2_tokenizer(folder: Path | None) -> Gpt2Tokenizer:
         DataError: a file is missing or not the published one, the download fails, or tiktoken is not installed.
     """
     tokens = _read_tokens(folder) if folder else _download_tokens()
-    lines = (base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+    lines = (b2a_base64(token, newline=False) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
     return Gpt2Tokenizer(b"".join(lines))
 
 

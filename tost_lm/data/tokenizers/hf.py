@@ -4,6 +4,7 @@ import json
 import os
 import re
 import unicodedata
+from array import array
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -86,7 +87,7 @@ class HfTokenizer(Tokenizer):
     def encode_array(self, text: str) -> "np.ndarray":
         import numpy as np
 
-        return np.array(self.encode(text), dtype=np.uint32)
+        return np.frombuffer(array("I", self.encode(text)), np.uint32)  # np.array takes three times as long
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))

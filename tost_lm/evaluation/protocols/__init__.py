@@ -1,19 +1,29 @@
-"""The zero-shot protocols by name."""
+"""The zero-shot protocols by name, and the texts of the examples of test sets in their published formats."""
 
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.protocols import missing_word, multiple_choice
 from tost_lm.evaluation.protocols.authors import GeneratedLastWord, RandomWindows, WholePassage, joined
-from tost_lm.evaluation.protocols.cbt import MissingWord
-from tost_lm.evaluation.protocols.characters import LastBytes
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2_tokenizer
-from tost_lm.evaluation.protocols.lambada import LastToken, LastWord, passages
+from tost_lm.evaluation.protocols.missing_word import LastToken, LastWord, MissingWord, passages
 from tost_lm.evaluation.protocols.multiple_choice import MultipleChoice
-from tost_lm.evaluation.protocols.openwebtext import OpenWebText, read_ids
-from tost_lm.evaluation.protocols.ptb import PennTreebank, read_lines
-from tost_lm.evaluation.protocols.wikitext import StridedWikitext, WikitextPages, rows_of
+from tost_lm.evaluation.protocols.perplexity import (
+    LastBytes,
+    OpenWebText,
+    PennTreebank,
+    StridedWikitext,
+    WikitextPages,
+    openwebtext_ids,
+    pages,
+    ptb_lines,
+    wikitext_rows,
+)
 
-__all__ = ["Example", "Protocol", "Row", "find_protocol", "is_gpt2_tokenizer"]
+__all__ = ["READERS", "Example", "Protocol", "Row", "find_protocol", "is_gpt2_tokenizer"]
 
 _PROTOCOLS: list[Protocol] = [
     WikitextPages("wikitext2"),
@@ -31,11 +41,11 @@ _PROTOCOLS: list[Protocol] = [
     LastBytes("enwik8@bpb"),
     LastBytes("text8@bpc"),
     OpenWebText(),
-    RandomWindows("owt", read_ids),
-    RandomWindows("wikitext2", joined(rows_of)),
-    RandomWindows("wikitext103", joined(rows_of)),
+    RandomWindows("owt", openwebtext_ids),
+    RandomWindows("wikitext2", joined(wikitext_rows)),
+    RandomWindows("wikitext103", joined(wikitext_rows)),
     RandomWindows("lambada_standard", joined(passages)),
-    RandomWindows("ptb", joined(read_lines)),
+    RandomWindows("ptb", joined(ptb_lines)),
     GeneratedLastWord("lambada_openai"),
     WholePassage("cbt_cn"),
     WholePassage("cbt_ne"),
@@ -52,3 +62,25 @@ def find_protocol(name: str, setting: str = "zero_shot.protocols") -> Protocol:
     names = ["heldout@bpb", "wikitext2@hf-strideN", "wikitext103@hf-strideN"]
     names += [protocol.name for protocol in _PROTOCOLS]
     raise ConfigError(f"{setting}: {name!r} is not a protocol; choose from {', '.join(names)}")
+
+
+def _filled_questions(path: Path) -> list[str]:
+    return [question.filled(question.answer) for question in missing_word.questions(path)]
+
+
+def _answered_questions(data_set: str, path: Path) -> list[str]:
+    found = [question for _, question in multiple_choice.questions(path, data_set)]
+    return [f"{question.context} {question.choices[question.right]}" for question in found]
+
+
+READERS: dict[str, Callable[[Path], Iterable[str]]] = {
+    "wikitext2": pages,
+    "wikitext103": pages,
+    "lambada_openai": passages,
+    "lambada_standard": passages,
+    "ptb": ptb_lines,
+    "cbt_cn": _filled_questions,
+    "cbt_ne": _filled_questions,
+    **{name: partial(_answered_questions, name) for name in multiple_choice.ROWS},
+}
+"""Reads the file of a test set. Raises DataError for another format."""

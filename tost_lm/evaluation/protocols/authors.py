@@ -11,9 +11,8 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.likelihood import Request
-from tost_lm.evaluation.protocols.cbt import MissingWord, Question
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row
-from tost_lm.evaluation.protocols.lambada import accuracy_of, passages
+from tost_lm.evaluation.protocols.missing_word import MissingWord, Question, accuracy_of, passages
 from tost_lm.evaluation.protocols.perplexity import TextProtocol
 
 BATCHES, BATCH_SIZE, SEED = 1000, 16, 1337

@@ -1,5 +1,6 @@
 """Multiple choice with the prompts of lm-evaluation-harness: HellaSwag (arXiv 1905.07830), ARC (arXiv 1803.05457) and
-PIQA (arXiv 1911.11641)."""
+PIQA (arXiv 1911.11641).
+"""
 
 import re
 from abc import abstractmethod
@@ -13,10 +14,9 @@ from pydantic import BaseModel, ValidationError
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.data_sets import describe_file
-from tost_lm.evaluation.likelihood import Likelihoods, Request
+from tost_lm.evaluation.likelihood import Likelihoods, Request, left_truncated
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, read_json_lines
-from tost_lm.evaluation.protocols.lambada import accuracy_of
-from tost_lm.evaluation.windows import left_truncated
+from tost_lm.evaluation.protocols.missing_word import accuracy_of
 
 
 class Question(NamedTuple):

@@ -17,10 +17,9 @@ def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
         CheckpointError: the run has no valid checkpoint, or the model folder is damaged.
     """
     _require_packages()
-    from tost_lm.evaluation.report.page import Page
+    from tost_lm.evaluation.report.page import Page, log_to_wandb
     from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord, is_export
     from tost_lm.evaluation.report.run import export_sections, run_sections
-    from tost_lm.evaluation.report.wandb_page import log_to_wandb
 
     if is_export(folder):
         name = folder.resolve().name
@@ -48,8 +47,7 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
     _require_packages()
     from tost_lm.evaluation.report.comparison import comparison_sections
     from tost_lm.evaluation.report.groups import group_runs, read_runs
-    from tost_lm.evaluation.report.page import Page
-    from tost_lm.evaluation.report.wandb_page import log_to_wandb
+    from tost_lm.evaluation.report.page import Page, log_to_wandb
 
     runs = read_runs(folders)
     if (target / "config.toml").exists():

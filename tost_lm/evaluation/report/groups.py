@@ -1,4 +1,7 @@
-"""Groups of runs that differ only in the seed, and means with standard errors over the runs of a group."""
+"""Groups of runs that differ only in the seed, and means with standard errors over the runs of a group.
+
+In figures of several runs, the mean of each group has a band of one standard error.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +13,16 @@ import numpy as np
 
 from tost_lm.config.section import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.report.charts import column
+from tost_lm.evaluation.report.charts import (
+    POSITION,
+    Chart,
+    column,
+    line_data,
+    marker,
+    new_figure,
+    position_axis,
+    step_axis,
+)
 from tost_lm.evaluation.report.record import RunRecord
 
 IGNORED = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_size", "data.workers"}
@@ -144,3 +156,43 @@ def curve(xs: Sequence[int], values_RX: np.ndarray) -> Curve:
 def _standard_error(values: np.ndarray) -> np.ndarray:
     """Standard error of the mean over the first dimension."""
     return values.std(axis=0, ddof=1) / len(values) ** 0.5
+
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"]  # Okabe and Ito
+DASHES = ["-", "--", ":", "-."]
+
+
+def step_chart(curves: Mapping[str, Curve], name: str) -> Chart:
+    """The loss `name` by step; curves by the groups' labels."""
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, curves)
+    step_axis(axes)
+    axes.set_ylabel(f"{name} (nats per token)")
+    return Chart(figure, **line_data("step", lines))
+
+
+def position_curves_chart(curves: Mapping[str, Curve]) -> Chart:
+    """Validation loss by position in the document."""
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, curves)
+    position_axis(axes, POSITION)
+    axes.set_ylabel("validation loss (nats per token)")
+    return Chart(figure, **line_data("positions up to (tokens)", lines))
+
+
+def _draw(axes: Any, curves: Mapping[str, Curve]) -> dict[str, Any]:
+    lines: dict[str, Any] = {}
+    for i, (label, curve) in enumerate(curves.items()):
+        colour, dashes = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
+        axes.plot(
+            curve.xs, curve.mean, color=colour, linestyle=dashes, linewidth=1.5, marker=marker(len(curve.xs)),
+            markersize=4, label=label,
+        )  # fmt: skip
+        lines[f"{label}: mean (nats/token)"] = (curve.xs, curve.mean.tolist())
+        if curve.error is not None:
+            low, high = curve.mean - curve.error, curve.mean + curve.error
+            axes.fill_between(curve.xs, low, high, color=colour, alpha=0.2, linewidth=0)
+            lines[f"{label}: standard error (nats/token)"] = (curve.xs, curve.error.tolist())
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a path may hold $
+    return lines

@@ -6,19 +6,10 @@ from pathlib import Path
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
-from tost_lm.evaluation.report.analysis.ablations import ablations
-from tost_lm.evaluation.report.analysis.coding_rate import coding_rates
-from tost_lm.evaluation.report.analysis.influence import influence
-from tost_lm.evaluation.report.analysis.memberships import memberships_of_run
-from tost_lm.evaluation.report.analysis.slots import slots
-from tost_lm.evaluation.report.analysis.stream import stream
-from tost_lm.evaluation.report.analysis.subspaces import subspaces
-from tost_lm.evaluation.report.analysis.tokens import tokens
-from tost_lm.evaluation.report.branches import branches
-from tost_lm.evaluation.report.length_extrapolation import length_extrapolation
+from tost_lm.evaluation.report.contamination import contamination
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
-from tost_lm.evaluation.subject import HELDOUT
+from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
@@ -32,7 +23,7 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield f"# {escape(page.title)}"
     yield overview(run)
     yield training.losses(run, page)
-    yield branches(run, page)
+    yield training.branches(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
@@ -53,19 +44,32 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     """Evaluations of the checkpoint."""
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
+    yield contamination(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
-    yield memberships_of_run(run, page)
-    yield tokens(run, page)
-    yield coding_rates(run, page)
-    yield subspaces(run, page)
-    yield stream(run, page)
-    yield influence(run, page)
-    yield ablations(run, page)
-    yield slots(run, page)
-    yield length_extrapolation(run, page)
+    yield from analyses(run, page)
+    yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
+
+
+def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
+    """Results of `tost eval analyze`. Without any, torch is not imported."""
+    if not any(run.results(protocol) for protocol in ANALYSES):
+        return
+    from tost_lm.evaluation.analysis import (
+        ablations,
+        coding_rate,
+        influence,
+        memberships,
+        slots,
+        stream,
+        subspaces,
+        tokens,
+    )
+
+    for analysis in (memberships, tokens, coding_rate, subspaces, stream, influence, ablations, slots):
+        yield analysis.section(run, page)
 
 
 def overview(run: RunRecord) -> str:

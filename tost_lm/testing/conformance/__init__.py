@@ -11,9 +11,7 @@ reports which of these equalities hold:
 Shapes: B rows, T tokens, C channels, N documents (N = B unless packed), R sequence ranks.
 """
 
-from tost_lm.testing.conformance.adapter import MixerAdapter, concatenate_rows
-from tost_lm.testing.conformance.checks import EQUALITIES, check
-from tost_lm.testing.conformance.layers import layer_adapter
-from tost_lm.testing.conformance.report import Equality, Report
+from tost_lm.testing.conformance.adapter import MixerAdapter, concatenate_rows, layer_adapter
+from tost_lm.testing.conformance.checks import EQUALITIES, Equality, Report, check
 
 __all__ = ["EQUALITIES", "Equality", "MixerAdapter", "Report", "check", "concatenate_rows", "layer_adapter"]

@@ -7,10 +7,10 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.retrieval.catalog import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
-from tost_lm.evaluation.retrieval.interface import Task
-from tost_lm.evaluation.retrieval.tasks import make_tasks
-from tost_lm.evaluation.retrieval_config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.retrieval.tasks import Task
 
 LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
 

@@ -2,20 +2,22 @@
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from tost_lm.config import validate
+from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.grid import Cell, Grid, identity_of
-from tost_lm.evaluation.retrieval.interface import Example
-from tost_lm.evaluation.retrieval.scoring import Scores
-from tost_lm.evaluation.retrieval.tasks import find_text, make_tasks
-from tost_lm.evaluation.retrieval_config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.retrieval.catalog import find_text, make_tasks
+from tost_lm.evaluation.retrieval.grid import Cell, Grid, Scores, identity_of
+from tost_lm.evaluation.retrieval.needles import NeedleTask
+from tost_lm.evaluation.retrieval.tasks import Example
 from tost_lm.evaluation.subject import Subject
 
 LENGTHS = [160, 200]
@@ -41,7 +43,7 @@ def make_grid(run_folder: Path, tokenizer):
         tree = {"retrieval": {"lengths": lengths, "samples": 2, **settings}, "needle": {"depths": depths}}
         config, subject = validate(RetrievalConfig, tree, "test"), Subject.find(run_folder)
         (task,) = make_tasks(config, tokenizer, lambda: find_text(config, subject, tokenizer))
-        return Grid(task, identity_of(task, config, subject), subject, lengths)
+        return Grid(task, identity_of(task, config, subject), subject, lengths, run_folder / "samples")
 
     return make
 
@@ -118,6 +120,39 @@ def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folde
     assert written() == written()
 
 
+def test_examples_are_generated_once_and_checked(make_grid, run_folder, tokenizer, monkeypatch):
+    generated, original = [], NeedleTask.example
+
+    def example(task: NeedleTask, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
+        generated.append((length, depth, sample))
+        return original(task, length, depth, sample)
+
+    monkeypatch.setattr(NeedleTask, "example", example)
+
+    def measure(**settings: Any) -> dict[str, Any]:
+        """The cells of a model that has no results."""
+        shutil.rmtree(run_folder / "eval", ignore_errors=True)
+        generated.clear()
+        make_grid(**settings).measure(Ranks(), Reader(), tokenizer)
+        return {name: json.loads(data) | {"seconds": 0} for name, data in cell_files(run_folder).items()}
+
+    cells = measure()
+    assert len(generated) == 4 * 2
+    stored = {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()}
+    hashes = {xxhash.xxh3_128_hexdigest(data) for name, data in stored.items() if name.endswith(".npy")}
+    assert {cell["samples_xxh3"] for cell in cells.values()} == hashes
+    assert measure() == cells
+    assert generated == []
+    for name, data in stored.items():
+        for damaged in (data[:-9], data[:200] + bytes([data[200] ^ 1]) + data[201:], b""):
+            (run_folder / "samples" / NEEDLE / name).write_bytes(damaged)
+            assert measure() == cells
+            assert len(generated) == 2  # of the damaged cell alone
+            assert {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()} == stored
+    measure(seed=1)
+    assert len(generated) == 4 * 2
+
+
 def test_similar_depths_have_different_files():
-    names = {Cell(100, depth).file_name for depth in (0.1, 0.12, 0.123, 0.1234567, None)}
+    names = {Cell(100, depth).name for depth in (0.1, 0.12, 0.123, 0.1234567, None)}
     assert len(names) == 5

@@ -1,6 +1,7 @@
 """Scores of a copier, of guesses, and of a model against forward passes over the whole text."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +10,19 @@ import pytest
 import torch
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.retrieval import scoring
-from tost_lm.evaluation.retrieval.interface import Example
-from tost_lm.evaluation.retrieval.scoring import Scorer, Scores, model_scorer, score_cell
-from tost_lm.evaluation.retrieval.words import listed
-from tost_lm.evaluation.retrieval_config import NEEDLE, TASKS
+from tost_lm.evaluation.config import NEEDLE, TASKS
+from tost_lm.evaluation.retrieval import grid
+from tost_lm.evaluation.retrieval.grid import Scorer, Scores, model_scorer, score_cell
+from tost_lm.evaluation.retrieval.haystacks import PAIRS, listed
+from tost_lm.evaluation.retrieval.tasks import Example, Task
+
+
+def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, Example]]:
+    return [task.example(length, depth, sample) for sample in range(samples)]
+
+
+def long_enough(task: Task) -> int:
+    return max(1500, task.needed(20) + 500)
 
 
 def copier(tokenizer: Tokenizer) -> Scorer:
@@ -38,6 +47,21 @@ def read_answer(text: str) -> str:
         for name, source in lines:
             holds[name] = holds.get(source, source)
         return "".join(listed([name for name, value in holds.items() if value == question.split()[-2]]))
+    if question == "Answer: The words are":
+        times = Counter(text.split("The list:")[1].split("\n")[0].split())  # equal ones in the order of the text
+        del times["..."]
+        return "".join(listed([word for word, _ in times.most_common(10 if "ten words" in text else 3)]))
+    if kind := re.fullmatch(r"Answer: The (river|mayor|inn) is", question):
+        *_, asked = re.findall(r"\nQuestion: .* of (.+)\?\n", text)
+        if born := re.fullmatch(r"the town in which (\S+) was born", asked):
+            asked = dict(re.findall(r"Document: (\S+) is a potter who was born in the town of (\S+)\.\n", text)).get(
+                born[1]
+            )
+        document = re.search(rf"Document: The town of {asked} lies .*\n", text)
+        answer = document and re.search(
+            {"river": r"river (\S+)\.", "mayor": r"mayor is (\S+),", "inn": r"the (\S+)\.\n"}[kind[1]], document[0]
+        )
+        return f" {answer[1]}" if answer else ""
     asked = re.fullmatch(r"(?:Answer: )?The secret \w+ of (.+) (?:is|are)", question)
     assert asked
     found = re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
@@ -58,7 +82,7 @@ def guesser(seed: int) -> Scorer:
 @pytest.mark.parametrize("name", TASKS)
 def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     task = make_task(name)
-    scores, rows = score_cell(task, tokenizer, copier(tokenizer), 1500, task.depths[0], 5)
+    scores, rows = score_cell(task, tokenizer, copier(tokenizer), pairs(task, long_enough(task), task.depths[0], 5))
     assert scores["found_share"] == scores["exact_accuracy"] == 1
     assert scores["control_found_share"] == scores["control_exact_accuracy"] == scores["answer_nats"] == 0
     assert scores["control_answer_nats"] == 1
@@ -73,17 +97,17 @@ def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
 
     def guess(examples: Sequence[Example], room: int) -> Scores:
         """The answers to the questions of other texts."""
-        answers = [other.example(1500, None, number)[0].options[0] for number in range(len(examples))]
+        answers = [other.example(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
 
-    scores, _ = score_cell(task, tokenizer, guess, 1500, None, 20)
-    assert task.chance < 1e-5
+    scores, _ = score_cell(task, tokenizer, guess, pairs(task, long_enough(task), None, 20))
+    assert task.chance < 1e-3
     assert scores["found_share"] == scores["control_found_share"] == 0
 
 
 def test_guessing_scores_chance(make_task, tokenizer):
     task, samples = make_task(), 300
-    scores, _ = score_cell(task, tokenizer, guesser(0), 150, 0.5, samples)
+    scores, _ = score_cell(task, tokenizer, guesser(0), pairs(task, 150, 0.5, samples))
     error = (task.chance * (1 - task.chance) / samples) ** 0.5
     for key in ("choice_accuracy", "control_choice_accuracy", "found_share", "control_found_share"):
         assert scores[key] == pytest.approx(task.chance, abs=4 * error)
@@ -95,6 +119,7 @@ def test_guessing_scores_chance(make_task, tokenizer):
     [
         ("niah_single_1@own-words", 1 / 9e6), ("niah_single_3@own-words", 2**-122),
         ("niah_multivalue@own-words", 4 / 9e6), ("niah_multiquery@own-words", 4 / 9e6), ("vt@own-words", 5 / 26**5),
+        ("cwe@own-words", 10 / PAIRS), ("fwe@own-words", 3 / 26**6), ("qa_1@own-words", 1 / PAIRS), ("qa_2@own-words", 1 / PAIRS),
     ],
 )  # fmt: skip
 def test_chance_of_guesses_of_the_right_form(make_task, name, chance):
@@ -110,7 +135,7 @@ def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
         generated[0] = [*tokenizer.encode(" none"), tokenizer.eot, *generated[0]]
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), generated)
 
-    scores, rows = score_cell(task, tokenizer, half_right, 1500, None, 4)
+    scores, rows = score_cell(task, tokenizer, half_right, pairs(task, 1500, None, 4))
     assert [row["found"] for row in rows] == [0, 0.6, 0.6, 0.6] * 2  # text after an end of text does not count
     assert scores["found_share"] == pytest.approx(0.45)
     assert rows[0]["generated"] == " none"
@@ -122,7 +147,7 @@ def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
 def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, tokenizer, monkeypatch, name, pattern):
     task, samples = make_task(name), 3
     length, vocab_size = task.needed(samples) + 20, tokenizer.vocab_size
-    monkeypatch.setattr(scoring, "TILE_TOKENS", 50)
+    monkeypatch.setattr(grid, "TILE_TOKENS", 50)
     model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=length).double()
     examples = []
     for sample in range(samples):
@@ -144,16 +169,16 @@ def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, t
 
 
 def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
-    monkeypatch.setattr(scoring, "TOKENS_AT_ONCE", 450)
+    monkeypatch.setattr(grid, "TOKENS_AT_ONCE", 450)
     task, read = make_task(), []
 
     def scorer(examples: Sequence[Example], room: int) -> Scores:
         read.append(len(examples))
         return copier(tokenizer)(examples, room)
 
-    scores, rows = score_cell(task, tokenizer, scorer, 150, 0.5, 7)
+    scores, rows = score_cell(task, tokenizer, scorer, pairs(task, 150, 0.5, 7))
     assert read == [3, 3, 3, 3, 1, 1]
-    assert scores == score_cell(task, tokenizer, copier(tokenizer), 150, 0.5, 7)[0]
+    assert scores == score_cell(task, tokenizer, copier(tokenizer), pairs(task, 150, 0.5, 7))[0]
     assert [row["sample"] for row in rows] == [*range(7), *range(7)]
 
 

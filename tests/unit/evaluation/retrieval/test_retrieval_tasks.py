@@ -1,6 +1,7 @@
 """Retrieval examples: exact length, repeatable, independent of each other, and with the answers in the text."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,20 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
+from tost_lm.evaluation.config import (
+    NEEDLE,
+    OWN_WORDS,
+    QUESTIONS,
+    TASKS,
+    VARIABLE_TRACKING,
+    WORD_LISTS,
+    RetrievalConfig,
+)
+from tost_lm.evaluation.retrieval.catalog import find_text
 from tost_lm.evaluation.retrieval.grid import lengths_of
-from tost_lm.evaluation.retrieval.haystacks import NOISE, SENTENCE_ENDS, Text
-from tost_lm.evaluation.retrieval.interface import Example, Task
-from tost_lm.evaluation.retrieval.niah import FORMS
-from tost_lm.evaluation.retrieval.tasks import find_text
-from tost_lm.evaluation.retrieval.words import PAIRS, listed, word_keys
-from tost_lm.evaluation.retrieval_config import NEEDLE, OWN_WORDS, TASKS, VARIABLE_TRACKING, RetrievalConfig
+from tost_lm.evaluation.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.evaluation.retrieval.needles import FORMS
+from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.evaluation.subject import Subject
 
 GPT2 = Path(__file__).parents[5] / "shared/data/gpt2_bpe"
@@ -70,7 +78,7 @@ def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
 @pytest.mark.parametrize("name", TASKS)
 def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
     task = make_task(name, tokenizer=either)
-    for example, control in examples(task, 1500):
+    for example, control in examples(task, max(1500, shortest(task))):
         text, without = text_of(task, example, either), text_of(task, control, either)
         assert text.endswith(f"\n{example.question}")
         assert without.endswith(f"\n{example.question}")
@@ -126,6 +134,29 @@ def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
         rest = re.sub(r" The secret \w+ of \S+ is \S+\.\n", "", text).split("\nQuestion")[0]
         line = len(tokenizer.encode(max(text.split("\n"), key=len)))
         assert len(tokenizer.encode(rest.split("\n", 1)[1])) < line
+
+
+def test_frequencies_of_words(make_task, tokenizer):
+    def times_of(example: Example) -> Counter[str]:
+        text = text_of(task, example, tokenizer)
+        return Counter(text.split("The list:")[1].split("\n")[0].split())
+
+    task = make_task("cwe@own-words")
+    for example, control in examples(task, shortest(task) + 1000):
+        times, without = times_of(example), times_of(control)
+        assert len(example.references) == 10
+        assert {times.pop(word) for word in example.references} == {30}
+        assert len(times) > 10
+        assert set(times.values()) == {3}
+        assert without == times
+    task = make_task("fwe@own-words")
+    for example, control in examples(task, shortest(task) + 1000):
+        times, without = times_of(example), times_of(control)
+        assert [word for word, _ in times.most_common(4)] == ["...", *example.references]
+        n = times["..."] * np.pi**2 / 6
+        for rank, (_, count) in enumerate(times.most_common(), 1):
+            assert abs(count - n * 6 / np.pi**2 / rank**2) <= 1
+        assert without == {word: count for word, count in times.items() if word not in example.references}
 
 
 def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
@@ -228,8 +259,11 @@ def test_default_lengths_are_those_that_fit(make_task):
 @pytest.mark.parametrize("name", TASKS)
 def test_impossible_lengths_are_rejected(make_task, name):
     task = make_task(name)
-    with pytest.raises(ConfigError, match=r"retrieval\.lengths: 2000 exceeds the model's positions \(1500\)"):
-        lengths_of(task, [1500, 2000], 3, max_positions=1500, limit=1500)
+    limit = max(1500, shortest(task))
+    with pytest.raises(
+        ConfigError, match=rf"retrieval\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"
+    ):
+        lengths_of(task, [limit, limit + 1], 3, max_positions=limit, limit=limit)
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
         lengths_of(task, [task.needed(3)], 3, max_positions=1500, limit=None)
     if task.text:
@@ -238,10 +272,10 @@ def test_impossible_lengths_are_rejected(make_task, name):
 
 
 def test_unknown_tasks_are_rejected_with_a_list():
-    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from {NEEDLE}, .*{VARIABLE_TRACKING}$"):
+    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from {NEEDLE}, .*{QUESTIONS[1]}$"):
         validate(RetrievalConfig, {"retrieval": {"tasks": ["niah"]}}, "test")
-    assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 9
-    assert {*FORMS, VARIABLE_TRACKING} == set(OWN_WORDS)
+    assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 13
+    assert {*FORMS, VARIABLE_TRACKING, *WORD_LISTS, *QUESTIONS} == set(OWN_WORDS)
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):

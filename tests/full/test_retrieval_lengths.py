@@ -1,0 +1,34 @@
+"""Retrieval examples of two million tokens of GPT-2's tokenizer: exact lengths, and the words of the answer in the text.
+
+`pytest -s --full tests/full/test_retrieval_lengths.py` prints the time of each task.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.evaluation.config import TASKS, RetrievalConfig
+from tost_lm.evaluation.retrieval.catalog import make_tasks
+from tost_lm.evaluation.retrieval.haystacks import Text
+
+FILES = Path(__file__).parents[2] / "../shared/data/gpt2_bpe"
+LENGTH = 2_097_152
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+@pytest.mark.parametrize("name", TASKS)
+def test_an_example_of_two_million_tokens(name):
+    tokenizer = gpt2_tokenizer(FILES)
+    line = tokenizer.encode_array("The lines of this page are short. They say little! Do they? No.\n\n" * 1000)
+    text = Text("the text", (line for _ in range(LENGTH // len(line) + 1)), {})
+    (task,) = make_tasks(validate(RetrievalConfig, {"retrieval": {"tasks": [name]}}, "test"), tokenizer, lambda: text)
+    started = time.process_time()
+    example, control = task.example(LENGTH, task.depths[0], 0)
+    print(f"\n{name}: {time.process_time() - started:.1f} s")
+    assert len(example.prompt) + task.room == len(control.prompt) + task.room == LENGTH
+    written, left = (tokenizer.decode(one.prompt.tolist()) for one in (example, control))
+    assert all(f" {reference}" in written for reference in example.references)
+    assert not any(f" {reference}" in left for reference in example.references)

@@ -1,1 +1,0 @@
-"""Analysis of trained TSSA layers."""

@@ -1,1 +1,0 @@
-"""Report sections about the results of `tost eval analyze`."""
