@@ -50,11 +50,8 @@ def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
     for name, p in ours.named_parameters():
         assert torch.equal(p, named[name]), name
         kept = {key for key, value in optimizer.state[p].items() if value.dim() > 0}
-        assert (
-            kept == {*statistics_of(optimizer, p)} == {"momentum_buffer"}
-            if name in BY_MUON
-            else {"exp_avg", "exp_avg_sq"}
-        )
+        expected = {"momentum_buffer"} if name in BY_MUON else {"exp_avg", "exp_avg_sq"}
+        assert kept == {*statistics_of(optimizer, p)} == expected, name
 
 
 def test_the_plan_counts_these_matrices():
