@@ -16,12 +16,12 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
-from tost_lm.parallel.collectives import OPERATORS
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import World, max_over_ranks, start_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.testing import Traffic, run_on_ranks
+from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import TiledLM, tile
 
@@ -75,7 +75,7 @@ class ExchangeClock(TorchDispatchMode):
         self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace != OPERATORS.name:
+        if func.namespace != FUNCTIONAL_COLLECTIVES.name:
             return func(*args, **(kwargs or {}))
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))

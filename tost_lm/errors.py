@@ -24,5 +24,9 @@ class TrainingError(TostError):
     """A run cannot continue: for example it is out of memory, or all steps are skipped."""
 
 
+class LostRankError(TostError):
+    """Another rank ended the run. One line, equal on all remaining ranks, names it, and one of them prints it."""
+
+
 class CorruptionError(TostError):
     """Silent data corruption: the memory of a rank has changed."""

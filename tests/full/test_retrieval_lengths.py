@@ -1,4 +1,4 @@
-"""Retrieval examples of two million tokens of GPT-2's tokenizer: exact lengths, and the words of the answer in the text.
+"""Retrieval examples of two million tokens of GPT-2's tokenizer: exact lengths, with the answer in the text.
 
 `pytest -s --full tests/full/test_retrieval_lengths.py` prints the time of each task.
 """

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from tost_lm.parallel.watchdog import flight_recorder, watch
-from tost_lm.parallel.watchdog.flight_recorder import enable_flight_recorder
+from tost_lm.errors import LostRankError
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
-from tost_lm.parallel.watchdog.watch import LostRankError, watch_ranks
+from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.testing import run_on_ranks
+from tost_lm.torch_internals import dump_flight_record, enable_flight_recorder
 
 LAST = 7  # elements of the last collective, which rank 1 does not call
 
@@ -48,11 +50,11 @@ def rank_1_dies_and_the_others_hang() -> None:
 
 
 def watched(fault: Callable[[], None], folder: Path) -> None:
-    watch.EXIT_S, flight_recorder.DUMP_S = 1.0, 100.0  # of a test machine, however slow it is
+    timeouts.DUMP_S = 100.0  # of a test machine, however slow it is
     enable_flight_recorder(folder / "flight_recorder")
     heartbeat = Heartbeat(folder / "heartbeats", dist.get_rank())
     try:
-        with watch_ranks(heartbeat, 3.0 if fault is rank_1_hangs else None):
+        with watch_ranks(heartbeat, Timeouts(3.0 if fault is rank_1_hangs else 600.0)):
             heartbeat.record(1, "training")
             dist.all_reduce(torch.ones(3))
             fault()
@@ -110,7 +112,7 @@ def leave_the_process_group(*_: bool) -> bytes:
 def dump_with(dump: Callable[..., bytes], folder: Path) -> None:
     _distributed_c10d._dump_fr_trace = dump  # pyright: ignore[reportAttributeAccessIssue]
     enable_flight_recorder(folder / "flight_recorder")
-    flight_recorder.dump_flight_record()
+    dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
     os._exit(2)
 
 

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tost_lm.errors import LostRankError
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat, read_heartbeats
-from tost_lm.parallel.watchdog.watch import LostRankError, watch_ranks
+from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import run_on_ranks
 
@@ -79,15 +82,6 @@ def test_a_heartbeat_survives_changes_of_its_folder(tmp_path: Path):
     assert heartbeat.last.step == 2
 
 
-def test_files_of_ranks_beyond_the_world_size_are_removed(tmp_path: Path):
-    for rank in (0, 1, 2, 11):
-        Heartbeat(tmp_path, rank).record(5, "saving")
-    (tmp_path / "rank_of_mine.json").touch()
-    Heartbeat(tmp_path, 0).remove_ranks_from(2)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["rank_00000.json", "rank_00001.json", "rank_of_mine.json"]
-
-
 def rank_1_stops(heartbeat: Heartbeat) -> None:
     heartbeat.record(17, "training")
     if dist.get_rank() == 1:
@@ -124,7 +118,7 @@ def watched(fault: Callable[[Heartbeat], None], port: int, folder: Path) -> None
     join(port)
     heartbeat = Heartbeat(folder / "heartbeats", dist.get_rank())
     try:
-        with watch_ranks(heartbeat, TIMEOUT_S):
+        with watch_ranks(heartbeat, Timeouts(TIMEOUT_S)):
             all_meet()
             fault(heartbeat)
     except LostRankError as error:
@@ -141,7 +135,7 @@ def join(port: int) -> None:
     launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in (launcher | own).items()})
-    start_world("cpu", TIMEOUT_S)
+    start_world("cpu", Timeouts(TIMEOUT_S))
 
 
 @pytest.fixture
@@ -189,7 +183,7 @@ def test_a_rank_that_hangs_ends_the_run_with_one_line_that_names_it(
 
 def steps_shorter_than_the_timeout(folder: Path) -> str:
     heartbeat = Heartbeat(folder, dist.get_rank())
-    with watch_ranks(heartbeat, 5.0):
+    with watch_ranks(heartbeat, Timeouts(5.0)):
         for step in range(12):
             heartbeat.record(step, "training")
             time.sleep(0.5)
@@ -203,7 +197,7 @@ def test_a_run_longer_than_the_timeout_is_not_ended(tmp_path: Path):
 
 def stop_the_whole_job_for_a_while(folder: Path) -> float:
     heartbeat, began = Heartbeat(folder, dist.get_rank()), time.monotonic()
-    with watch_ranks(heartbeat, 3.0):
+    with watch_ranks(heartbeat, Timeouts(3.0)):
         heartbeat.record(1, "training")
         dist.barrier()
         if dist.get_rank() == 0:
@@ -237,13 +231,14 @@ def test_sigterm_without_a_lost_rank_calls_on_terminate(handler_before: bool, ra
 
 
 def get_sigterm_after_a_rank_died(notes: Path) -> None:
+    timeouts.EXIT_S = 100.0  # only SIGTERM ends the ranks
     try:
         with watch_ranks(on_terminate=(notes / f"{dist.get_rank()}.terminated").touch):
             all_meet()
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             (notes / str(dist.get_rank())).write_text(str(os.getpid()))
-            time.sleep(100)  # not in a collective: only SIGTERM ends it
+            time.sleep(100)
     except LostRankError as error:
         (notes / f"{dist.get_rank()}.line").write_text(str(error))
         raise

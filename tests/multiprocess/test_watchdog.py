@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tost_lm.errors import TostError
-from tost_lm.parallel.watchdog import poll, watch
-from tost_lm.parallel.watchdog.watch import LostRankError, watch_ranks
+from tost_lm.errors import LostRankError, TostError
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.graceful_stop import GracefulStop
 
@@ -92,7 +92,7 @@ def rank_1_is_terminated() -> None:
 
 
 def rank_1_stops() -> None:
-    poll.RANK_RESPONSE_S = 3
+    timeouts.ANSWER_S = 3.0
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -108,6 +108,7 @@ def rank_1_is_slow() -> None:
 
 def watched(fault: Callable[[], None], notes: Path) -> None:
     """Call `fault` inside watch_ranks and write its LostRankError to a file."""
+    timeouts.EXIT_S = 100.0  # of a test machine, however slow it is
     try:
         with watch_ranks():
             all_meet()
@@ -162,6 +163,7 @@ def test_a_rank_that_exits_is_named(fault: Callable[[], None], reason: str, tmp_
 
 
 def rank_1_fails_later_with_the_error_of_rank_0() -> bool | None:
+    timeouts.EXIT_S = 100.0
     error = TostError("the disk is full")
     error.printed_here = False
 
@@ -193,7 +195,6 @@ def test_a_slow_rank_is_not_reported_as_lost(tmp_path: Path):
 
 def hang_when_rank_1_dies(stderr: Path) -> None:
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    watch.EXIT_S = 0.5
     with watch_ranks():
         all_meet()
         if dist.get_rank() == 1:
@@ -220,14 +221,14 @@ def state_after_a_run_without_faults() -> list[object]:
         inside = signal.getsignal(signal.SIGTERM), threading.active_count()
     dist.barrier()
     store = _get_default_store()
-    statuses = [store.get(f"tost_lm/watchdog/0/status/{rank}").decode() for rank in range(3)]
-    keys_of_faults = [store.check([f"tost_lm/watchdog/0/{key}"]) for key in ("requests", "result", "printers")]
+    statuses = [json.loads(store.get(f"tost_lm/watchdog/0/{rank}"))[1] for rank in range(3)]
+    keys_of_faults = [store.check([f"tost_lm/watchdog/0/{key}"]) for key in ("asked", "line", "printer")]
     after = signal.getsignal(signal.SIGTERM), threading.active_count()
-    return [before == after, inside == before, inside[1] - before[1], *statuses, *keys_of_faults]
+    return [before == after, inside == before, inside[1] > before[1], *statuses, *keys_of_faults]
 
 
 def test_a_run_without_faults_leaves_no_threads_and_no_handler():
-    expected = [True, False, 2, *["had finished"] * 3, False, False, False]
+    expected = [True, False, True, *["had finished"] * 3, False, False, False]
     assert run_on_ranks(state_after_a_run_without_faults, 3) == [expected] * 3
 
 

@@ -10,7 +10,7 @@ from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.world import COLLECTIVE_GRACE_S
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.testing import run_on_ranks
 
 Curve = list[tuple[float, float]]
@@ -108,4 +108,4 @@ def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:
 
 def test_every_process_group_has_the_timeout_of_the_run():
     layouts = [ParallelConfig(), ParallelConfig(tensor=2, zero_stage=3), ParallelConfig(sequence=2)]
-    assert run_on_ranks(timeouts_of_groups, 4, layouts) == [{600 + COLLECTIVE_GRACE_S}] * 4
+    assert run_on_ranks(timeouts_of_groups, 4, layouts) == [{Timeouts().collective}] * 4

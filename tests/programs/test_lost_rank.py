@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from tost_lm.config import run_program
 from tost_lm.config.section import Section
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.world import start_world, stop_world
@@ -41,9 +42,9 @@ class NoSettings(Section):
 def main(path: None, config: NoSettings) -> None:
     faults = os.environ["FAULTS"].split()
     faulty, number = faults[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":")
-    world = start_world("cpu", {TIMEOUT_S})
+    world = start_world("cpu", Timeouts({TIMEOUT_S}))
     heartbeat = Heartbeat(Path("heartbeats"), world.rank)
-    with watch_ranks(heartbeat, {TIMEOUT_S}):
+    with watch_ranks(heartbeat, Timeouts({TIMEOUT_S})):
         for step in range(1, 1000):
             heartbeat.record(step, "training")
             time.sleep(0.1)

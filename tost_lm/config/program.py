@@ -21,6 +21,7 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+ALONE_S = 5.0  # after it a rank prints an error that rank 0 has not printed
 
 
 def run_program(
@@ -122,7 +123,7 @@ def _exit_with_lines(error: TostError) -> NoReturn:
     alone = rank > 0 and error.printed_here is None
     if alone:
         # Usually all ranks have the same error, and the launcher stops them when rank 0 has printed it.
-        time.sleep(5)
+        time.sleep(ALONE_S)
     if error.printed_here is not False:
         for line in str(error).splitlines():
             print(f"error: {f'rank {rank}: ' if alone else ''}{line}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tost_lm.data.collation import MicroBatch, micro_batches
 from tost_lm.data.loader import TrainingBatches
 from tost_lm.errors import DataError
+from tost_lm.torch_internals import end_loader_workers, loader_workers
 
 WORKER_DIED = "DataLoader worker (pid"  # how torch's message begins
 PR_SET_PDEATHSIG = 1
@@ -54,7 +55,7 @@ def prefetched(
         finally:
             if workers:
                 with _signals_deferred():
-                    iterator._shutdown_workers()
+                    end_loader_workers(iterator)
     except RuntimeError as error:
         if WORKER_DIED not in str(error):
             raise
@@ -73,7 +74,7 @@ def _each_step(steps: range, iterator: Any, device: torch.device) -> Iterator[tu
             try:
                 batch = next(iterator)
             except (ConnectionError, EOFError, FileNotFoundError):  # a worker died while it sent a batch
-                for worker in iterator._workers:
+                for worker in loader_workers(iterator):
                     worker.join(1.0)
                     if not worker.is_alive():
                         raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None

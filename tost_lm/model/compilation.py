@@ -9,6 +9,7 @@ import torch
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
+from tost_lm.torch_internals import allow_graphs, missing_compiler
 
 GRAPHS = 64
 """Graphs of a process, at most: of a few kinds of layers, with and without gradients and states, in rows and tiles of a
@@ -24,22 +25,10 @@ def compile_blocks(model: TostLM) -> TostLM:
     Raises:
         ConfigError: there is no compiler for the device of the model.
     """
-    _require_compiler(model.embedding.weight.device)
-    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    if missing := missing_compiler(model.embedding.weight.device):
+        raise ConfigError(f"train.compile needs {missing}; install it, or set train.compile = false")
+    allow_graphs(GRAPHS)
     for block in model.blocks:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, fullgraph=True)
     return model
-
-
-def _require_compiler(device: torch.device) -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if device.type == "cuda" and not has_triton():
-        raise ConfigError("train.compile needs the package triton on a GPU; install it, or set train.compile = false")
-    try:
-        get_cpp_compiler()
-    except (InvalidCxxCompiler, RuntimeError):
-        raise ConfigError("train.compile needs a C++ compiler; install g++, or set train.compile = false") from None

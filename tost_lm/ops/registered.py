@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.library import custom_op
 
 from tost_lm.errors import ConfigError
+from tost_lm.torch_internals import autograd_as_outside
 
 _OBJECTS: dict[int, Any] = {}
 
@@ -146,11 +147,11 @@ class _Pass:
             assert waiting is not None
             return saved.restored(waiting._in_graph)
 
-        with _autograd_as_outside(), saved_tensors_hooks(pack, unpack):
+        with autograd_as_outside(), saved_tensors_hooks(pack, unpack):
             yield
 
     def finish(self, inputs: Sequence[Tensor], results: Sequence[Tensor], in_graph: Sequence[Tensor]) -> None:
-        with _autograd_as_outside():
+        with autograd_as_outside():
             self._inputs = [get_gradient_edge(x) for x in inputs if x.requires_grad]
             self._results = [get_gradient_edge(x) if x.requires_grad else None for x in results]
         for saved in self._saved:
@@ -162,7 +163,7 @@ class _Pass:
         self._in_graph = in_graph
         pairs = zip(self._results, gradients, strict=True)
         used = [(result, d) for result, d in pairs if result is not None and d is not None]
-        with _autograd_as_outside():
+        with autograd_as_outside():
             found = torch.autograd.grad(
                 [result for result, _ in used], self._inputs, [d for _, d in used], allow_unused=True
             )
@@ -222,16 +223,6 @@ def _(
     differentiated: Sequence[bool],
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, needed in zip(in_graph, differentiated, strict=True) if needed]
-
-
-# Of the dispatcher, outside of an operator. Inside, autograd is off.
-_KEYS_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-@contextmanager
-def _autograd_as_outside() -> Iterator[None]:
-    with torch._C._ForceDispatchKeyGuard(*_KEYS_OUTSIDE), torch.enable_grad():
-        yield
 
 
 def _placed(tensors: Iterable[Tensor], given: Sequence[bool]) -> list[Tensor | None]:

@@ -18,13 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.parallel.agreement import communication_device, rank_numbers
+from tost_lm.parallel.timeouts import Timeouts
 
 # megatron-core and DeepSpeed call deprecated names.
 warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)
-
-
-RENDEZVOUS_S = 600.0  # imports take minutes on a slow disk
-COLLECTIVE_GRACE_S = 5.0  # the watchdog must name the rank that hangs before NCCL aborts the process
 
 
 class World(NamedTuple):
@@ -37,12 +34,11 @@ class World(NamedTuple):
     """Of collectives in all process groups."""
 
 
-def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: float = 600.0) -> World:
+def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeouts | None = None) -> World:
     """Join the launcher's process group, or create one with a single rank if there is no launcher.
 
     Args:
-        timeout_seconds: heartbeat timeout of `watch_ranks`; collectives time out 5 s later. The timeout of the
-            rendezvous is always 10 minutes.
+        timeouts: of the rendezvous and of collectives.
 
     Raises:
         ConfigError: the device does not exist, or this node has more ranks than GPUs.
@@ -51,7 +47,8 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: 
     kind = _device_kind(device)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed needs it without a launcher, too
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    timeout = timedelta(seconds=timeout_seconds + COLLECTIVE_GRACE_S)
+    timeouts = timeouts or Timeouts()
+    timeout = timedelta(seconds=timeouts.collective)
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
@@ -64,8 +61,8 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeout_seconds: 
     if not dist.is_initialized():
         store, rank, size = HashStore(), 0, 1
         if "RANK" in os.environ:
-            launcher, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_S)))
-            store = _attempt_store(launcher, rank, size)
+            launcher, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeouts.start)))
+            store = _attempt_store(launcher, rank, size, timeouts.start)
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
             store=store,
@@ -90,7 +87,7 @@ def max_over_ranks(number: int) -> int:
     return int(largest)
 
 
-def _attempt_store(store: Store, rank: int, size: int) -> Store:
+def _attempt_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:
     """A prefix of the launcher's store for the processes of this attempt only. Returns once all of them have joined.
 
     torchrun keeps its store over restarts, with gloo's addresses of dead ranks, and new ranks would connect to those.
@@ -98,7 +95,7 @@ def _attempt_store(store: Store, rank: int, size: int) -> Store:
     token, and rank 0 answers the token with the prefix.
     """
     if rank == 0:
-        return _attempt_store_of_rank_0(store, size)
+        return _attempt_store_of_rank_0(store, size, timeout_s)
     token = secrets.token_hex(8)
     store.set(f"tost_lm/token/{rank}", token)
     try:
@@ -106,20 +103,20 @@ def _attempt_store(store: Store, rank: int, size: int) -> Store:
         attempt.set(f"joined/{rank}", "")
         attempt.get("all joined")
     except dist.DistError:
-        raise TostError(f"rank {rank}: rendezvous with the other ranks timed out after {RENDEZVOUS_S:.0f} s") from None
+        raise TostError(f"rank {rank}: rendezvous with the other ranks timed out after {timeout_s:.0f} s") from None
     return attempt
 
 
-def _attempt_store_of_rank_0(store: Store, size: int) -> Store:
+def _attempt_store_of_rank_0(store: Store, size: int, timeout_s: float) -> Store:
     prefix = f"tost_lm/attempt/{secrets.token_hex(8)}"
-    attempt, missing, deadline = PrefixStore(prefix, store), list(range(1, size)), time.monotonic() + RENDEZVOUS_S
+    attempt, missing, deadline = PrefixStore(prefix, store), list(range(1, size)), time.monotonic() + timeout_s
     while missing:
         for rank in missing:
             if store.check([f"tost_lm/token/{rank}"]):  # perhaps of a dead process; a new one replaces it
                 store.set(f"tost_lm/prefix/{store.get(f'tost_lm/token/{rank}').decode()}", prefix)
         missing = [rank for rank in missing if not attempt.check([f"joined/{rank}"])]
         if missing and time.monotonic() > deadline:
-            raise TostError(f"ranks {rank_numbers(missing)} did not join within {RENDEZVOUS_S:.0f} s")
+            raise TostError(f"ranks {rank_numbers(missing)} did not join within {timeout_s:.0f} s")
         time.sleep(0.02)
     attempt.set("all joined", "")
     return attempt

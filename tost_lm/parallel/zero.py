@@ -1,4 +1,13 @@
-"""DeepSpeed ZeRO: the engine, and whole weights and optimizer state by name under any parallel layout."""
+"""DeepSpeed ZeRO: the engine, and whole weights and optimizer state by name under any parallel layout.
+
+Only this module uses DeepSpeed's private and undocumented names, of which a new version may change any:
+
+    groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
+    optimizer._global_grad_norm                                                  the norm at stage 0
+    optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
+    optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
+    parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
+"""
 
 import contextlib
 import io

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tost_lm.torch_internals import TorchDispatchMode, argument_names
 
 NAMESPACES = ("_c10d_functional", "c10d")
 SENDING_NOTHING = {"wait_tensor", "check_for_nan", "irecv", "recv_", "recv_any_source_"}
@@ -43,7 +44,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace in NAMESPACES and name not in SENDING_NOTHING:
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            given = dict(zip(argument_names(func), args, strict=False))
             given |= kwargs or {}
             kind = f"c10d.{name}" if func.namespace == "c10d" else name
             self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given))))

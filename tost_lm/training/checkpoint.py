@@ -35,7 +35,7 @@ from tost_lm.model.checkpoint import (
     write_tensors,
 )
 from tost_lm.parallel import zero
-from tost_lm.parallel.watchdog.messages import NoMessageError, ThreadMessages
+from tost_lm.parallel.messages import NoMessageError, ThreadMessages
 from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
@@ -184,15 +184,14 @@ class CheckpointWriter:
 
     def _read_report(self, rank: int) -> tuple[dict[str, FileEntry], str]:
         try:
-            report = self._messages.read(f"report/{rank}", self._saves, self._config.run.timeout_seconds)
+            report = self._messages.read(f"report/{rank}", self._saves, self._config.run.timeouts.heartbeat)
         except NoMessageError as error:
             return {}, f"rank {rank} did not write its shard of a checkpoint: {error}; {RESUME}"
         entries, problem = json.loads(report)
         return entries, problem and f"rank {rank}: {problem}"
 
     def _wait_for_rank_0(self, key: str) -> None:
-        # Twice the timeout, because rank 0 itself waits for the slowest rank.
-        if problem := self._messages.read(key, self._saves, 2 * self._config.run.timeout_seconds):
+        if problem := self._messages.read(key, self._saves, self._config.run.timeouts.save):
             raise _reported_by_rank_0(problem)
 
 

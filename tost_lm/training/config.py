@@ -13,6 +13,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
 from tost_lm.optim.schedule import obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.config import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
+from tost_lm.parallel.timeouts import Timeouts
 
 
 class TrainingDataConfig(Section):
@@ -171,6 +172,10 @@ class RunConfig(Section):
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
     on_config_change: Literal["refuse", "restart"] = "refuse"
     """What to do when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.timeout_seconds)
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> "RunConfig":

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.watchdog.flight_recorder import enable_flight_recorder
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.watchdog.watch import watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import build_engine
+from tost_lm.torch_internals import enable_flight_recorder
 from tost_lm.training import checkpoint, hooks
 from tost_lm.training.batches import build_batches
 from tost_lm.training.checkpoint import CheckpointWriter
@@ -69,12 +70,12 @@ def train(
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
     enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
-    world = start_world(config.run.device, config.run.timeout_seconds)
+    world = start_world(config.run.device, config.run.timeouts)
     set_matmul_precision(config.train.tf32, world.device)
     if "G" in config.model.pattern:
         gated_kernels(world.device)  # raises before anything is written
     heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
-    with watch_ranks(heartbeat, config.run.timeout_seconds, graceful_stop.request):
+    with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
         _require_agreement(config, corpora, start, evaluation)
         config = with_tile_size(config, world)
         with run_lock(config.run_folder, world.rank), explain_out_of_memory(config, heartbeat):
@@ -221,7 +222,7 @@ def _open_folder(
     write_run_folder(config, world.size, world.device.type)
     if world.device.type == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
-    heartbeat.remove_ranks_from(world.size)
+    rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)
     metrics = Metrics(config, progress if progress.step else None, world.size, world.device, branch)
     metrics.log(_opening_line(config, world, start, tiling))

@@ -1,6 +1,8 @@
 """Truncates wandb's offline files of earlier launches to the step from which a run resumes.
 
-Logging all rows again would be simpler, but wandb takes up to a millisecond per row, and a long run has 60,000.
+wandb's own means need its server. Offline, wandb 0.31 ignores `resume`, and after `resume_from="ID?_step=5"` the files
+still have the steps after 5 twice. Logging all rows again would be simpler, but wandb takes up to a millisecond per
+row, and a long run has 60,000.
 """
 
 import shutil

@@ -13,8 +13,6 @@ from tost_lm.training.loggers import Row
 from tost_lm.training.redaction import redact_tree
 from tost_lm.training.wandb_files import truncate_runs
 
-CLOSE_S = 60.0  # longest wait for wandb at the end: the other ranks wait, and a time limit may be near
-
 
 class WandbSink:
     """One wandb run for all launches, with no step twice.
@@ -38,7 +36,7 @@ class WandbSink:
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
         last_in_files = truncate_runs(config.run_folder / "wandb", self.run_id, max(kept, default=0))
-        self._run = _start(config, self.run_id)
+        self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         for step, row in kept.items():
             if not self._run.offline or step > last_in_files:
@@ -53,13 +51,13 @@ class WandbSink:
         self._warn_of_failure()
 
     def close(self) -> None:
-        """Wait up to CLOSE_S until all rows are logged, and end wandb's process."""
+        """Wait up to `Timeouts.close` until all rows are logged, and end wandb's process."""
         import wandb
 
         self._rows.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(self._close_s)
         if self._thread.is_alive():
-            self._failure = f"it did not finish within {CLOSE_S:.0f} s"
+            self._failure = f"it did not finish within {self._close_s:.0f} s"
         else:
             try:
                 wandb.teardown()  # wandb would do it at exit, with a traceback if its process was killed

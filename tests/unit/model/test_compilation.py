@@ -228,5 +228,5 @@ def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyP
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
-    with pytest.raises(ConfigError, match=r"install g\+\+, or set train.compile = false"):
+    with pytest.raises(ConfigError, match=r"a C\+\+ compiler such as g\+\+; install it, or set train.compile = false"):
         compile_blocks(drawn_model("T"))

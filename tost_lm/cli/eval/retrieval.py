@@ -20,11 +20,11 @@
     qa_1@own-words                documents about towns; one of them answers the question
     qa_2@own-words                documents about towns and persons; two of them answer the question
 
-The last thirteen have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is written
-to eval/TASK/cells/ as soon as it is measured, with all its examples. The scores of a task are in
+The last thirteen have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is
+written to eval/TASK/cells/ as soon as it is measured, with all its examples. The scores of a task are in
 eval/TASK/results.json. A cell that exists for this checkpoint, text and seed is not measured again. Examples are
-generated once, in retrieval.samples_folder, and their hash is in the file of each cell. On more than
-tensor × sequence ranks, the copies of the model share the cells.
+generated once, in retrieval.samples_folder, and their hash is in the file of each cell. On more than tensor ×
+sequence ranks, the copies of the model share the cells.
 """
 
 import time

@@ -22,7 +22,8 @@ class WordList(Task):
         Question: Which N words occur most often in the list?
         Answer: The words are → WORD, WORD … and WORD
 
-    The answer has the most frequent word first, and of equally frequent ones the one that occurs first. In the control, the words of the answer do not occur.
+    The answer has the most frequent word first, and of equally frequent ones the one that occurs first. In the control,
+    the words of the answer do not occur.
     """
 
     question: str
@@ -124,8 +125,8 @@ SHORTEST_LIST = 100
 class FrequentWords(WordList):
     """Frequent words, protocol `fwe@own-words`: RULER's structure (arXiv 2404.06654).
 
-    Words are six drawn letters. The k-th occurs n / (k² · ζ(2)) times in a list of about n words, as in RULER, ζ(2) being
-    π² / 6. The first is `...`, and the answer names the next three.
+    Words are six drawn letters. The k-th occurs n / (k² · ζ(2)) times in a list of about n words, as in RULER, with
+    ζ(2) = π² / 6. The first is `...`, and the answer names the next three.
     """
 
     question = "Which three words, besides the dots, occur most often in the list?"

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal["building", "reading", "training", "validation", "saving", "leaving"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In the order of a step."""
+PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order of a step
+LINE_BYTES = 256  # of every file, so that a line overwrites the previous one
 
 
 class HeartbeatRecord(NamedTuple):
     rank: int
-    host: str
-    pid: int
-    step: int
-    phase: Phase
-    time: float
-    """Unix time [s] by the host's clock."""
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    phase: Phase | Literal[""] = ""  # empty: the rank has no heartbeat
+    time: float = 0.0  # Unix time [s] by the host's clock
 
 
 class Heartbeat:
@@ -32,39 +31,22 @@ class Heartbeat:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.last = HeartbeatRecord(rank, socket.gethostname(), os.getpid(), 0, "building", time.time())
-        self._path, self._width = folder / f"rank_{rank:05d}.json", 0
-        self._truncate = os.O_TRUNC  # only once, for a longer file of an earlier launch
         self.recorded_at = time.monotonic()
 
     def record(self, step: int, phase: Phase) -> None:
         """Record progress at each step and change of phase. Takes about 20 µs, without fsync."""
         self.recorded_at = time.monotonic()
         self.last = self.last._replace(step=step, phase=phase, time=round(time.time(), 3))
-        line = json.dumps(self.last._asdict())
-        self._width = max(self._width, len(line))  # it overwrites the previous line
-        # The file is only informative: whoever must write reports a full or lost disk.
-        with suppress(OSError):
-            try:
-                self._write(line.ljust(self._width) + "\n")
-            except FileNotFoundError:  # at the start, or after the run folder was renamed
+        line = json.dumps(self.last._asdict()).ljust(LINE_BYTES - 1) + "\n"
+        with suppress(OSError):  # the file is only informative: whoever must write reports a full or lost disk
+            if not self.folder.exists():  # at the start, or after the run folder was renamed
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._write(line.ljust(self._width) + "\n")
-
-    def remove_ranks_from(self, world_size: int) -> None:
-        """Remove the files of ranks that this launch does not have."""
-        for path in self.folder.glob("rank_*.json"):
-            number = path.stem.removeprefix("rank_")
-            if number.isdecimal() and int(number) >= world_size:
-                path.unlink(missing_ok=True)
-
-    def _write(self, line: str) -> None:
-        # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._truncate, 0o666)
-        try:
-            os.pwrite(file, line.encode(), 0)
-            self._truncate = 0
-        finally:
-            os.close(file)
+            # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
+            file = os.open(self.folder / f"rank_{self.last.rank:05d}.json", os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(file, line.encode(), 0)
+            finally:
+                os.close(file)
 
 
 def read_heartbeats(folder: Path) -> dict[int, HeartbeatRecord]:

@@ -1,19 +1,18 @@
 """The process group's key-value store with a timeout for each request."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import _get_default_store
 
-RESPONSE_S = 3.0  # timeout of a request
+from tost_lm.parallel.timeouts import STORE_S
+from tost_lm.torch_internals import new_store_connection
 
-Response = TypeVar("Response")
+_instances = count()  # the store keeps the keys of earlier instances
 
 
 class StoreTimeoutError(dist.DistStoreError):
@@ -21,62 +20,41 @@ class StoreTimeoutError(dist.DistStoreError):
 
 
 class TimeoutStore:
-    """Keys of the process group's store under a prefix, over a connection and a thread of its own.
+    """Keys of the process group's store, apart from those of other instances; all ranks create it together.
 
     torch's store waits without limit, or for the rendezvous timeout. Each method here raises
-    torch.distributed.DistError if the connection is broken, and StoreTimeoutError after RESPONSE_S.
+    torch.distributed.DistError if the connection is broken, and StoreTimeoutError after STORE_S.
     """
 
-    def __init__(self, prefix: str) -> None:
-        # A separate connection: a waiting request blocks the others on its connection.
-        self._store = PrefixStore(prefix, _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
-        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._pending_since: float | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+    def __init__(self, name: str) -> None:
+        # A connection of its own, because a waiting request blocks the others on its connection.
+        self._store = PrefixStore(f"tost_lm/{name}/{next(_instances)}", new_store_connection())
+        self._late: Future[Any] | None = None
 
     def set(self, key: str, value: str) -> None:
         self._request(lambda: self._store.set(key, value))
 
-    def get(self, key: str) -> str | None:
-        """The value of a key; None: it is not set."""
-        return self._request(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+    def set_if_new(self, key: str, value: str) -> str:
+        """Set a key that is not set. Returns its value, perhaps an earlier one."""
+        return self._request(lambda: self._store.compare_set(key, "", value)).decode()
 
-    def has(self, *keys: str) -> bool:
-        """Whether all keys are set."""
-        return self._request(lambda: self._store.check(list(keys)))
+    def get(self, key: str) -> str:
+        """The value of a key; empty: it is not set."""
+        return self._request(lambda: self._store.get(key) if self._store.check([key]) else b"").decode()
 
-    def add(self, key: str, amount: int) -> int:
-        return self._request(lambda: self._store.add(key, amount))
-
-    def set_if_new(self, key: str, value: str) -> None:
-        self._request(lambda: self._store.compare_set(key, "", value))
-
-    def close(self) -> None:
-        """End the thread, unless it still waits for a response."""
-        self._requests.put(None)
-        if self._pending_since is None:
-            self._thread.join(RESPONSE_S)
-
-    def _request(self, request: Callable[[], Response]) -> Response:
-        pending_since = self._pending_since
-        if pending_since is None or time.monotonic() - pending_since < RESPONSE_S:
-            response: Future[Response] = Future()
-            self._requests.put((request, response))
+    def _request(self, request: Callable[[], Any]) -> Any:
+        if not self._late or self._late.done():
+            response = Future[Any]()
+            threading.Thread(target=_respond, args=(request, response), daemon=True).start()
             try:
-                return response.result(RESPONSE_S)
+                return response.result(STORE_S)
             except TimeoutError:
-                response.cancel()
-        raise StoreTimeoutError(f"the store has not responded for {RESPONSE_S} s")
+                self._late = response
+        raise StoreTimeoutError(f"the store has not responded for {STORE_S:g} s")
 
-    def _serve(self) -> None:
-        while item := self._requests.get():
-            request, response = item
-            if not response.set_running_or_notify_cancel():
-                continue
-            self._pending_since = time.monotonic()
-            try:
-                response.set_result(request())
-            except Exception as error:
-                response.set_exception(error)
-            self._pending_since = None
+
+def _respond(request: Callable[[], Any], response: Future[Any]) -> None:
+    try:
+        response.set_result(request())
+    except Exception as error:
+        response.set_exception(error)

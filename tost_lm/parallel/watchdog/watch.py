@@ -1,220 +1,201 @@
 """The watchdog thread: a rank that fails, dies, hangs or stops answering ends the run on every rank with one line."""
 
+import json
+import math
 import os
-import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
 from tost_lm.config.program import EXIT_STOPPED
-from tost_lm.errors import TostError
-from tost_lm.parallel.watchdog.flight_recorder import dump_flight_record
-from tost_lm.parallel.watchdog.heartbeat import Heartbeat
-from tost_lm.parallel.watchdog.poll import RankPoll
-from tost_lm.parallel.watchdog.store import RESPONSE_S, StoreTimeoutError
-
-CHECK_EVERY_S = 0.25
-READ_S = 0.3  # for other ranks to read the result, since the store may end with this process
-EXIT_S = 10.0  # for the main thread to end by itself; longer than run_program delays an error
-HUNG_EXIT_S = 0.1  # the same if the main thread hung for the whole timeout
-BUILDING_S = 600.0  # minimal timeout before the first step: imports, compilers, file systems
-SUSPENDED_S = RESPONSE_S + 0.5  # a longer gap between two checks means that this process was suspended
-GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
-
-
-class LostRankError(TostError):
-    """One line, equal on all remaining ranks, about the ranks that ended the run.
-
-    `printed_here` is true on the one rank that prints it.
-    """
-
-    def __init__(self, line: str, printed_here: bool) -> None:
-        super().__init__(line)
-        self.printed_here = printed_here
+from tost_lm.errors import LostRankError, TostError
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.parallel.watchdog.heartbeat import Heartbeat, HeartbeatRecord, read_heartbeats
+from tost_lm.parallel.watchdog.store import StoreTimeoutError, TimeoutStore
+from tost_lm.parallel.watchdog.verdict import ANSWERS, GONE, RUNS, RankState, verdict
+from tost_lm.torch_internals import dump_flight_record, is_communication_error
 
 
 @contextmanager
 def watch_ranks(
-    heartbeat: Heartbeat | None = None, timeout_s: float | None = None, on_terminate: Callable[[], None] | None = None
+    heartbeat: Heartbeat | None = None, limits: Timeouts | None = None, on_terminate: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Run the watchdog around all collective work, in the main thread of each rank.
 
-    An error of this rank is reported to the others and raised unchanged. A rank that hangs in a collective, as with
-    NCCL after a peer died, prints the line and exits with 2 about 10 s after the other ranks. Every rank that ends
-    because of others dumps its flight record, if `enable_flight_recorder` was called.
+    A process whose main thread does not end, as in NCCL after a peer died, prints the line and exits with 2.
 
     Args:
-        heartbeat: of this rank's main thread; the line then has the last step of lost ranks.
-        timeout_s: heartbeat timeout [s], at least 10 minutes in the phase "building". After it the watchdog names the
-            rank that hangs. Every rank ends within 2 s, with the line or directly with exit code 2, since its main
-            thread may wait forever. Time in which this process was suspended does not count.
+        heartbeat: of this rank's main thread. After its timeout the rank that hangs is named, and every rank ends
+            within 2 s. Time in which this process was suspended does not count.
         on_terminate: replaces the program's SIGTERM handler while no rank is lost.
 
     Raises:
-        LostRankError: communication failed, or the launcher sent SIGTERM because of another rank. Further SIGTERMs are
-            ignored, so that the line is printed.
+        LostRankError: another rank ended the run.
         SystemExit: on SIGTERM while no rank is lost, if neither `on_terminate` nor the program handles it.
     """
-    watchdog = _Watchdog(heartbeat, timeout_s) if dist.get_world_size() > 1 else None
-    with _handling_sigterm(watchdog, on_terminate):
-        if watchdog is None:
-            yield
-            return
-        try:
-            yield
-            watchdog.finish("had finished")
-        except LostRankError:
-            raise
-        except BaseException as error:
-            if _is_communication_error(error):
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                raise watchdog.lost_rank_error(_first_line(error)) from None
-            if isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
-                watchdog.finish("had stopped gracefully")  # as the other ranks will
-            else:
-                watchdog.fail(error)
-            raise
-        finally:
-            watchdog.close()
-
-
-@contextmanager
-def _handling_sigterm(watchdog: "_Watchdog | None", on_terminate: Callable[[], None] | None) -> Iterator[None]:
+    watchdog = _Watchdog(heartbeat, limits or Timeouts()) if dist.get_world_size() > 1 else None
     before, pid = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def terminate(*_: object) -> None:
         is_rank = os.getpid() == pid  # forked workers inherit this handler
-        if is_rank and watchdog and watchdog.is_ending:
+        if is_rank and watchdog and watchdog.main_left.is_set():
             return
-        with suppress(dist.DistError):
-            if is_rank and watchdog and watchdog.poll.is_needed():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                raise watchdog.lost_rank_error("SIGTERM")
-        if not is_rank or on_terminate is None:
+        # torchrun sends SIGTERM 0.1 s after a death, before a rank that waits for a live one has noticed it.
+        if not is_rank or on_terminate is None or (watchdog and watchdog.is_needed()):
             sys.exit(128 + signal.SIGTERM)
         on_terminate()
 
-    # torchrun sends SIGTERM 0.1 s after a death, before a rank that waits for a live one has noticed it.
     if on_terminate or (watchdog and before is signal.SIG_DFL):
         signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+        if watchdog:
+            watchdog.finish("had finished")
+    except BaseException as error:
+        if watchdog:
+            watchdog.fail(error)
+        raise
     finally:
         if signal.getsignal(signal.SIGTERM) is terminate:
             signal.signal(signal.SIGTERM, before)
 
 
 class _Watchdog:
-    """A thread that answers polls while the main thread waits, and polls the ranks itself when one is lost."""
+    """A thread that watches this rank's heartbeat and node, and agrees with those of the other ranks on the line.
 
-    def __init__(self, heartbeat: Heartbeat | None, timeout_s: float | None) -> None:
-        self.poll = RankPoll(heartbeat)
-        self.heartbeat, self.timeout_s = heartbeat, timeout_s
-        self.heartbeat_at, self.suspended_s, self.checked_at = 0.0, 0.0, time.monotonic()
-        self.main_ended, self.is_ending, self.cause = threading.Event(), False, ""
+    Keys in the store: RANK: its RankState; asked: the first rank that asked for the line; line; printer: its rank.
+    """
+
+    def __init__(self, heartbeat: Heartbeat | None, limits: Timeouts) -> None:
+        self.heartbeat, self.limits, self.store = heartbeat, limits, TimeoutStore("watchdog")
+        rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
+        self.me, self.state = str(rank), RankState(HeartbeatRecord(rank, socket.gethostname(), os.getpid()))
+        first = max(0, rank - int(os.environ.get("LOCAL_RANK", 0)))
+        self.node = self.ranks[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks)))]
+        self.neighbours: dict[int, RankState] = {}
+        self.launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.heartbeat_at, self.waited_s, self.checked_at = 0.0, 0.0, time.monotonic()
+        self.main_left, self.has_own_end, self.exit_s = threading.Event(), False, timeouts.EXIT_S
         self.error: LostRankError | None = None
-        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.publish(self.state)
+        self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
     def finish(self, how: str) -> None:
         """End the thread, and publish how this rank ended."""
-        self.is_ending = True
-        self._stop()
+        self.has_own_end = True
+        self.main_left.set()
+        self.thread.join()
         with suppress(dist.DistError):  # the store may have ended with another rank
-            self.poll.report_end(how)
+            self.publish(self.state._replace(status=how))
 
     def fail(self, error: BaseException) -> None:
-        """End the thread, and report this rank's error to the others."""
+        """End the thread. Raise the line if this error comes from another rank; else publish it as the line."""
+        if is_communication_error(error) or (not isinstance(error, Exception) and self.is_needed()):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the line is printed
+            self.main_left.set()
+            self.thread.join()
+            lost = self.error or self.agree(_first_line(error))
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
+            raise lost from None
+        if isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
+            self.finish("had stopped gracefully")  # as the other ranks will
+            return
         how = f"{'failed' if isinstance(error, Exception) else 'exited'}: {_first_line(error)}"
         self.finish(how)
-        if isinstance(error, TostError) and error.printed_here is False and self.error and self.error.printed_here:
-            error.printed_here = True  # the other ranks rely on this rank to print a line
         with suppress(dist.DistError):
-            self.poll.report_failure(how, prints_it=isinstance(error, TostError) and error.printed_here is not False)
-            time.sleep(2 * CHECK_EVERY_S)  # the store may end with this process: let the others read first
+            if isinstance(error, TostError) and error.printed_here is not False:
+                self.store.set_if_new("printer", self.me)
+            elif isinstance(error, TostError):
+                error.printed_here = self.store.get("printer") == self.me  # if so, no other rank prints a line
+            self.store.set_if_new("line", f"rank {self.me} {how}")
+            self.store.set_if_new("asked", self.me)
+            time.sleep(2 * timeouts.CHECK_S)  # the store may end with this process: let the others read first
 
-    def lost_rank_error(self, cause: str) -> LostRankError:
-        """End the thread after a poll of the ranks."""
-        self.cause = cause
-        self._stop()
-        assert self.error
-        dump_flight_record()
-        return self.error
+    def is_needed(self) -> bool:
+        """Whether a rank asked for the line, or a rank of this node died."""
+        try:
+            return bool(self.store.get("asked") or self.gone())
+        except StoreTimeoutError:
+            return False  # it may recover, and the ranks can continue without it
+        except dist.DistError:
+            return not self.launcher_has_store  # else rank 0 ended
 
-    def close(self) -> None:
-        self._stop()
-        self.poll.store.close()
-
-    def _stop(self) -> None:
-        self.main_ended.set()
-        self.thread.join()
-
-    def _watch(self) -> None:
-        while self._wait():
-            try:
-                if self._seconds_left() <= 0 or self.poll.is_needed():
-                    break
-            except StoreTimeoutError:
-                continue  # it may recover, and the ranks can continue without it
-            except dist.DistError:
-                if not self.poll.launcher_has_store:
-                    break  # rank 0 ended
-        if self.is_ending:
-            return
-        self.error = self._poll_ranks()
-        if not self.main_ended.wait(HUNG_EXIT_S if self.hung else EXIT_S):
+    def watch(self) -> None:
+        while self.seconds_left() > 0 and not self.is_needed():
+            if self.main_left.wait(max(0.0, min(timeouts.CHECK_S, self.seconds_left()))):
+                return
+        self.error = self.agree("")
+        if not self.main_left.wait(self.exit_s):
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
-            dump_flight_record()
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             os._exit(2)
 
-    def _poll_ranks(self) -> LostRankError:
-        is_timeout = re.search("time(d )?out", self.cause, re.IGNORECASE)
-        self.hung = self._seconds_left() <= 0 or bool(self.heartbeat and is_timeout)
+    def agree(self, cause: str) -> LostRankError:
+        """Answer, ask for the line, and wait for it. `cause` is this rank's error."""
         try:
-            line = self.poll.run(self.cause, self.hung, lambda: self.is_ending)
-            printed_here = not self.is_ending and self.poll.claim_printing()
-            self.hung = self.poll.is_hang()
+            error = LostRankError(self.poll(cause))
+            printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
+            if self.read(int(printer)).status != ANSWERS:
+                self.exit_s = timeouts.FAILED_EXIT_S
         except dist.DistError:
-            line, printed_here = self.poll.store_lost()
-        time.sleep(READ_S / 2 if self.hung else READ_S)  # ranks check more often after a hang
-        return LostRankError(line, printed_here)
+            host = f"the launcher on {os.environ['MASTER_ADDR']}" if self.launcher_has_store else "rank 0"
+            error = LostRankError(f"{host} was lost: it held the rendezvous store")
+            # One rank of each node prints it, as the others may be cut off.
+            printer = str(self.node[0] or int(not self.launcher_has_store))
+        error.printed_here = printer == self.me
+        time.sleep(timeouts.READ_S)  # the store may end with this process: let the others read first
+        return error
 
-    def _wait(self) -> bool:
-        """Wait until the next check; False: the main thread ended."""
-        pause = max(0.0, min(CHECK_EVERY_S, self._seconds_left()))
-        if self.main_ended.wait(pause):
-            return False
-        self._read_heartbeat()
-        gap, self.checked_at = time.monotonic() - self.checked_at, time.monotonic()
-        self.suspended_s += gap if gap > SUSPENDED_S else 0
-        return True
+    def poll(self, cause: str) -> str:
+        self.publish(RankState(self.heartbeat.last if self.heartbeat else self.state.last, ANSWERS))
+        is_first = self.store.set_if_new("asked", self.me) == self.me
+        checks = round(timeouts.ANSWER_S / timeouts.POLL_S) * (1 if is_first else 2)  # the first one may die, too
+        while not (line := self.store.get("line")) and not self.has_own_end:
+            for state in self.gone():
+                self.publish(state._replace(status=GONE))
+            checks -= 1  # not the time: if this rank is slow, so are others
+            if checks < 0 or (is_first and all(self.read(rank).status != RUNS for rank in self.ranks)):
+                states = [self.read(rank) for rank in self.ranks]
+                files = read_heartbeats(self.heartbeat.folder) if self.heartbeat else {}
+                return self.store.set_if_new("line", verdict(states, files, cause))
+            time.sleep(timeouts.POLL_S)
+        return line
 
-    def _read_heartbeat(self) -> None:
-        if self.heartbeat and self.heartbeat.recorded_at != self.heartbeat_at:
-            self.heartbeat_at, self.suspended_s = self.heartbeat.recorded_at, 0.0
-
-    def _seconds_left(self) -> float:
+    def seconds_left(self) -> float:
         """Until the heartbeat timeout."""
-        if self.heartbeat is None or self.timeout_s is None:
-            return float("inf")
-        self._read_heartbeat()
-        limit = max(self.timeout_s, BUILDING_S) if self.heartbeat.last.phase == "building" else self.timeout_s
-        return self.heartbeat_at + limit + self.suspended_s - time.monotonic()
+        gap, self.checked_at = time.monotonic() - self.checked_at, time.monotonic()
+        if self.heartbeat is None:
+            return math.inf
+        if self.heartbeat.recorded_at != self.heartbeat_at:
+            self.heartbeat_at, self.waited_s = self.heartbeat.recorded_at, 0.0
+            gap = min(gap, time.monotonic() - self.heartbeat_at)
+        self.waited_s += gap if gap < timeouts.SUSPENDED_S else 0.0
+        return self.limits.of_phase(self.heartbeat.last.phase) - self.waited_s
 
+    def gone(self) -> list[RankState]:
+        """Ranks of this node whose process ended without publishing it."""
+        for rank in set(self.node).difference(self.neighbours):
+            if (state := self.read(rank)).last.host == self.state.last.host and Path("/proc").exists():
+                self.neighbours[rank] = state
+        gone = [rank for rank, state in self.neighbours.items() if not Path("/proc", str(state.last.pid)).exists()]
+        return [state for rank in gone if (state := self.read(rank)).status in (RUNS, ANSWERS)]
 
-def _is_communication_error(error: BaseException | None) -> bool:
-    """Whether this error, or one in its chain, comes from the process group."""
-    if not isinstance(error, Exception):
-        return False
-    if isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO_ERRORS):
-        return True
-    return _is_communication_error(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+    def read(self, rank: int) -> RankState:
+        last, *status = json.loads(self.store.get(str(rank)) or f"[[{rank}]]")
+        return RankState(HeartbeatRecord(*last), *status)
+
+    def publish(self, state: RankState) -> None:
+        self.store.set(str(state.last.rank), json.dumps(state))
 
 
 def _first_line(error: BaseException) -> str:

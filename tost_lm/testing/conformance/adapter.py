@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from tost_lm.model.block import MIXER_OF
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.ops.sequence_shard import SequenceShard, SequenceSplit
+from tost_lm.torch_internals import pytree
 
 State = Any
 """Tensors in tuples, named tuples, lists or dicts; the first axis of each tensor is the documents, [N, …]."""
@@ -58,7 +58,7 @@ class CallMixer(Protocol):
 
 def concatenate_rows(states: Sequence[State]) -> State:
     """The state of all documents of several states: their tensors, concatenated along the first axis."""
-    return tree_map(lambda *tensors: torch.cat(tensors), *states)
+    return pytree.tree_map(lambda *tensors: torch.cat(tensors), *states)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Subject:
 
         The gradients are those of the sum over all outputs and final states, with fixed random weights.
         """
-        x_BTC, state = leaf(x_BTC), tree_map(leaf, state)
+        x_BTC, state = leaf(x_BTC), pytree.tree_map(leaf, state)
         y, final_state = call(x_BTC, state)
         outputs = {"outputs": y} | named("final state", final_state)
         inputs = {TOKENS: x_BTC} | named("initial state", state) | self.parameters
@@ -188,11 +188,13 @@ def leaf(x: Any) -> Any:
 
 def named(name: str, state: State | None) -> dict[str, Tensor]:
     """The tensors of a state, by name and path."""
-    return {name + keystr(path): x for path, x in tree_flatten_with_path(state)[0] if isinstance(x, Tensor)}
+    return {
+        name + pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(state)[0] if isinstance(x, Tensor)
+    }
 
 
 def rows(state: State, start: int, end: int) -> State:
-    return tree_map(lambda x_N: x_N[start:end], state)
+    return pytree.tree_map(lambda x_N: x_N[start:end], state)
 
 
 def cotangent(name: str, x: Tensor) -> Tensor:
@@ -256,4 +258,4 @@ def concatenate_aligned(states: Sequence[State]) -> State:
         S = max(x.shape[2] for x in tensors)
         return torch.cat([pad(x, (0, 0, S - x.shape[2], 0)) for x in tensors])
 
-    return tree_map(concatenate, *states)
+    return pytree.tree_map(concatenate, *states)

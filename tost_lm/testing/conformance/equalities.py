@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from tost_lm.testing.conformance.adapter import (
@@ -22,6 +21,7 @@ from tost_lm.testing.conformance.adapter import (
     relative_difference,
     rows,
 )
+from tost_lm.torch_internals import pytree
 
 Differences = Iterator[tuple[float, str]]
 ROWS = 2
@@ -63,7 +63,7 @@ def packed_documents(subject: Subject, T: int) -> Differences:
     x_1TC = subject.tokens(1, T)
 
     def separate(output_state: bool, x_1TC: Tensor, states: State | None) -> tuple[Tensor, State | None]:
-        given = 0 if states is None else len(tree_leaves(states)[0])
+        given = 0 if states is None else len(pytree.tree_leaves(states)[0])
         results = [
             subject(x_1TC[:, start:end], rows(states, n, n + 1) if n < given else None, output_state=output_state)
             for n, (start, end) in enumerate(pairwise(offsets))
@@ -189,17 +189,17 @@ def _computed_again(
     subject: Subject, x_BTC: Tensor, state: State | None, offsets: list[int] | None
 ) -> tuple[Tensor, State | None]:
     """The call on detached inputs, computed again in the backward."""
-    leaves, structure = tree_flatten(state)
+    leaves, structure = pytree.tree_flatten(state)
     final_structure: Any = None
 
     def call(x_BTC: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         nonlocal final_structure
-        y, final_state = subject(x_BTC, tree_unflatten(leaves, structure), offsets)
-        final_leaves, final_structure = tree_flatten(final_state)
+        y, final_state = subject(x_BTC, pytree.tree_unflatten(leaves, structure), offsets)
+        final_leaves, final_structure = pytree.tree_flatten(final_state)
         return y, *final_leaves
 
     y, *final_leaves = checkpoint(call, x_BTC, *leaves, use_reentrant=True)  # pyright: ignore[reportGeneralTypeIssues]
-    return y, tree_unflatten(final_leaves, final_structure)
+    return y, pytree.tree_unflatten(final_leaves, final_structure)
 
 
 def _loss(subject: Subject, x_BTC: Tensor, state: State | None, offsets: list[int] | None) -> tuple[float, float]:

@@ -119,7 +119,8 @@ def test_guessing_scores_chance(make_task, tokenizer):
     [
         ("niah_single_1@own-words", 1 / 9e6), ("niah_single_3@own-words", 2**-122),
         ("niah_multivalue@own-words", 4 / 9e6), ("niah_multiquery@own-words", 4 / 9e6), ("vt@own-words", 5 / 26**5),
-        ("cwe@own-words", 10 / PAIRS), ("fwe@own-words", 3 / 26**6), ("qa_1@own-words", 1 / PAIRS), ("qa_2@own-words", 1 / PAIRS),
+        ("cwe@own-words", 10 / PAIRS), ("fwe@own-words", 3 / 26**6),
+        ("qa_1@own-words", 1 / PAIRS), ("qa_2@own-words", 1 / PAIRS),
     ],
 )  # fmt: skip
 def test_chance_of_guesses_of_the_right_form(make_task, name, chance):

@@ -1,0 +1,143 @@
+"""The only uses of torch's private names, of which a new version may change any:
+
+    torch._C._distributed_c10d, distributed_c10d._get_default_store, ._world    store and flight record of the ranks
+    torch._C._dispatch_tls_local_include_set, ._dispatch_tls_local_exclude_set,
+    ._ForceDispatchKeyGuard                                                     autograd inside of an operator
+    torch.ops._c10d_functional                                                  collectives that graphs may contain
+    torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
+    DataLoader iterators' _workers and _shutdown_workers                        worker processes
+    torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
+
+`tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/zero.py`, with the newest
+versions.
+"""
+
+import faulthandler
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "pytree"]
+GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
+RECORDS = 2000
+FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
+_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"  # torch's variable: NCCL writes here too if it ends a process first
+
+
+def new_store_connection() -> Any:
+    """Another connection to the store of the default process group."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def enable_flight_recorder(folder: Path) -> None:
+    """Record collectives, and dump them to FOLDER/rank_N. Call it before the process group is created."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
+    os.environ.setdefault(_PREFIX, str(folder.absolute() / "rank_"))
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether this error, or one in its chain, comes from the process group."""
+    if not isinstance(error, Exception):
+        return False
+    if isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO_ERRORS):
+        return True
+    return is_communication_error(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+
+
+def dump_flight_record(timeout_s: float, gil_timeout_s: float) -> None:
+    """Write this rank's record if it is enabled. Errors are suppressed, since the process is ending.
+
+    Args:
+        timeout_s: after it the function returns: a file system may hang.
+        gil_timeout_s: after it the process ends with exit code 1. A hung GPU may block the dump while it holds the
+            GIL, so that no Python code could end the process.
+    """
+    thread = threading.Thread(target=_dump, args=(gil_timeout_s,), daemon=True)
+    with suppress(RuntimeError):  # no more threads
+        thread.start()
+        thread.join(timeout_s)
+
+
+# Of the dispatcher, outside of an operator. Inside, autograd is off.
+_KEYS_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def autograd_as_outside() -> Iterator[None]:
+    """Inside of an operator of torch.library: autograd as outside of it."""
+    with torch._C._ForceDispatchKeyGuard(*_KEYS_OUTSIDE), torch.enable_grad():
+        yield
+
+
+def allow_graphs(count: int) -> None:
+    """Let torch.compile make at least so many graphs of a function."""
+    torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks for a device; empty: nothing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        return "the package triton"
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return "a C++ compiler such as g++"
+    return ""
+
+
+def loader_workers(iterator: Any) -> list[Any]:
+    """The processes of a DataLoader's iterator."""
+    return iterator._workers
+
+
+def end_loader_workers(iterator: Any) -> None:
+    """End the processes of a DataLoader's iterator."""
+    iterator._shutdown_workers()
+
+
+def argument_names(operator: Any) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def _dump(gil_timeout_s: float) -> None:
+    with suppress(Exception), open(os.devnull, "w") as nowhere:
+        path = Path(f"{os.environ[_PREFIX]}{dist.get_rank()}")
+        faulthandler.dump_traceback_later(gil_timeout_s, exit=True, file=nowhere)
+        try:
+            record = _flight_record()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(record))
+
+
+def _flight_record() -> dict[str, Any]:
+    """In the format of torchfrtrace."""
+    from torch._C import _distributed_c10d
+    from torch.distributed import distributed_c10d
+
+    recorder = "nccl" if dist.get_backend() == "nccl" else "fr"
+    dump = getattr(_distributed_c10d, f"_dump_{recorder}_trace")
+    record = pickle.loads(dump(True, False, False))  # without stack traces: the first ones take 1.5 s
+    if recorder == "fr":  # gloo does not record its groups
+        record["pg_config"] = {
+            name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+            for group, name in distributed_c10d._world.pg_names.items()
+        }
+    return record
