@@ -25,9 +25,6 @@ TRITON_SLOT_CHUNK_TOKENS = 64
 SLOT_GROUP_ELEMENTS = 1 << 18
 """Elements of the [L, L] masks of the chunks of slot memory that PyTorch computes at once: they fit a core's cache."""
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""A float32 weight and AdamW's two moments."""
-
 BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 

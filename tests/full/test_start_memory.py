@@ -7,13 +7,14 @@ import torch
 from memory_of_training import settings_of, start_measured
 
 from tost_lm.config import validate
+from tost_lm.interop.authors import MOMENTS
 from tost_lm.model.checkpoint import flush_and_hash, publish_checkpoint, shard_name, write_tensors
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_memory import weights_and_optimizer
 from tost_lm.training.progress import Progress
-from tost_lm.training.snapshot import STATISTICS, assign_writers
+from tost_lm.training.snapshot import assign_writers
 
 RANKS, SHARDS = 2, 3
 SHAPE = {"width": 2048, "layers": 4, "heads": 16, "vocab_size": 50304, "tokens": 64, "pattern": "TS"}
@@ -38,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writers = assign_writers({name: shape.numel() for name, shape in shapes.items()}, SHARDS)
     for number, names in enumerate(writers):
         write_tensors(temp / shard_name("model", number, SHARDS), {name: torch.ones(shapes[name]) for name in names})
-        moments = {f"{key}/{name}": torch.ones(shapes[name]) for name in names for key in STATISTICS}
+        moments = {f"{key}/{name}": torch.ones(shapes[name]) for name in names for key in MOMENTS}
         write_tensors(temp / shard_name("optimizer", number, SHARDS), moments)
     Progress(step=1, updates=1).write(temp)
     publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})

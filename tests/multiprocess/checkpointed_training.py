@@ -44,6 +44,7 @@ class Trainee(NamedTuple):
     parallel: ParallelConfig = ParallelConfig()
     bfloat16: bool = False
     timeout_s: float = 20
+    optimizer: str = "adamw"
     model: dict[str, Any] = {}  # noqa: RUF012, never changed
     """Settings that differ from those of `build_model`."""
 
@@ -51,6 +52,7 @@ class Trainee(NamedTuple):
         tree = {
             "model": build_model(**self.model).config.model_dump(mode="json"),
             "data": {"folder": "shards"},
+            "optim": {"kind": self.optimizer},
             "train": {"steps": 99, "global_batch_size": BATCH, "micro_batch_size": 1, "seq_len": T},
             "parallel": self.parallel.model_dump(),
             "checkpoint": checkpoint,
@@ -70,14 +72,15 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(self.folder)
         at = find_checkpoint(RUN) if step_folders(RUN) else None
-        self.engine = build_engine(trainee.parallel, "adamw", bfloat16=trainee.bfloat16, **trainee.model)
+        self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
+        self.optimizer = trainee.optimizer
         self.writer = CheckpointWriter(self.engine, config, trainee.corpora)
         self.curve: Curve = []
 
     def step(self) -> None:
         at = self.progress.step
-        ((loss, norm),) = train_steps(self.engine, "adamw", range(at, at + 1))
+        ((loss, norm),) = train_steps(self.engine, self.optimizer, range(at, at + 1))
         self.curve.append((loss, norm, float(torch.rand(1))))
         self.progress = replace(self.progress, step=at + 1, updates=at + 1, recent=((loss, norm),))
 

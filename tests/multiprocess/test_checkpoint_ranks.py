@@ -60,14 +60,14 @@ def stop_and_resume(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> li
 def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora: Corpora):
     # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
     layouts = {
-        "stage 0": {"zero_stage": 0}, "stage 1": {}, "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2},
-        "other forms": {"tensor": 2},
+        "stage 0": {"zero_stage": 0}, "muon": {"zero_stage": 0, "sequence": 2}, "stage 1": {},
+        "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2}, "other forms": {"tensor": 2},
     }  # fmt: skip
-    stops = [(2,), (2,), (0, 2), (2,), (2,), (2,)]
+    stops = [(2,), (0, 2), (2,), (0, 2), (2,), (2,), (2,)]
     trainees = [
         Trainee(
             tmp_path / name, corpora, build_layout(**layout), name == "bf16",
-            model=OTHER_FORMS if name == "other forms" else {},
+            model=OTHER_FORMS if name == "other forms" else {}, optimizer="muon" if name == "muon" else "adamw",
         )
         for name, layout in layouts.items()
     ]  # fmt: skip

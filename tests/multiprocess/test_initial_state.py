@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.errors import DamagedCheckpointError
+from tost_lm.interop.authors import MOMENTS
 from tost_lm.model import TostLM
 from tost_lm.model.checkpoint import flush_and_hash, publish_checkpoint, shard_entries, shard_name, write_tensors
 from tost_lm.model.lm import parameter_shapes
@@ -25,7 +26,6 @@ from tost_lm.training.checkpoint import draw_weights, restore
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
 from tost_lm.training.progress import Progress
-from tost_lm.training.snapshot import STATISTICS
 
 SEED = 5
 KINDS: tuple[Literal["model"], Literal["optimizer"]] = ("model", "optimizer")
@@ -53,7 +53,7 @@ def whole_tensors(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Random weights, and moments by statistic/name."""
     generator, shapes = torch.Generator().manual_seed(seed), parameter_shapes(settings().model)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    labels = [f"{statistic}/{name}" for statistic in STATISTICS for name in shapes]
+    labels = [f"{statistic}/{name}" for statistic in MOMENTS for name in shapes]
     return weights, {label: torch.rand(shapes[label.rpartition("/")[2]], generator=generator) for label in labels}
 
 

@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from other_forms import OTHER_FORMS
-from training_on_layouts import Record, T, train_on_layout
+from torch import Tensor
+from training_on_layouts import LR, Record, T, build_model, train_on_layout
 
 from tost_lm.config import validate
 from tost_lm.parallel.config import ParallelConfig
@@ -40,6 +42,34 @@ def test_four_ranks_train_as_one_process(
 def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
     for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
+
+
+def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
+    """(name, weight, the weight that torch's optimizers make of the gradients of all ranks) for each parameter."""
+    record = train_on_layout(ParallelConfig(sequence=2, zero_stage=0), "muon", grad_clip=0.0)
+    named = dict(build_model().named_parameters())
+    by_muon = [p for name, p in named.items() if name.endswith("_proj.weight")]
+    decayed = [
+        named[name] for name in ("embedding.weight", "positions.weight", "blocks.1.mixer.conv", "blocks.1.mixer.norm")
+    ]
+    others = [p for p in named.values() if not any(p is other for other in [*by_muon, *decayed])]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizers = (
+        torch.optim.Muon(by_muon, lr=LR["muon"], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=LR["muon"], betas=(0.9, 0.95), eps=1e-4, fused=True),
+    )
+    for gradients in record.gradients:
+        for name, gradient in gradients.items():
+            named[name].grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    return [(name, record.weights[name], p.detach()) for name, p in named.items()]
+
+
+def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit():
+    for weights in run_on_ranks(train_with_muon_and_with_torch, 4):
+        for name, ours, theirs in weights:
+            assert torch.equal(ours, theirs), name
 
 
 def train_on_uneven_shards(lengths: tuple[int, ...]) -> Record:

@@ -48,9 +48,9 @@ def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:
     return outcome
 
 
-def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str, bool, bool]]:
+def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool, optimizer: str) -> list[tuple[str, bool, bool]]:
     """Each fault on two ranks between good steps: (reason_to_skip, nothing changed, a good step goes through)."""
-    engine = build_engine(validate(ParallelConfig, settings, "test"), "adamw", bfloat16=bfloat16)
+    engine = build_engine(validate(ParallelConfig, settings, "test"), optimizer, bfloat16=bfloat16)
     step(engine, 0)
     found = []
     for number in range(2):
@@ -64,20 +64,22 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool) -> list[tuple[str
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings", "bfloat16"),
+    ("ranks", "settings", "bfloat16", "optimizer"),
     [
-        (2, {"zero_stage": 0}, False),
-        (2, {"zero_stage": 2}, False),
-        (2, {"zero_stage": 1}, True),
-        (2, {"zero_stage": 3, "tensor": 2}, False),
+        (2, {"zero_stage": 0}, False, "muon"),  # and AdamW for parameters that are no matrices
+        (2, {"zero_stage": 2}, False, "adamw"),
+        (2, {"zero_stage": 1}, True, "adamw"),
+        (2, {"zero_stage": 3, "tensor": 2}, False, "adamw"),
     ],
 )
-def test_every_rank_skips_alike_and_nothing_changes(ranks: int, settings: dict[str, Any], bfloat16: bool):
-    assert_all_skip_alike(ranks, settings, bfloat16)
+def test_every_rank_skips_alike_and_nothing_changes(
+    ranks: int, settings: dict[str, Any], bfloat16: bool, optimizer: str
+):
+    assert_all_skip_alike(ranks, settings, bfloat16, optimizer)
 
 
-def assert_all_skip_alike(ranks: int, settings: dict[str, Any], bfloat16: bool) -> None:
-    results = run_on_ranks(skipped_on_a_mix, ranks, settings, bfloat16)
+def assert_all_skip_alike(ranks: int, settings: dict[str, Any], bfloat16: bool, optimizer: str = "adamw") -> None:
+    results = run_on_ranks(skipped_on_a_mix, ranks, settings, bfloat16, optimizer)
     assert all(result == results[0] for result in results)
     for number, (reason_to_skip, unchanged, goes_on) in enumerate(results[0]):
         fault = FAULTS[number % len(FAULTS)]

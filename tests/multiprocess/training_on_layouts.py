@@ -14,6 +14,8 @@ from tost_lm.model.activation_checkpointing import apply_activation_checkpointin
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.optim.adamw import parameter_groups
+from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig
@@ -26,7 +28,7 @@ from tost_lm.training.step import train_step
 from tost_lm.training.tiled import Tile, TiledLM, Tiling, tile
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
-LR = {"adamw": 1e-3, "sgd": 0.05}
+LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.05}
 
 
 class Record(NamedTuple):
@@ -76,7 +78,12 @@ def build_optimizer(model: TostLM, name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(groups, lr=LR[name])
     # eps is above the rounding errors of gradients, which AdamW would turn into full steps.
-    return torch.optim.AdamW(groups, lr=LR[name], eps=1e-4)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=LR[name], eps=1e-4)
+    muon = MuonWithAdamW(model, OptimConfig(kind="muon", lr=LR[name]))
+    for group in muon.param_groups[1:]:
+        group["eps"] = 1e-4
+    return muon
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from tost_lm.testing import FLOAT32_REORDERED
 
 CONSTANT = ["optim.schedule=constant", "train.steps=4"]
 WSD = ["optim.schedule=wsd", "optim.decay_steps=4", "train.steps=8"]
+MUON = ["optim.kind=muon", "parallel.zero_stage=0"]
 TRUNK = "runs/trunk/checkpoints/step_00000004"
 
 
@@ -147,6 +148,7 @@ def test_what_a_branch_may_not_change_is_named(place: Path):
         ),
         (["optim.warmup_steps=3"], "the warm-up would have 3 steps in place of 2; set optim.warmup_steps=2"),
         (["train.seed=1", "optim.lr=1.0"], "\noptim.lr: 0.01 → 1.0\ntrain.seed: 0 → 1"),
+        (MUON, '\noptim.kind: "adamw" → "muon"'),
     ):
         assert refused(place, "new", *branch, *words).endswith(problem)
     cosine = ["optim.schedule=cosine", "train.steps=8", f"train.branch_from={TRUNK}"]
@@ -154,13 +156,13 @@ def test_what_a_branch_may_not_change_is_named(place: Path):
     assert error.endswith("set optim.schedule to wsd or constant")
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path, schedule: str):
-    words = [f"optim.schedule={schedule}", "train.steps=4"]
-    train(workplace, "whole", *words)
-    train(workplace, "parts", *words, "run.stop_at_step=3")
-    train(workplace, "parts", *words)
+@pytest.mark.parametrize(("schedule", "optimizer"), [("cosine", []), ("linear", MUON)])
+def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path, schedule: str, optimizer: list[str]):
+    words = [f"optim.schedule={schedule}", *optimizer]
+    train(workplace, "whole", *words, "train.steps=4")
+    train(workplace, "parts", *words, "train.steps=4", "run.stop_at_step=3")
+    train(workplace, "parts", *words, "train.steps=4")
     assert curve(workplace, "parts") == curve(workplace, "whole")
     assert weights(workplace, "parts") == weights(workplace, "whole")
-    error = refused(workplace, "whole", words[0], "train.steps=8")
+    error = refused(workplace, "whole", *words, "train.steps=8")
     assert f"(optim.schedule {schedule}) decays after step 2, and the checkpoint is after step 4; undo" in error

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.model.flops import parameters
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training import plan
 from tost_lm.training.plan_config import PlanConfig, results_file
 from tost_lm.training.plan_memory import peak_moment
+from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
 
 if TYPE_CHECKING:
     from tost_lm.training.executed import Comparison, ExecutedClass
@@ -165,7 +165,7 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
         "operator": f"{in_units(operator)} per token {bandwidth}",
         "elementwise": f"{in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums, loss",
         "launches": f"{launches} at {cluster.launch_us:g} µs, less the above",
-        "optimizer": f"{in_units(plan.optimizer_bytes(config))} per rank",
+        "optimizer": _of_optimizer(config),
         "communication": "collectives, without overlap",
     }
     if (path := results_file("gpu", cluster.device)).is_file():
@@ -180,9 +180,9 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
 
 
 def disk_rows(config: PlanConfig) -> Iterator[Row]:
-    size, rate = CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model).total, config.cluster.disk_gb_s
+    size, rate = checkpoint_bytes(config), config.cluster.disk_gb_s
     every, keep = config.checkpoint.interval, config.checkpoint.keep_latest_k
-    each = f"{CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter"
+    each = f"{size / parameters(config.model).total:.3g} bytes per parameter"
     writing = f"{each}; {size / 1e9 / rate:.2g} s at {rate:g} GB/s every {every:,} steps"
     yield "checkpoint", in_units(size), writing
     kept = f"the newest {keep}, the one with the lowest validation loss, and one being written"
@@ -207,6 +207,11 @@ def duration(seconds: float) -> str:
         ((u, n) for u, n in (("days", 86400), ("hours", 3600), ("minutes", 60)) if seconds >= n), ("s", 1)
     )
     return f"{seconds / size:.3g} {unit}"
+
+
+def _of_optimizer(config: PlanConfig) -> str:
+    flops = f", {muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
+    return f"{in_units(plan.optimizer_bytes(config))}{flops} per rank"
 
 
 def _in_tiles(config: PlanConfig) -> str:

@@ -16,8 +16,8 @@ from typing import NoReturn
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.plan_optimizer import checkpoint_bytes
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -32,7 +32,7 @@ def main(path: Path, config: PretrainConfig) -> None:
         device=config.run.device,
         shards_folders=config.data.folders,
         runs_folder=config.run_folder.parent,
-        disk_bytes=checkpoint_bytes(config),
+        disk_bytes=disk_bytes(config),
     )
     if os.environ.get("RANK", "0") == "0":
         warnings = [f"warning: {line}" for line in result.warnings]
@@ -41,16 +41,10 @@ def main(path: Path, config: PretrainConfig) -> None:
         raise error_of_all_ranks(result.problems)
 
 
-def checkpoint_bytes(config: PretrainConfig) -> int:
+def disk_bytes(config: PretrainConfig) -> int:
     """Additional disk space for the run's checkpoints: those that are kept, and one that is being written."""
-    import torch
-
-    from tost_lm.model.lm import TostLM
-
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in TostLM(config.model).parameters())
     existing = sum(file.stat().st_size for file in (config.run_folder / "checkpoints").rglob("*") if file.is_file())
-    return (config.checkpoint.keep_latest_k + 1) * parameters * CHECKPOINT_BYTES_PER_PARAMETER - existing
+    return (config.checkpoint.keep_latest_k + 1) * checkpoint_bytes(config) - existing
 
 
 def run() -> NoReturn:

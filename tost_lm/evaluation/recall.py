@@ -29,7 +29,7 @@ from tost_lm.files import write_atomically
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.muon import build_optimizer
 from tost_lm.optim.schedule import learning_rate
 from tost_lm.version import VERSION
 
@@ -140,7 +140,7 @@ def draw_model(config: ModelConfig, seed: int) -> TostLM:
 def train(model: TostLM, config: RecallConfig, seed: int) -> None:
     """Train on new examples each step. Raises TrainingError when the loss is not finite."""
     device = next(model.parameters()).device
-    optimizer = build_adamw(model, config.optim)
+    optimizer = build_optimizer(model, config.optim)
     for step in range(config.train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.train.steps, config.optim)

@@ -141,6 +141,19 @@ def _mlp_matrices(config: ModelConfig) -> int:
     return 3 if config.mlp == "swiglu" else 2
 
 
+def block_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """Rows and columns of the weights of all linear layers, those of mixers and MLPs."""
+    C, hidden, H, V = config.width, config.mlp_width, config.heads, config.slot_channels
+    of_mixer = {
+        "T": [(C, C), (C, C)],
+        "S": [(2 * H * (config.slots + V), C), (C, H * V)],
+        "A": [(C + 2 * config.kv_width, C), (C, C)],
+        "G": [(3 * C, C), (GATE_CHANNELS, C), (C // 2, GATE_CHANNELS), (C, C)],
+    }
+    of_mlp = [((_mlp_matrices(config) - 1) * hidden, C), (C, hidden)]
+    return [shape for letter in config.letters for shape in of_mixer[letter] + of_mlp]
+
+
 def layers_by_letter(config: ModelConfig) -> dict[str, int]:
     """Number of layers of each mixer, {"T": …, "S": …, …}."""
     return {letter: config.letters.count(letter) for letter in MIXERS}

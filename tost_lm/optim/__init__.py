@@ -1,1 +1,1 @@
-"""AdamW, its parameter groups and its schedule."""
+"""AdamW, Muon, parameter groups and learning-rate schedules."""

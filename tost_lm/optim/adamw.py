@@ -8,9 +8,12 @@ from tost_lm.optim.config import OptimConfig
 
 def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), fused=True
-    )
+    return adamw_of(parameter_groups(model, config.weight_decay), config)
+
+
+def adamw_of(groups: list[dict], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW of parameter groups that have their weight decay."""
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Settings of AdamW and its learning-rate schedule."""
+"""Settings of the optimizer and its learning-rate schedule."""
 
 from typing import Literal
 
@@ -8,8 +8,10 @@ from tost_lm.config import Section
 
 
 class OptimConfig(Section):
-    """AdamW and its learning-rate schedule; the defaults are the paper's recipe."""
+    """The optimizer and its learning-rate schedule; the defaults are the paper's recipe."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon updates the matrices of mixers and MLPs, AdamW all other parameters. Both use the same learning rate and weight decay. Needs parallel.tensor=1 and parallel.zero_stage=0."""
     lr: float = Field(default=6e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

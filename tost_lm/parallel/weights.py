@@ -64,17 +64,22 @@ def local_slice(whole: Tensor, parameter: nn.Parameter, axis: Axis) -> Tensor:
 
 
 def read_on_rank(
-    model: nn.Module, config: ModelConfig, files: Mapping[Path, FileEntry], mesh: Mesh, statistics: Sequence[str] = ()
+    model: nn.Module,
+    config: ModelConfig,
+    files: Mapping[Path, FileEntry],
+    mesh: Mesh,
+    statistics: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(label, value) of this tensor rank's slice of each tensor in some shards; a collective call.
 
-    As `read_once_per_node`. A label is a parameter's name, or statistic/name for one of the optimizer's `statistics`.
+    As `read_once_per_node`. A label is a parameter's name, or statistic/name for one of the `statistics` that the
+    optimizer keeps of it.
 
     Raises:
         DamagedCheckpointError: after the last tensor, on all ranks: also if the weight of a parameter is missing.
     """
     shapes = parameter_shapes(config)
-    labelled = {f"{statistic}/{name}": shape for statistic in statistics for name, shape in shapes.items()}
+    labelled = {f"{one}/{name}": shapes[name] for name, kept in (statistics or {}).items() for one in kept}
     missing = {*shapes}
     for label, whole in read_once_per_node(files, shapes | labelled, mesh.node):
         missing.discard(label)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tost_lm.optim.muon import statistics_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.tensor_slice import slice_of
@@ -128,6 +129,11 @@ def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator
             yield name, _on_host(whole, into[name] if into else None)
 
 
+def statistics(engine: Any) -> dict[str, tuple[str, ...]]:
+    """Names of what the optimizer keeps of each parameter."""
+    return {name: statistics_of(_inner(engine), p) for name, p in engine.module.named_parameters()}
+
+
 def full_moments(engine: Any, into: dict[str, Tensor] | None = None) -> Moments:
     """(parameter, statistic, whole tensor on the CPU) of the optimizer state, one at a time; none before the first
     update. All ranks must exhaust it; `into` as in `full_weights`, named statistic/parameter."""
@@ -135,7 +141,7 @@ def full_moments(engine: Any, into: dict[str, Tensor] | None = None) -> Moments:
 
     _link_state(engine)
     for name, parameter in engine.module.named_parameters():
-        for key in _statistics(engine):
+        for key in _stored_statistics(engine, parameter):
             if _is_plain(engine):
                 ours = _inner(engine).state[parameter][key]
             else:
@@ -165,11 +171,12 @@ def summed_gradients(engine: Any) -> list[Tensor]:
 
 def create_state(engine: Any, step: int) -> None:
     """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
+    inner = _inner(engine)
     for partition in _partitions(engine):
         # torch creates the state in its first step.
-        state = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
+        state = {key: torch.zeros_like(partition) for key in statistics_of(inner, partition)}
         count = torch.tensor(float(step), device=partition.device)
-        _inner(engine).state[partition] = {"step": count, **state}
+        inner.state[partition] = {"step": count, **state}
     _link_state(engine)
 
 
@@ -267,8 +274,8 @@ def _link_state(engine: Any) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _statistics(engine: Any) -> list[str]:
-    state = _inner(engine).state[_partitions(engine)[0]]
+def _stored_statistics(engine: Any, parameter: nn.Parameter) -> list[str]:
+    state = _inner(engine).state[parameter if _is_plain(engine) else _partitions(engine)[0]]
     return [key for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
 
 

@@ -33,6 +33,8 @@ def find_branch_point(config: PretrainConfig, corpora: Corpora, folder: Path) ->
         theirs, wandb_run_id="", shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256
     )
     if not (folder / "config.toml").is_file():
+        if config.optim.kind != "adamw":
+            raise ConfigError(f'{what}: has the state of AdamW; set optim.kind = "adamw"')
         return ours  # converted from the released code, whose settings and data order are not known here
     trunk = load_config(PretrainConfig, folder / "config.toml")
     if changed := differences(_settings_of_all_branches(trunk), _settings_of_all_branches(config)):

@@ -196,8 +196,9 @@ def _layout(config: PretrainConfig, world_size: int) -> str:
 
 
 def _optimizer(optim: OptimConfig) -> str:
+    kind = "AdamW" if optim.kind == "adamw" else "Muon for the matrices of blocks, AdamW for the rest"
     return (
-        f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}, gradient clipping "
+        f"{kind}, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}, gradient clipping "
         f"{optim.grad_clip or 'none'}"
     )
 

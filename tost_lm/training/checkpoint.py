@@ -41,7 +41,7 @@ from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.retention import prune, require_disk_space, require_disk_space_for_run
-from tost_lm.training.snapshot import STATISTICS, Snapshot
+from tost_lm.training.snapshot import Snapshot
 from tost_lm.training.write_errors import RESUME, explain_write_errors
 
 RNG_FILE = "rng.safetensors"
@@ -229,4 +229,4 @@ def draw_weights(engine: Any) -> None:
 
 def _read(engine: Any, folder: Path, *kinds: Literal["model", "optimizer"]) -> Iterator[tuple[str, Tensor]]:
     files = {folder / name: entry for kind in kinds for name, entry in shard_entries(folder, kind).items()}
-    return read_on_rank(engine.module, engine.module.config, files, engine.mesh, STATISTICS)
+    return read_on_rank(engine.module, engine.module.config, files, engine.mesh, zero.statistics(engine))

@@ -244,6 +244,16 @@ class PretrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _muon_has_whole_matrices(self) -> "PretrainConfig":
+        for setting, needed in (("tensor", 1), ("zero_stage", 0)):
+            if self.optim.kind == "muon" and (found := getattr(self.parallel, setting)) != needed:
+                raise ValueError(
+                    f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} {found} '
+                    f'divides them: set parallel.{setting} = {needed} or optim.kind = "adamw"'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_have_equally_many_mlp_tiles(self) -> "PretrainConfig":
         tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
         if tile and self.parallel.zero_stage == 3:

@@ -13,7 +13,7 @@ from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.adamw import build_adamw
+from tost_lm.optim.muon import build_optimizer
 from tost_lm.optim.schedule import learning_rate, warmup_steps
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
@@ -151,7 +151,7 @@ def _train_together(
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
-    """The model, sharded over ranks, with AdamW and DeepSpeed. Its weights have no values yet (`zero.set_state`)."""
+    """The model, sharded over ranks, with an optimizer and DeepSpeed. Its weights have no values (`zero.set_state`)."""
     torch.manual_seed(config.train.seed)
     bfloat16 = config.train.dtype == "bfloat16"
     with torch.device("meta"):
@@ -168,7 +168,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
         compile_blocks(model)
     return build_engine(
         model,
-        build_adamw(model, config.optim),
+        build_optimizer(model, config.optim),
         mesh,
         config.parallel,
         micro_batch_size=config.train.micro_batch_size,

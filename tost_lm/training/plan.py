@@ -23,7 +23,6 @@ from tost_lm.model.flops import (
     vectors,
 )
 from tost_lm.parallel.config import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
-from tost_lm.sizes import CHECKPOINT_BYTES_PER_PARAMETER
 from tost_lm.training.plan_activations import (
     ELEMENT_BYTES,
     exchanged_rows,
@@ -42,6 +41,7 @@ from tost_lm.training.plan_memory import (
     stage_of,
     weights_and_optimizer,
 )
+from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops, muon_parameters
 
 OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
 SLOT_OPERATIONS = 110  # in an S layer: 103 and the 6 kernels of slot memory
@@ -108,6 +108,7 @@ def step_seconds(config: PlanConfig) -> Step:
     cluster, flops = config.cluster, model_flops(config)
     tokens = config.batch_tokens / cluster.ranks  # per rank
     bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_memory_bandwidth
+    in_bfloat16 = (peak_flops(cluster.device, "bfloat16") or peak(config)) * cluster.achieved_flops
     again = recomputed_flops(config)
     products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
     operator = operator_bytes_per_token(config) * tokens / bandwidth
@@ -119,7 +120,7 @@ def step_seconds(config: PlanConfig) -> Step:
         operator,
         elementwise,
         launches=max(0.0, launches - products - operator - elementwise),
-        optimizer=optimizer_bytes(config) / bandwidth,
+        optimizer=optimizer_bytes(config) / bandwidth + muon_flops(config) / in_bfloat16,
         communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
 
@@ -216,9 +217,10 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
 
 
 def optimizer_bytes(config: PlanConfig) -> float:
-    """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three."""
+    """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three. Muon reads and
+    writes one momentum."""
     fraction = config.parallel.tensor / config.cluster.ranks if stage_of(config, config.cluster.ranks) else 1
-    return 28 * parameters_per_rank(config) * fraction
+    return 28 * parameters_per_rank(config) * fraction - 8 * muon_parameters(config)
 
 
 def collectives(config: PlanConfig) -> list[Collectives]:
@@ -321,7 +323,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
 
 def host_bytes(config: PlanConfig) -> float:
     """Host memory of the node with rank 0: the copy for an asynchronous save, and offloaded state."""
-    copy = CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model).total if config.checkpoint.asynchronous else 0
+    copy = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
     if config.parallel.offload == "none":
         return copy
     _, optimizer = weights_and_optimizer(config, config.cluster.ranks)
@@ -369,14 +371,14 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     The order is a smaller micro-batch, a higher ZeRO stage, activation checkpointing, tiles, more sequence ranks, more
     tensor ranks.
     """
-    train, parallel, ranks = config.train, config.parallel, config.cluster.ranks
+    train, parallel, ranks, muon = config.train, config.parallel, config.cluster.ranks, config.optim.kind == "muon"
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.seq_len + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
-        if obstacle_to_tensor_ranks(config.model, tensor):
+        if obstacle_to_tensor_ranks(config.model, tensor) or (muon and tensor > 1):
             continue
         tiled = tiles(config) > 1
-        for stage in range(parallel.zero_stage, 3 if tiled else 4):
+        for stage in range(parallel.zero_stage, 1 if muon else 3 if tiled else 4):
             for micro_batch in range(train.micro_batch_size, 0, -1):
                 other = _changed(
                     config,

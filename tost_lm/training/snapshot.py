@@ -9,11 +9,9 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel import zero
 
-STATISTICS = ("exp_avg", "exp_avg_sq")  # of AdamW, float32 as the weights
-
 
 class Snapshot:
-    """The whole float32 weights and AdamW moments, by name, that this rank writes.
+    """The whole float32 weights and optimizer state, by name, that this rank writes.
 
     Its memory, about the size of all state divided by the number of ranks, is allocated once and reused.
     """
@@ -23,18 +21,19 @@ class Snapshot:
         self._engine = engine
         self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
         """Of the weights of all ranks."""
-        self.total_bytes = self.weight_bytes * (1 + len(STATISTICS))
-        """Of the weights and moments of all ranks."""
+        statistics = zero.statistics(engine)
+        self.total_bytes = sum(4 * shape.numel() * (1 + len(statistics[name])) for name, shape in shapes.items())
+        """Of the weights and optimizer state of all ranks."""
         self.names_by_writer = assign_writers({name: shape.numel() for name, shape in shapes.items()}, ranks)
         """Parameter names for each writing rank, fewer than all ranks if there are fewer parameters."""
         names = self.names_by_writer[rank] if rank < len(self.names_by_writer) else []
-        # The moments are zero before the first update. Copies into pinned memory are several times as fast.
+        # The state is zero before the first update. Copies into pinned memory are several times as fast.
         pinned = engine.mesh.device.type == "cuda"
         self.weights = {name: torch.zeros(shapes[name], pin_memory=pinned) for name in names}
         self.statistics = {
             f"{statistic}/{name}": torch.zeros(shapes[name], pin_memory=pinned)
             for name in names
-            for statistic in STATISTICS
+            for statistic in statistics[name]
         }
         self.rng = torch.get_rng_state()
         """Of torch's CPU generator. All ranks seed it alike, so one state restores any number of ranks."""

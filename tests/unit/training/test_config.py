@@ -115,6 +115,19 @@ def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
     assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
 
 
+@pytest.mark.parametrize(("setting", "fix"), [("tensor 2", 1), ("zero_stage 1", 0), ("zero_stage 3", 0)])
+def test_muon_needs_whole_matrices(tmp_path: Path, setting: str, fix: int):
+    name, found = setting.split()
+    layout = {"zero_stage": "0", name: found}
+    words = ["optim.kind=muon", "model.heads=2", *(f"parallel.{key}={value}" for key, value in layout.items())]
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, '[data]\nfolder = "a"\n', *words)
+    assert str(error.value).endswith(
+        f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} divides them: set '
+        f'parallel.{name} = {fix} or optim.kind = "adamw"'
+    )
+
+
 def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Path):
     data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
     with pytest.raises(ConfigError, match="ranks have 3 or 4 of 7 tokens, which are different numbers of tiles"):

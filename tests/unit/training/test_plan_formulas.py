@@ -11,6 +11,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.training import plan, plan_memory
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import Moment, moments
+from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
 
 CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
@@ -123,6 +124,24 @@ def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
     assert plan.host_bytes(here) == 12 * N
     assert plan.host_bytes(offloaded) == 12 * N + 8 * 16 * N / 8
     assert plan.host_bytes(planned(BASE, "checkpoint.asynchronous=false")) == 0
+
+
+def test_muon_keeps_one_momentum_of_each_matrix():
+    muon = ("optim.kind=muon", "parallel.zero_stage=0", "train.dtype=float32", "train.micro_batch_size=1")
+    matrices = 12 * 10 * 768**2  # in a layer: two in the mixer, of 1, and two in the MLP, of 4
+    adamw = planned(BASE, *muon[1:])
+    config = planned(BASE, *muon)
+    assert (at("at the loss", *muon[1:]).optimizer, at("at the loss", *muon).optimizer) == (8 * N, 8 * N - 4 * matrices)
+    assert (checkpoint_bytes(adamw), checkpoint_bytes(config)) == (12 * N, 12 * N - 4 * matrices)
+    assert plan.host_bytes(config) == checkpoint_bytes(config)
+    assert (plan.optimizer_bytes(adamw), plan.optimizer_bytes(config)) == (28 * N, 28 * N - 8 * matrices)
+    # Five iterations; of an MLP's matrix two products are four times as long.
+    assert muon_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
+    assert plan.step_seconds(config).optimizer - plan.step_seconds(adamw).optimizer == pytest.approx(
+        muon_flops(config) / (989.4e12 * 0.4) - 8 * matrices / (3350e9 * 0.7), rel=1e-6
+    )
+    layouts = {(other.parallel.tensor, other.parallel.zero_stage) for _, other in plan.alternatives(config)}
+    assert layouts == {(1, 0)}
 
 
 def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():

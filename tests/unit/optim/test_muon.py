@@ -1,0 +1,71 @@
+"""Which parameters Muon updates, and that both optimizers are torch's."""
+
+import pytest
+import torch
+
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.flops import block_matrices
+from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.muon import build_optimizer, statistics_of
+
+SHAPE = {"layers": 3, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True, "tied_head": False}
+BY_MUON = {
+    f"blocks.{n}.{part}.{matrix}.weight"
+    for n in range(3)
+    for part in ("mixer", "mlp")
+    for matrix in ("in_proj", "out_proj")
+}
+
+
+def build_model() -> TostLM:
+    torch.manual_seed(0)
+    # T layers have matrices of another kind: denom_bias by position; S layers: norm.
+    return TostLM(validate(ModelConfig, {**SHAPE, "pattern": "TSA", "denom_bias": "position"}, "test"))
+
+
+def draw_gradients(model: TostLM, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
+    ours, theirs = build_model(), build_model()
+    config = OptimConfig(kind="muon", weight_decay=0.2, beta1=0.8, beta2=0.9)
+    optimizer = build_optimizer(ours, config)
+    named = dict(theirs.named_parameters())
+    decayed = [p for name, p in named.items() if p.dim() > 1 and name not in BY_MUON and "denom_bias" not in name]
+    others = [p for name, p in named.items() if p.dim() < 2 or "denom_bias" in name]
+    muon = torch.optim.Muon([named[name] for name in BY_MUON], weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.9), fused=True)
+    for step in range(3):
+        for group in [*optimizer.param_groups, *muon.param_groups, *adamw.param_groups]:
+            group["lr"] = 0.1 / (1 + step)
+        for model in (ours, theirs):
+            draw_gradients(model, step)
+        for steps in (optimizer, muon, adamw):
+            steps.step()
+    for name, p in ours.named_parameters():
+        assert torch.equal(p, named[name]), name
+        kept = {key for key, value in optimizer.state[p].items() if value.dim() > 0}
+        expected = {"momentum_buffer"} if name in BY_MUON else {"exp_avg", "exp_avg_sq"}
+        assert kept == {*statistics_of(optimizer, p)} == expected, name
+
+
+def test_the_plan_counts_these_matrices():
+    model = build_model()
+    shapes = [tuple(p.shape) for name, p in model.named_parameters() if name in BY_MUON]
+    assert sorted(block_matrices(model.config)) == sorted(shapes)
+
+
+def test_an_update_of_muon_is_as_large_as_one_of_adamw():
+    model = build_model()
+    draw_gradients(model, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    build_optimizer(model, OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)).step()
+    for name, p in model.named_parameters():
+        rms = (p.detach() - before[name]).square().mean().sqrt().item()
+        # Newton–Schulz leaves singular values between 0.6 and 1.2; AdamW's first update is lr in each element.
+        assert rms == pytest.approx(0.02, rel=0.4) if name in BY_MUON else rms == pytest.approx(0.1, rel=1e-3), name

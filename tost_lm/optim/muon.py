@@ -1,0 +1,48 @@
+"""Muon for the matrices of the blocks, and AdamW for all other parameters."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tost_lm.optim.adamw import adamw_of, build_adamw, parameter_groups
+from tost_lm.optim.config import OptimConfig
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for the weights of linear layers, and torch.optim.AdamW for all other parameters.
+
+    Both share `param_groups` and `state` with this optimizer. An update of Muon has the RMS of a usual one of AdamW
+    (0.2 · lr), so both use the same learning rate and weight decay.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        self.matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+        """What Muon updates. Embedding, head and positions are no linear layers."""
+        groups = parameter_groups(model, config.weight_decay)
+        muon = torch.optim.Muon(
+            [p for group in groups for p in group["params"] if p in self.matrices],
+            lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        others = [{**group, "params": [p for p in group["params"] if p not in self.matrices]} for group in groups]
+        self._optimizers = (muon, adamw_of(others, config))
+        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
+        for optimizer in self._optimizers:
+            optimizer.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of `optim.kind`."""
+    return build_adamw(model, config) if config.kind == "adamw" else MuonWithAdamW(model, config)
+
+
+def statistics_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:
+    """Names of the tensors that the optimizer keeps of a parameter, float32 and of its shape."""
+    if isinstance(optimizer, MuonWithAdamW) and parameter in optimizer.matrices:
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
