@@ -58,7 +58,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     model.to(device).eval()
     folder = Path(call["gpt2"])
     theirs: Any = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
-    ours, tokenizer = HuggingFaceLM(model), HuggingFaceTokenizer(theirs)
+    ours, tokenizer = HuggingFaceLM(model), HuggingFaceTokenizer(theirs, "")
     requests = _requests(tokenizer, positions, **call)
     longest = max(request.inputs for request in requests)
     harness_class: Any = HFLM

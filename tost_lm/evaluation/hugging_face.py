@@ -51,7 +51,8 @@ class HuggingFaceSubject(Subject):
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
         transformers = _library()
-        return HuggingFaceTokenizer(_guarded(self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint)))
+        tokenizer = _guarded(self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint))
+        return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
 
     def load(self, device: str) -> "HuggingFaceLM":
         """The model in float32. Raises CheckpointError, also when weights are missing."""
@@ -97,8 +98,8 @@ class HuggingFaceSubject(Subject):
 class HuggingFaceTokenizer(Tokenizer):
     """A model's own tokenizer. `eot` is the token before a text: the beginning of sequence, or else the end."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, sha256: str) -> None:
+        self._tokenizer, self.sha256 = tokenizer, sha256
         self.vocab_size = len(tokenizer)
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if first is None:

@@ -42,7 +42,7 @@ def test_gpt2_has_the_scores_of_the_harness():
     expected = [nats for nats, _ in harness.loglikelihood(requests_of("loglikelihood", *PAIRS), disable_tqdm=True)]
     expected += harness.loglikelihood_rolling(requests_of("loglikelihood_rolling", (TEXT,)), disable_tqdm=True)
 
-    tokenizer, ours = HuggingFaceTokenizer(theirs), HuggingFaceLM(model)
+    tokenizer, ours = HuggingFaceTokenizer(theirs, ""), HuggingFaceLM(model)
     requests = []
     for context, target in PAIRS:
         before = tokenizer.encode(context) or [tokenizer.eot]

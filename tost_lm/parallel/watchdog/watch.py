@@ -99,11 +99,12 @@ class _Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """End the thread. Raise the line if this error comes from another rank; else publish it as the line."""
-        if is_communication_error(error) or (not isinstance(error, Exception) and self.is_needed()):
+        inner = error if isinstance(error, LostRankError) else None  # of a use within this one, which chose the printer
+        if inner or is_communication_error(error) or (not isinstance(error, Exception) and self.is_needed()):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the line is printed
             self.main_left.set()
             self.thread.join()
-            lost = self.error or self.agree(_first_line(error))
+            lost = inner or self.error or self.agree(_first_line(error))
             dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             raise lost from None
         if isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
@@ -165,9 +166,8 @@ class _Watchdog:
                 self.publish(state._replace(status=GONE))
             checks -= 1  # not the time: if this rank is slow, so are others
             if checks < 0 or (is_first and all(self.read(rank).status != RUNS for rank in self.ranks)):
-                states = [self.read(rank) for rank in self.ranks]
                 files = read_heartbeats(self.heartbeat.folder) if self.heartbeat else {}
-                return self.store.set_if_new("line", verdict(states, files, cause))
+                return self.store.set_if_new("line", verdict([*map(self.read, self.ranks)], files, cause))
             time.sleep(timeouts.POLL_S)
         return line
 
