@@ -26,7 +26,7 @@ def test_copying_separates_slot_memory_from_the_published_operator(pattern: str,
     train(model, trained, length, steps=120, batch_size=16, lr=4e-3)
     scorer = model_scorer(model.eval(), 300)
     copying, _ = score_cell(tested, tokenizer, scorer, [tested.example(length, None, sample) for sample in range(50)])
-    assert (copying["token_accuracy"] > 0.9) == (copying["gain_over_control"] > 1) == can
+    assert (copying["token_accuracy"] > 0.5) == (copying["gain_over_control"] > 1) == can
     assert copying["control_token_accuracy"] < 0.1
     assert copying["first_token_accuracy"] < 0.1
     repeats = make_task(CONTEXT_GAIN, 0, tokenizer)
