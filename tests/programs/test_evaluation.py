@@ -160,7 +160,7 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
 
     task = 'retrieval.tasks=["niah_single_1@own-words"]'
     error = refusal("eval.retrieval", "runs/tiny", task, cwd=copy)
-    assert "64 tokens are too few for niah_single_1@own-words, whose needles, question and answer take" in error
+    assert "64 tokens are too few for niah_single_1@own-words, whose texts without a haystack take" in error
 
 
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):

@@ -43,6 +43,7 @@ EXTRAS = {
     "tost_lm.ops.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
+    "tost_lm.training.execute": {"psutil"},
     "tost_lm.training.graceful_stop": {"psutil"},
     "tost_lm.training.hooks": {"psutil"},
     "tost_lm.training.loop": {"psutil"},

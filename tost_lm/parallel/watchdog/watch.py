@@ -100,7 +100,7 @@ class _Watchdog:
     def fail(self, error: BaseException) -> None:
         """End the thread. Raise the line if this error comes from another rank; else publish it as the line."""
         inner = error if isinstance(error, LostRankError) else None  # of a use within this one, which chose the printer
-        if inner or is_communication_error(error) or (not isinstance(error, Exception) and self.is_needed()):
+        if inner or is_communication_error(error) or (isinstance(error, SystemExit) and self.is_needed()):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the line is printed
             self.main_left.set()
             self.thread.join()
