@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.model.flops import parameters
-from tost_lm.training import plan
+from tost_lm.training import plan, plan_fit
 from tost_lm.training.plan_config import PlanConfig, results_file
 from tost_lm.training.plan_memory import peak_moment
 from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
@@ -36,12 +36,12 @@ Row = tuple[str, str, str]
 
 def main(path: Path, config: PlanConfig) -> None:
     config.accumulation(config.cluster.ranks)
-    config = plan.with_tile_size(config)
+    config = plan_fit.with_tile_size(config)
     rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
     print(markdown([("", "", "details"), *rows]))
     if config.plan.execute:
         print_execution(config)
-    if problem := plan.memory_problem(config):
+    if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
 
 
@@ -141,7 +141,7 @@ def model_rows(config: PlanConfig) -> Iterator[Row]:
 def memory_rows(config: PlanConfig) -> Iterator[Row]:
     cluster, moment = config.cluster, peak_moment(config, config.cluster.ranks)
     sizes = {name: size for name, size in moment._asdict().items() if name != "name" and size}
-    needed, host = plan.gpu_bytes(config) / 1e9, plan.host_bytes(config) / 1e9
+    needed, host = plan_fit.gpu_bytes(config) / 1e9, plan_fit.host_bytes(config) / 1e9
     source = f"{moment.name}: {_listed(sizes, 1e9)}; reserved {cluster.reserved_gb:g}"
     yield "GPU memory", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
     yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded state"

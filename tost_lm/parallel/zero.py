@@ -6,6 +6,7 @@ Only this module uses DeepSpeed's private and undocumented names, of which a new
     optimizer._global_grad_norm                                                  the norm at stage 0
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
     optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
+    optimizer.fp32_groups_gradients_flat                                         sums of gradients in bfloat16, stage 1
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
 """
 

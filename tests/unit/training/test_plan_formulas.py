@@ -8,7 +8,7 @@ import pytest
 from tost_lm.cli.plan import main
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.training import plan, plan_memory
+from tost_lm.training import plan, plan_fit, plan_memory
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import Moment, moments
 from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
@@ -121,9 +121,9 @@ def test_what_lies_on_the_host_does_not_lie_on_the_gpu():
     here = planned(BASE, "parallel.zero_stage=2")
     offloaded = planned(BASE, "parallel.zero_stage=2", "parallel.offload=optimizer")
     assert {moment.optimizer for moment in moments(offloaded, 8)} == {0}
-    assert plan.host_bytes(here) == 12 * N
-    assert plan.host_bytes(offloaded) == 12 * N + 8 * 16 * N / 8
-    assert plan.host_bytes(planned(BASE, "checkpoint.asynchronous=false")) == 0
+    assert plan_fit.host_bytes(here) == 12 * N
+    assert plan_fit.host_bytes(offloaded) == 12 * N + 8 * 16 * N / 8
+    assert plan_fit.host_bytes(planned(BASE, "checkpoint.asynchronous=false")) == 0
 
 
 def test_muon_keeps_one_momentum_of_each_matrix():
@@ -133,14 +133,14 @@ def test_muon_keeps_one_momentum_of_each_matrix():
     config = planned(BASE, *muon)
     assert (at("at the loss", *muon[1:]).optimizer, at("at the loss", *muon).optimizer) == (8 * N, 8 * N - 4 * matrices)
     assert (checkpoint_bytes(adamw), checkpoint_bytes(config)) == (12 * N, 12 * N - 4 * matrices)
-    assert plan.host_bytes(config) == checkpoint_bytes(config)
+    assert plan_fit.host_bytes(config) == checkpoint_bytes(config)
     assert (plan.optimizer_bytes(adamw), plan.optimizer_bytes(config)) == (28 * N, 28 * N - 8 * matrices)
     # Five iterations; of an MLP's matrix two products are four times as long.
     assert muon_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
     assert plan.step_seconds(config).optimizer - plan.step_seconds(adamw).optimizer == pytest.approx(
         muon_flops(config) / (989.4e12 * 0.4) - 8 * matrices / (3350e9 * 0.7), rel=1e-6
     )
-    layouts = {(other.parallel.tensor, other.parallel.zero_stage) for _, other in plan.alternatives(config)}
+    layouts = {(other.parallel.tensor, other.parallel.zero_stage) for _, other in plan_fit.alternatives(config)}
     assert layouts == {(1, 0)}
 
 
@@ -249,17 +249,17 @@ def test_time_follows_from_the_figures_of_the_cluster():
 )
 def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], remedy: str):
     config = planned(LARGE, *overrides)
-    problem = plan.memory_problem(config)
+    problem = plan_fit.memory_problem(config)
     assert problem
     assert f"; set {remedy} (" in problem
-    assert plan.memory_problem(planned(LARGE, *overrides, *remedy.split())) is None
+    assert plan_fit.memory_problem(planned(LARGE, *overrides, *remedy.split())) is None
 
 
 def test_where_nothing_fits_it_says_so():
-    problem = plan.memory_problem(planned(LARGE, "cluster.memory_gb=5"))
+    problem = plan_fit.memory_problem(planned(LARGE, "cluster.memory_gb=5"))
     assert problem
     assert "raise cluster.nodes or choose larger GPUs" in problem
-    problem = plan.memory_problem(planned(LARGE, "cluster.host_memory_gb=7"))
+    problem = plan_fit.memory_problem(planned(LARGE, "cluster.host_memory_gb=7"))
     assert problem == (
         "a node needs 8 GB, more than cluster.host_memory_gb 7; "
         "set checkpoint.asynchronous=false or parallel.offload=none"

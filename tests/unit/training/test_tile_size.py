@@ -8,7 +8,7 @@ import torch
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh
-from tost_lm.training import plan
+from tost_lm.training import plan, plan_fit
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import largest_tile, peak_moment
@@ -76,21 +76,21 @@ def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
 def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     words = ["memory={}", "train.seq_len=4194304", "train.global_batch_size=8", "validation.sequences=8"]
     an_eighth = [*words, "train.seq_len=524288"]
-    problem = plan.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
+    problem = plan_fit.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
     assert problem is not None
     assert "set memory.activation_checkpointing=full (" in problem
     assert (
-        plan.memory_problem(load_config(PlanConfig, RECIPE, [*an_eighth, "memory.activation_checkpointing=full"]))
+        plan_fit.memory_problem(load_config(PlanConfig, RECIPE, [*an_eighth, "memory.activation_checkpointing=full"]))
         is None
     )
     config = load_config(PlanConfig, RECIPE, words)
-    problem = plan.memory_problem(config)
+    problem = plan_fit.memory_problem(config)
     assert problem is not None
     assert "set memory.tile_tokens=" in problem
     found = problem.split("memory.tile_tokens=")[1].split()[0]
     tiled = load_config(PlanConfig, RECIPE, [*words[1:], f"memory.tile_tokens={found}"])
-    assert plan.memory_problem(tiled) is None
-    auto = plan.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
+    assert plan_fit.memory_problem(tiled) is None
+    auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
     assert plan.forwards(tiled) == 2 - 1 / plan.tiles(tiled)
     truncated = load_config(PlanConfig, RECIPE, [*words, f"train.truncate_tokens={found}"])

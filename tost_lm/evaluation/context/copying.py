@@ -9,8 +9,6 @@ after another passage of the same size, and at the first occurrence. Passages an
 text, so the control has the same subject.
 """
 
-import zlib
-
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
@@ -41,7 +39,7 @@ class Copying(Task):
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
         assert self.text is not None
         source, size = self.text.for_length(length), length - 1 - self.passage_tokens
-        draws = np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), length, sample))
+        draws = self.draws(length, sample)
         start = int(draws.integers(len(source) - size - self.passage_tokens + 1))
         passage, other, between = np.split(
             source[start : start + size + self.passage_tokens], [self.passage_tokens, 2 * self.passage_tokens]

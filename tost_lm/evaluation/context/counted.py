@@ -4,7 +4,6 @@ Repeated sentences before the text make all prompts of a cell equally long: as i
 the longest.
 """
 
-import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,7 +67,7 @@ class CountedTask(Task):
 
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
         count = self.facts(length)[self.counted]
-        draws = np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), count, sample))
+        draws = self.draws(count, sample)
 
         def fill(text: Example) -> Example:
             noise = self._noise(length - self.room - 1 - len(text.prompt))

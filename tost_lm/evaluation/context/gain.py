@@ -9,8 +9,6 @@ gain over the control is what the tokens farther away than half of the length ar
 what the length alone does to the model: one that was trained at one length may predict badly at another.
 """
 
-import zlib
-
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
@@ -38,7 +36,7 @@ class ContextGain(Task):
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
         assert self.text is not None
         documents, removed = self.text.documents(length), length // 2
-        draws = np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), length, sample))
+        draws = self.draws(length, sample)
         own, other = (documents[i] for i in draws.choice(len(documents), 2, replace=False))
         start, elsewhere = (int(draws.integers(len(x) - n + 1)) for x, n in ((own, length - 1), (other, removed)))
         window, target_start = own[start : start + length - 1], length - 1 - self.room

@@ -36,6 +36,7 @@ class Task(ABC):
 
     Attributes:
         name: of the protocol.
+        seed: of the examples.
         chance: expected score of a guess that has the right form and ignores the text.
         room: tokens left for the answer.
         depths: depths of the grid's cells; (None,) if depths are drawn.
@@ -44,6 +45,7 @@ class Task(ABC):
     """
 
     name: str
+    seed: int
     chance: float
     room: int
     depths: tuple[float | None, ...] = (None,)
@@ -67,6 +69,10 @@ class Task(ABC):
     def facts(self, length: int) -> dict[str, int]:
         """More about the cells of a length, for their files."""
         return {}
+
+    def draws(self, *place: int) -> np.random.Generator:
+        """Random numbers of this task's seed for a place, for example a length and the number of an example."""
+        return np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), *place))
 
 
 Strings = tuple[str, ...]
@@ -104,11 +110,11 @@ class PuzzleTask(Task):
         """A haystack of at most `tokens` tokens."""
 
     def needed(self, samples: int) -> int:
-        puzzles = (self.puzzle(self._draws(sample)) for sample in range(samples))
+        puzzles = (self.puzzle(self.draws(sample)) for sample in range(samples))
         return max(self._frame(puzzle) + sum(map(len, self._needles(puzzle))) for puzzle in puzzles)
 
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, ...]:
-        puzzle, draws = self.puzzle(self._draws(sample)), self._draws(sample, length)
+        puzzle, draws = self.puzzle(self.draws(sample)), self.draws(sample, length)
         tokens = length - self._frame(puzzle)
         haystack = self.haystack(puzzle, length, tokens, draws)
         needles, depths = self._needles(puzzle), np.sort(draws.random(len(puzzle.needles))).tolist()
@@ -130,9 +136,6 @@ class PuzzleTask(Task):
 
     def encode(self, strings: Strings) -> list[int]:
         return list(chain.from_iterable(map(self.tokenizer.encode, strings)))
-
-    def _draws(self, *place: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), *place))
 
     def _needles(self, puzzle: Puzzle) -> list[list[int]]:
         return [self.encode(needle) for needle in puzzle.needles]

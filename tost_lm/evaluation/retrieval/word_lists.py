@@ -50,7 +50,7 @@ class WordList(Task):
 
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
         tokens = length - self._frame
-        wanted, others = self.counts(self.words(self._draws(sample)), tokens)
+        wanted, others = self.counts(self.words(self.draws(sample)), tokens)
         listing = self._listing(wanted + others, sample, length)
         first_place = {word: listing.index(word) for word, _ in wanted}
         answer = [word for word, _ in sorted(wanted, key=lambda one: (-one[1], first_place[one[0]]))]
@@ -73,15 +73,12 @@ class WordList(Task):
     def _listing(self, counts: Counts, sample: int, length: int) -> list[str]:
         """Every occurrence, in a drawn order."""
         places = np.repeat(np.arange(len(counts)), [times for _, times in counts])
-        return [counts[place][0] for place in self._draws(sample, length).permutation(places).tolist()]
+        return [counts[place][0] for place in self.draws(sample, length).permutation(places).tolist()]
 
     @property
     def _frame(self) -> int:
         """Tokens besides the list and the sentences before it."""
         return 1 + len(self._before) + len(self._list) + len(self._after) + self.room
-
-    def _draws(self, *place: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, *self.name.encode(), *place))
 
     def _tokens(self, words: Sequence[str]) -> np.ndarray:
         """Tokens of each word in the list."""
@@ -101,7 +98,7 @@ class CommonWords(WordList):
     answers, longest, chance = 10, LONGEST_KEY, 10 / PAIRS
 
     def needed(self, samples: int) -> int:
-        lists = (list(islice(self.words(self._draws(sample)), self.answers)) for sample in range(samples))
+        lists = (list(islice(self.words(self.draws(sample)), self.answers)) for sample in range(samples))
         return self._frame + COMMON_TIMES * max(int(self._tokens(words).sum()) for words in lists)
 
     def words(self, draws: np.random.Generator) -> Iterator[str]:
@@ -149,7 +146,7 @@ class FrequentWords(WordList):
         return counts[1 : 1 + self.answers], [counts[0], *counts[1 + self.answers :]]
 
     def _first_words(self, sample: int) -> np.ndarray:
-        return self._tokens(list(islice(self.words(self._draws(sample)), len(_zipf(SHORTEST_LIST)))))
+        return self._tokens(list(islice(self.words(self.draws(sample)), len(_zipf(SHORTEST_LIST)))))
 
     @staticmethod
     def _cost(tokens: np.ndarray, words: int) -> int:
