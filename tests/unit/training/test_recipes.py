@@ -11,8 +11,8 @@ from tost_lm.data.config import DataPrepConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim.schedule import learning_rate
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan import memory_problem
 from tost_lm.training.plan_config import PlanConfig
+from tost_lm.training.plan_fit import memory_problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SIZES = ("base", "medium", "large")
