@@ -42,8 +42,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '[tokenizer]\npath = "out/tokenizer.model"\nvocab_size = 384\n[shards]\nfolder = "out/shards"\n'
     )
     (folder / "run.toml").write_text(TINY_RUN)
-    run("data_prep.train_tokenizer", "data.toml", cwd=folder)
-    run("data_prep.build_shards", "data.toml", cwd=folder)
+    run("tost prepare tokenizer", "data.toml", cwd=folder)
+    run("tost prepare shards", "data.toml", cwd=folder)
     return folder
 
 

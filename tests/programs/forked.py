@@ -1,7 +1,7 @@
 """Run a program in a process forked from a server that has imported torch, DeepSpeed and megatron-core.
 
-It is like `python -m PROGRAM`, with its own folder, environment, signals and exit code, but starts without the seconds
-that an interpreter and its imports take.
+A program is a command, for example `tost train`, or a module. It has its own folder, environment, signals and exit
+code, and starts without the seconds that an interpreter and its imports take.
 """
 
 import multiprocessing
@@ -10,6 +10,7 @@ import runpy
 import socket
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Forked:
     def __init__(self, program: str, *words: object, cwd: Path, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tost_lm_program_")
         self._outputs = [str(Path(self._folder.name, name)) for name in ("stdout", "stderr")]
-        arguments = (program, [str(word) for word in words], cwd, environment, self._outputs)
+        arguments = (module_of(program, words), cwd, environment, self._outputs)
         self._process = _server().Process(target=_main, args=arguments)
         self._process.start()
 
@@ -52,6 +53,12 @@ class Forked:
         out, err = (Path(path).read_text() for path in self._outputs)
         self._folder.cleanup()
         return self._process.exitcode or 0, out, err
+
+
+def module_of(program: str, words: Iterable[object]) -> list[str]:
+    """The module that a program runs, then its words."""
+    name, *command = program.split()
+    return ["tost_lm.cli.main" if name == "tost" else name, *command, *map(str, words)]
 
 
 def as_rank(rank: int, size: int, port: int, *, ranks_per_node: int) -> dict[str, str]:
@@ -82,12 +89,12 @@ def _server() -> Any:
     return context
 
 
-def _main(program: str, words: list[str], cwd: Path, environment: dict[str, str], outputs: list[str]) -> None:
+def _main(words: list[str], cwd: Path, environment: dict[str, str], outputs: list[str]) -> None:
     os.setsid()
     os.chdir(cwd)
     os.environ.update(environment)
     for stream, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.argv = [program, *words]
+    sys.argv = words
     sys.path.insert(0, str(CHECKOUT))
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

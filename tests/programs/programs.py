@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
+from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
 
 
 def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: str) -> str:
@@ -41,7 +41,7 @@ def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool])
     The program runs in a fresh interpreter.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", program, *map(str, words)],
+        [sys.executable, "-m", *module_of(program, words)],
         cwd=cwd,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,

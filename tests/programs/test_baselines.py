@@ -20,7 +20,7 @@ def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained runs/tiny, a Hugging Face model of bytes and a test set."""
     folder = tmp_path_factory.mktemp("baselines")
     (folder / "out").symlink_to(prepared / "out")
-    run("pretrain.train", prepared / "run.toml", cwd=folder)
+    run("tost train", prepared / "run.toml", cwd=folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(["<end>", *letters])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,19 +36,19 @@ def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run(folder: Path):
     protocol, chosen = LAMBADA
-    run("eval.zero_shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
+    run("tost eval zero-shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
     alone = json.loads((folder / "gpt2" / protocol / "results.json").read_text())
     assert (alone["window_tokens"], alone["model"]["examples"], alone["published_file"]) == (64, 3, False)
     rows = (folder / "gpt2" / protocol / "rows.jsonl").read_text().splitlines()
     assert [json.loads(row)["tokens"] for row in rows] == [len(" word"), len(" words"), len(" words")]
     shutil.rmtree(folder / "gpt2" / protocol)
-    run("eval.zero_shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder, ranks=2)
+    run("tost eval zero-shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder, ranks=2)
     together = json.loads((folder / "gpt2" / protocol / "results.json").read_text())
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     assert together["identity"] == alone["identity"]
 
-    run("eval.zero_shot", "runs/tiny", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
-    text = run("eval.compare", "runs/tiny", "gpt2", cwd=folder)
+    run("tost eval zero-shot", "runs/tiny", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
+    text = run("tost eval compare", "runs/tiny", "gpt2", cwd=folder)
     assert "| gpt2 | accuracy | " in text
     assert "| runs/tiny | accuracy | " in text
     assert "| no: the file is not the published one |" in text
@@ -59,11 +59,11 @@ def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("eval.zero_shot", ["gpt2", LAMBADA[1]], "cannot be downloaded ("),
-        ("eval.zero_shot", ["gpt2"], "gpt2: a Hugging Face model has no shards; choose other "),
-        ("eval.zero_shot", ["hub:nobody/nothing", "heldout.shards=out/shards"], "nothing: cannot be downloaded ("),
-        ("eval.verify", ["gpt2"], "gpt2: 8,"),
-        ("eval.compare", ["out"], "out: no results on test sets; run tost eval zero-shot out"),
+        ("tost eval zero-shot", ["gpt2", LAMBADA[1]], "cannot be downloaded ("),
+        ("tost eval zero-shot", ["gpt2"], "gpt2: a Hugging Face model has no shards; choose other "),
+        ("tost eval zero-shot", ["hub:nobody/nothing", "heldout.shards=out/shards"], "nothing: cannot be downloaded ("),
+        ("tost eval verify", ["gpt2"], "gpt2: 8,"),
+        ("tost eval compare", ["out"], "out: no results on test sets; run tost eval zero-shot out"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(folder: Path, program: str, words: list[str], problem: str):

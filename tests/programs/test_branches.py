@@ -17,12 +17,12 @@ TRUNK = "runs/trunk/checkpoints/step_00000004"
 
 def train(workplace: Path, name: str, *words: str, ranks: int = 0) -> str:
     settings = ["run.toml", f"run.name={name}", "checkpoint.interval=2", *words]
-    return run("pretrain.train", *settings, cwd=workplace, ranks=ranks)
+    return run("tost train", *settings, cwd=workplace, ranks=ranks)
 
 
 def refused(workplace: Path, name: str, *words: str) -> str:
     before = snapshot(workplace / "runs")
-    error = refusal("pretrain.train", "run.toml", f"run.name={name}", *words, cwd=workplace)
+    error = refusal("tost train", "run.toml", f"run.name={name}", *words, cwd=workplace)
     assert snapshot(workplace / "runs") == before
     return error
 
@@ -77,7 +77,7 @@ def test_other_data_starts_at_its_beginning(place: Path):
     (place / "other.toml").write_text(
         '[corpus]\nsource = "other.jsonl"\n[tokenizer]\npath = "out/tokenizer.model"\n[shards]\nfolder = "other"\n'
     )
-    run("data_prep.build_shards", "other.toml", cwd=place)
+    run("tost prepare shards", "other.toml", cwd=place)
     data = 'data={mixture = {"other" = 3, "out/shards" = 1}}'
     branch = [*WSD, data, f"train.branch_from={TRUNK}"]
     assert f"branching from {TRUNK}, data from its beginning" in train(place, "mixed", *branch)

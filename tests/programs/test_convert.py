@@ -24,7 +24,7 @@ from tost_lm.model.checkpoint import StoredTensors, write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 from tost_lm.training.progress import Progress
 
-PROGRAM = "tost_lm.cli.convert"
+PROGRAM = "tost convert"
 FILES = CHECKOUT / "../shared/data/gpt2_bpe"
 needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are missing")
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
@@ -87,7 +87,7 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     for name, weight in weights.items():
         assert torch.equal(moments[f"exp_avg/{name}"], weight + 1)
         assert torch.equal(moments[f"exp_avg_sq/{name}"], weight + 2)
-    run("tost_lm.cli.generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
+    run("tost generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
 
     before = snapshot(tmp_path / "models")
     assert refusal(PROGRAM, *words, cwd=tmp_path) == "models/tost: exists already; give another convert.folder"
@@ -123,7 +123,7 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
 
 
 def test_a_run_becomes_a_ckpt_with_its_step_and_its_optimizer_settings(workplace: Path):
-    run("pretrain.train", "run.toml", "run.stop_at_step=4", "optim.weight_decay=0.25", cwd=workplace)
+    run("tost train", "run.toml", "run.stop_at_step=4", "optim.weight_decay=0.25", cwd=workplace)
     run(PROGRAM, "runs/tiny", "convert.folder=theirs", "convert.to=authors", cwd=workplace)
     found = read_authors(workplace / "theirs/ckpt.pt")
     ours = tost_lm.load(workplace / "runs/tiny")
@@ -140,7 +140,7 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
         return [(row["step"], row["loss"], row["lr"]) for row in map(json.loads, lines)]
 
     schedule = ["run.toml", "train.steps=8", "model.layer_scale=1e-5"]
-    run("pretrain.train", *schedule, "checkpoint.interval=4", cwd=workplace)
+    run("tost train", *schedule, "checkpoint.interval=4", cwd=workplace)
     step = workplace / "runs/tiny/checkpoints/step_00000004"
     model, moments = tost_lm.load(step), StoredTensors(step, "optimizer")
     theirs = to_authors(model.config, model.state_dict(), iterations=4)
@@ -155,19 +155,19 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     run(PROGRAM, "ckpt.pt", "convert.folder=theirs", f"convert.tokenizer={step}", cwd=workplace)
 
     continued = [*schedule, "run.name=continued", "train.branch_from=theirs"]
-    printed = run("pretrain.train", *continued, "run.stop_at_step=6", cwd=workplace)
+    printed = run("tost train", *continued, "run.stop_at_step=6", cwd=workplace)
     assert "branching from theirs, data continued" in printed
-    run("pretrain.train", *continued, cwd=workplace)
+    run("tost train", *continued, cwd=workplace)
     assert rows("continued") == rows("tiny")[4:]
 
     new = [*schedule, "run.name=new"]
-    printed = refusal("pretrain.train", *new, "train.branch_from=theirs", "train.steps=4", cwd=workplace)
+    printed = refusal("tost train", *new, "train.branch_from=theirs", "train.steps=4", cwd=workplace)
     assert printed == "train.branch_from theirs: is after step 4, and train.steps is 4; set more steps"
     muon = ["train.branch_from=theirs", "optim.kind=muon", "parallel.zero_stage=0"]
-    printed = refusal("pretrain.train", *new, *muon, cwd=workplace)
+    printed = refusal("tost train", *new, *muon, cwd=workplace)
     assert printed == 'train.branch_from theirs: has the state of AdamW; set optim.kind = "adamw"'
     run(PROGRAM, "new.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
-    printed = refusal("pretrain.train", *new, "train.branch_from=weights", cwd=workplace)
+    printed = refusal("tost train", *new, "train.branch_from=weights", cwd=workplace)
     assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
 
 
@@ -183,12 +183,12 @@ def test_a_character_level_run_keeps_its_characters(tmp_path: Path):
     tokenizer = tost_lm.load_tokenizer(tmp_path / "new")
     assert tokenizer.encode("bad\n") == [4, 3, 6, 0]
     assert tokenizer.decode([4, 3, 6, 0]) == "bad\n"
-    output = run("tost_lm.cli.generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
+    output = run("tost generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
     text = output.partition("\nstate after the prompt of 4 tokens")[0]
     assert text.startswith("bad")
     assert len(text) == 33
     assert set(text) <= set(characters)
-    error = refusal("tost_lm.cli.generate", "new", "bäd", cwd=tmp_path)
+    error = refusal("tost generate", "new", "bäd", cwd=tmp_path)
     assert error == "character outside the model's vocabulary: 'ä'; remove it from the text"
 
 

@@ -31,20 +31,20 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     out = tmp_path / "out"
     model, shards = out / "tokenizer.model", out / "shards"
 
-    assert "tost prepare tokenizer" in refusal("data_prep.build_shards", config, cwd=tmp_path)
-    output = run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    assert "tost prepare tokenizer" in refusal("tost prepare shards", config, cwd=tmp_path)
+    output = run("tost prepare tokenizer", config, cwd=tmp_path)
     assert f"training {model}: it does not exist yet" in output
     assert "400 pieces" in output
 
     for moment in ("tokenizer.model", "journal.json"):  # as the workers start, and as they work
         code, errors = interrupt(
-            "data_prep.build_shards", config, cwd=tmp_path, when=(out / ".shards.building" / moment).exists
+            "tost prepare shards", config, cwd=tmp_path, when=(out / ".shards.building" / moment).exists
         )
         assert code == 130
         assert "interrupted" in errors
         assert "Traceback" not in errors
         assert not shards.exists()
-    output = run("data_prep.build_shards", config, cwd=tmp_path)
+    output = run("tost prepare shards", config, cwd=tmp_path)
     assert f"building {shards}: an earlier build was interrupted" in output
     assert "resuming after " in output
     assert "bytes per token" in output
@@ -55,56 +55,56 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     assert splits["train"]["documents"] + splits["valid"]["documents"] == 3000
     assert opened.tokenizer().sha256 == json.loads((out / "tokenizer.model.json").read_text())["sha256"]
     one_worker = (f"shards.folder={out}/again", "shards.workers=1")
-    run("data_prep.build_shards", config, *one_worker, cwd=tmp_path)
+    run("tost prepare shards", config, *one_worker, cwd=tmp_path)
     assert snapshot(out / "again") == snapshot(shards)
 
     before = snapshot(out)
-    assert run("data_prep.train_tokenizer", config, cwd=tmp_path) == f"reusing {model}: same settings and corpus\n"
-    assert run("data_prep.build_shards", config, cwd=tmp_path).startswith(f"reusing {shards}: ")
+    assert run("tost prepare tokenizer", config, cwd=tmp_path) == f"reusing {model}: same settings and corpus\n"
+    assert run("tost prepare shards", config, cwd=tmp_path).startswith(f"reusing {shards}: ")
     assert snapshot(out) == before
 
     damaged = shards / "train_00000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x07")
-    refused = refusal("data_prep.inspect_shards", shards, cwd=tmp_path)
+    refused = refusal("tost prepare inspect", shards, cwd=tmp_path)
     assert f"{damaged}: damaged between bytes 0 and {damaged.stat().st_size:,}" in refused
-    assert f"building {shards}: {damaged}: damaged" in run("data_prep.build_shards", config, cwd=tmp_path)
+    assert f"building {shards}: {damaged}: damaged" in run("tost prepare shards", config, cwd=tmp_path)
     assert snapshot(out) == before
 
 
 def test_shards_are_rebuilt_when_settings_tokenizer_or_corpus_change(config, tmp_path):
     def first_line(*words: str) -> str:
-        return run("data_prep.build_shards", config, *words, cwd=tmp_path).splitlines()[0]
+        return run("tost prepare shards", config, *words, cwd=tmp_path).splitlines()[0]
 
-    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    run("tost prepare tokenizer", config, cwd=tmp_path)
     assert first_line().endswith(": it does not exist yet")
     assert first_line("shards.shard_tokens=5000").endswith(": shard_tokens was 100000000")
     smaller = "tokenizer.vocab_size=350"
-    assert "vocab_size was 400; train" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
-    run("data_prep.train_tokenizer", config, smaller, cwd=tmp_path)
+    assert "vocab_size was 400; train" in refusal("tost prepare shards", config, smaller, cwd=tmp_path)
+    run("tost prepare tokenizer", config, smaller, cwd=tmp_path)
     assert first_line(smaller, "shards.shard_tokens=5000").endswith(": the tokenizer changed")
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or its settings changed" in refusal("data_prep.build_shards", config, smaller, cwd=tmp_path)
+    assert "the corpus or its settings changed" in refusal("tost prepare shards", config, smaller, cwd=tmp_path)
 
 
 def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp_path):
-    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    run("tost prepare tokenizer", config, cwd=tmp_path)
     folder = tmp_path / "rows"
     folder.mkdir()
     with gzip.open(folder / "a.json.gz", "wt") as file:
         json.dump([{"body": "one text"}, {"body": ""}, {"body": "another"}], file)
     (folder / "b.txt").write_text("a third")
     flags = (f"corpus.source={folder}/*", "corpus.text_field=body", "corpus.valid_fraction=0", "shards.folder=more")
-    output = run("data_prep.build_shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)
+    output = run("tost prepare shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)
     assert "train: 3 documents" in output
     assert "4 rows read, 1 left out by length, 0 unreadable" in output
-    shown = run("data_prep.inspect_shards", "more", "inspect.documents=2", "inspect.first=1", cwd=tmp_path)
+    shown = run("tost prepare inspect", "more", "inspect.documents=2", "inspect.first=1", cwd=tmp_path)
     assert "every hash matches" in shown
     assert "of 400 tokens occur" in shown
     assert "train document 1: " in shown
     assert "\nanother\n" in shown
     assert "\na third" in shown
     assert "one text" not in shown
-    unverified = run("data_prep.inspect_shards", "more", "inspect.verify=false", "inspect.split=valid", cwd=tmp_path)
+    unverified = run("tost prepare inspect", "more", "inspect.verify=false", "inspect.split=valid", cwd=tmp_path)
     assert "hash" not in unverified
 
 
@@ -116,28 +116,28 @@ def test_gpt2_with_nanogpt_split(tmp_path):
         f'[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\nkind = "gpt2"\npath = "{GPT2}"\n'
         '[shards]\nfolder = "shards"\n'
     )
-    assert "nothing to train" in run("data_prep.train_tokenizer", "gpt2.toml", cwd=tmp_path)
-    run("data_prep.build_shards", "gpt2.toml", cwd=tmp_path)
+    assert "nothing to train" in run("tost prepare tokenizer", "gpt2.toml", cwd=tmp_path)
+    run("tost prepare shards", "gpt2.toml", cwd=tmp_path)
     shards = Shards.open(tmp_path / "shards")
     assert (shards.vocab_size, shards.eot) == (50257, 50256)
     documents = list(shards.documents("valid"))
     assert len(documents) == 2
     assert [tokens[:2].tolist() for tokens in documents] == [[15496, 995]] * 2
-    assert "of 50,257 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
+    assert "of 50,257 tokens occur" in run("tost prepare inspect", "shards", cwd=tmp_path)
 
 
 def test_a_tokenizer_json(config, tmp_path):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     words = ("corpus.source=corpus.jsonl", "shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=tokenizer.json")
-    assert "kind hf: nothing to train" in run("data_prep.train_tokenizer", *words, cwd=tmp_path)
-    refused = refusal("data_prep.build_shards", *words, cwd=tmp_path)
+    assert "kind hf: nothing to train" in run("tost prepare tokenizer", *words, cwd=tmp_path)
+    refused = refusal("tost prepare shards", *words, cwd=tmp_path)
     assert refused == (
         "tokenizer.path tokenizer.json: tokenizer.eot_token is not set; set it to the token that ends a document, one "
         "of <pad>, <|endoftext|>"
     )
-    run("data_prep.build_shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
-    assert "of 400 tokens occur" in run("data_prep.inspect_shards", "shards", cwd=tmp_path)
-    again = run("data_prep.build_shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
+    run("tost prepare shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
+    assert "of 400 tokens occur" in run("tost prepare inspect", "shards", cwd=tmp_path)
+    again = run("tost prepare shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
     assert again.startswith("reusing shards: ")
 
 
@@ -148,7 +148,7 @@ def test_both_programs_read_markdown_and_count_the_files_they_leave_out(config, 
         (folder / f"{number}.md").write_text(json.loads(row)["text"])
     for name in ("a.pdf", "b.PDF", "c.csv", "LICENSE"):
         (folder / name).touch()
-    for program in ("data_prep.train_tokenizer", "data_prep.build_shards"):
+    for program in ("tost prepare tokenizer", "tost prepare shards"):
         left_out, *_, last = run(program, config, f"corpus.source={folder}", cwd=tmp_path).splitlines()
         assert left_out == "left out 4 files: 2 .pdf, 1 .csv, 1 without ending", last
     splits = Shards.open(tmp_path / "out/shards").manifest["splits"]
@@ -157,7 +157,7 @@ def test_both_programs_read_markdown_and_count_the_files_they_leave_out(config, 
 
 def test_reasons_to_retrain(config, tmp_path):
     def train(*words: str) -> str:
-        return run("data_prep.train_tokenizer", config, *words, cwd=tmp_path)
+        return run("tost prepare tokenizer", config, *words, cwd=tmp_path)
 
     train()
     model = tmp_path / "out/tokenizer.model"
@@ -172,7 +172,7 @@ def test_reasons_to_retrain(config, tmp_path):
 
 
 def test_errors_are_one_line_and_change_no_output(config, tmp_path):
-    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    run("tost prepare tokenizer", config, cwd=tmp_path)
     before = snapshot(tmp_path / "out")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -186,27 +186,27 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         "tokenizer.path=/dev/null/tokenizer.model": "/dev/null/tokenizer.model: cannot be written",
     }
     for override, problem in mistakes.items():
-        assert problem in refusal("data_prep.train_tokenizer", config, override, cwd=tmp_path)
+        assert problem in refusal("tost prepare tokenizer", config, override, cwd=tmp_path)
     assert "small.tom: no such configuration file (did you mean" in refusal(
-        "data_prep.build_shards", tmp_path / "small.tom", cwd=tmp_path
+        "tost prepare shards", tmp_path / "small.tom", cwd=tmp_path
     )
-    assert "not a shard folder" in refusal("data_prep.inspect_shards", tmp_path, cwd=tmp_path)
+    assert "not a shard folder" in refusal("tost prepare inspect", tmp_path, cwd=tmp_path)
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text("{}")
     (tmp_path / "web/index.html").write_text("years of work")
     for folder in (tmp_path, tmp_path / "web"):
-        assert "other files" in refusal("data_prep.build_shards", config, f"shards.folder={folder}", cwd=tmp_path)
+        assert "other files" in refusal("tost prepare shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before
 
 
 def test_too_many_bad_rows_are_refused_and_the_first_is_named(config, tmp_path):
-    run("data_prep.train_tokenizer", config, cwd=tmp_path)
+    run("tost prepare tokenizer", config, cwd=tmp_path)
     model = f"tokenizer.path={tmp_path}/out/tokenizer.model"
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n' + '{"text": "good enough"}\n' * 8)
     flags = ("corpus.source=bad.jsonl", "corpus.valid_fraction=0", "shards.folder=bad", model)
-    refused = refusal("data_prep.build_shards", *flags, cwd=tmp_path)
+    refused = refusal("tost prepare shards", *flags, cwd=tmp_path)
     assert "bad.jsonl, line 2: field 'text' is a number, not a string; 1 of 10 rows cannot be read" in refused
-    output = run("data_prep.build_shards", *flags, "corpus.max_bad_fraction=0.1", cwd=tmp_path)
+    output = run("tost prepare shards", *flags, "corpus.max_bad_fraction=0.1", cwd=tmp_path)
     assert "1 unreadable" in output
-    assert "bad.jsonl, line 2: field 'text'" in run("data_prep.inspect_shards", "bad", cwd=tmp_path)
+    assert "bad.jsonl, line 2: field 'text'" in run("tost prepare inspect", "bad", cwd=tmp_path)

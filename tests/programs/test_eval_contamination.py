@@ -7,7 +7,7 @@ from programs import refusal, run
 
 from tost_lm.data.shards import Shards
 
-PROGRAM = "tost_lm.cli.eval.contamination"
+PROGRAM = "tost eval contamination"
 
 
 def test_overlapping_examples_are_counted_shown_and_written(prepared: Path, tmp_path: Path):

@@ -20,10 +20,10 @@ from tost_lm.testing import FLOAT32_REORDERED
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
-    "eval.zero_shot": (),
-    "eval.retrieval": ("retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
-    "tost_lm.cli.generate": ("sample.tokens=20", "sample.prompt=some words"),
-    "eval.report": (),
+    "tost eval zero-shot": (),
+    "tost eval retrieval": ("retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
+    "tost generate": ("sample.tokens=20", "sample.prompt=some words"),
+    "tost report": (),
 }
 
 
@@ -32,7 +32,7 @@ def evaluated(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, trained, evaluated, and with a report."""
     folder = tmp_path_factory.mktemp("evaluated")
     (folder / "out").symlink_to(prepared / "out")
-    run("pretrain.train", prepared / "run.toml", cwd=folder)
+    run("tost train", prepared / "run.toml", cwd=folder)
     for program, words in PROGRAMS.items():
         run(program, "runs/tiny", *words, cwd=folder)
     return folder
@@ -69,7 +69,7 @@ def test_results_add_up_and_files_exist(evaluated: Path):
 
 def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
-    for program in ("eval.zero_shot", "tost_lm.cli.generate"):
+    for program in ("tost eval zero-shot", "tost generate"):
         script = (
             f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
             f"sys.argv = ['program', 'runs/tiny', *{PROGRAMS[program]!r}]\n"
@@ -85,14 +85,14 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     alone = results(home, HELDOUT)
     rows = (home / HELDOUT / "documents.jsonl").read_text().splitlines()
     shutil.rmtree(home / HELDOUT)
-    output = run("eval.zero_shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
+    output = run("tost eval zero-shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
     assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
     assert together["identity"] == alone["identity"]
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
         assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=FLOAT32_REORDERED)
-    assert "reusing runs/tiny/eval/" in run("eval.zero_shot", "runs/tiny", cwd=copy)
+    assert "reusing runs/tiny/eval/" in run("tost eval zero-shot", "runs/tiny", cwd=copy)
 
 
 def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
@@ -108,7 +108,7 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
         f"zero_shot.protocols={json.dumps(names)}", "sets.wikitext2=wiki.test.raw",
         "sets.lambada_openai=lambada.jsonl", "sets.piqa=piqa.jsonl",
     ]  # fmt: skip
-    output = run("eval.zero_shot", "runs/tiny", *words, cwd=copy)
+    output = run("tost eval zero-shot", "runs/tiny", *words, cwd=copy)
     assert output.count("wrote ") == 5
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
@@ -119,10 +119,18 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
     assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3, 2]
     assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
-    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
+    assert run("tost eval zero-shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
     for home in homes:
         shutil.rmtree(home)
-    run("eval.zero_shot", "runs/tiny", *words, "parallel.sequence=2", "zero_shot.batch_tokens=100", cwd=copy, ranks=2)
+    run(
+        "tost eval zero-shot",
+        "runs/tiny",
+        *words,
+        "parallel.sequence=2",
+        "zero_shot.batch_tokens=100",
+        cwd=copy,
+        ranks=2,
+    )
     for home, (before, rows) in zip(homes, alone, strict=True):
         assert results(home, ".")["model"] == pytest.approx(
             before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
@@ -132,13 +140,13 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
             assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
         shutil.rmtree(home)
-    run("eval.zero_shot", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
+    run("tost eval zero-shot", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
     for home, (before, _) in zip(homes, alone, strict=True):
         assert results(home, ".")["model"] == pytest.approx(
             before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
         )
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
-    assert run("eval.zero_shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
+    assert run("tost eval zero-shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
 
 
 def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
@@ -150,8 +158,8 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
     kept = min(cells)
     for name in set(cells) - {kept}:
         (home / "cells" / name).unlink()
-    words = PROGRAMS["eval.retrieval"]
-    output = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    words = PROGRAMS["tost eval retrieval"]
+    output = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
@@ -159,14 +167,14 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
     assert again[kept] == cells[kept]
 
     task = 'retrieval.tasks=["niah_single_1@own-words"]'
-    error = refusal("eval.retrieval", "runs/tiny", task, cwd=copy)
+    error = refusal("tost eval retrieval", "runs/tiny", task, cwd=copy)
     assert "64 tokens are too few for niah_single_1@own-words, whose texts without a haystack take" in error
 
 
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     words = "some words of a text.\n"
     (copy / "text.txt").write_text(words)
-    output = run("eval.text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
+    output = run("tost eval text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
     checkpoint = copy / "runs/tiny/checkpoints/step_00000012"
     tokenizer = read_tokenizer(find_tokenizer(checkpoint))
     ids = tokenizer.encode(words)
@@ -177,14 +185,14 @@ def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     assert (found["model"]["tokens"], found["model"]["bytes"]) == (len(ids), len(words))
     assert output.count(f"final state: {found['state_bytes']:,} bytes") == 1
     (copy / "text.txt").write_text(f"{words}{words}")
-    assert "reusing" not in run("eval.text", "runs/tiny", "text.file=text.txt", cwd=copy)
+    assert "reusing" not in run("tost eval text", "runs/tiny", "text.file=text.txt", cwd=copy)
     assert results(copy / "runs/tiny", TEXT)["model"]["bytes"] == 2 * len(words)
 
 
 def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):
     (copy / "prompt.txt").write_text("some words")  # what it was generated from before
     before = results(copy / "runs/tiny", SAMPLE)
-    output = run("tost_lm.cli.generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
+    output = run("tost generate", "runs/tiny", "sample.prompt_file=prompt.txt", "sample.tokens=20", cwd=copy)
     sample = results(copy / "runs/tiny", SAMPLE)
     assert (sample["prompt"], sample["text"]) == (before["prompt"], before["text"])
     assert (copy / "runs/tiny" / SAMPLE / "text.txt").read_text() == sample["text"]
@@ -197,24 +205,24 @@ def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
     whole = results(copy / "runs/tiny", SAMPLE)["text"]
     [stop, *_] = re.findall("[ -~]{2}", whole[2:])
     words = ("runs/tiny", "some words", "sample.tokens=20")
-    run("tost_lm.cli.generate", *words, f"sample.stop={json.dumps(['never', stop])}", cwd=copy)
+    run("tost generate", *words, f"sample.stop={json.dumps(['never', stop])}", cwd=copy)
     stopped = results(copy / "runs/tiny", SAMPLE)
     assert stopped["prompt"] == "some words"
     assert stopped["text"] == whole[: whole.index(stop)]
     assert 0 < stopped["tokens"] < 20
     for seed, of in ((1, "sample.top_k=1"), (2, "sample.top_p=1e-9")):
-        run("tost_lm.cli.generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
+        run("tost generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
         assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
-    run("eval.report", "runs/tiny", cwd=copy)
+    run("tost report", "runs/tiny", cwd=copy)
     assert "Continuation (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
 
 
 def test_the_parallel_layout_must_fit_the_ranks(evaluated: Path):
-    assert refusal("tost_lm.cli.generate", "runs/tiny", cwd=evaluated, RANK="0", WORLD_SIZE="4") == (
+    assert refusal("tost generate", "runs/tiny", cwd=evaluated, RANK="0", WORLD_SIZE="4") == (
         "parallel.tensor 1 × parallel.sequence 1 = 1 does not fit the 4 ranks of this launch; set them so that their "
         "product is 4, or set launch.ranks to 1"
     )
-    for program in ("eval.zero_shot", "eval.retrieval"):
+    for program in ("tost eval zero-shot", "tost eval retrieval"):
         output = refusal(program, "runs/tiny", "parallel.tensor=3", cwd=evaluated, RANK="0", WORLD_SIZE="4")
         assert output.endswith("so that their product divides 4, or set launch.ranks to 3")
 
@@ -225,12 +233,12 @@ def test_results_are_reused_until_a_setting_changes(copy: Path):
     for program, words in list(PROGRAMS.items())[:3]:
         assert "reusing runs/tiny/eval/" in run(program, "runs/tiny", *words, cwd=copy)
     assert snapshot(home / "eval") == before
-    assert "reusing" not in run("eval.zero_shot", "runs/tiny", "heldout.max_documents=2", cwd=copy)
+    assert "reusing" not in run("tost eval zero-shot", "runs/tiny", "heldout.max_documents=2", cwd=copy)
     assert results(home, HELDOUT)["model"]["documents"] == 2
     step = home / "checkpoints/step_00000004"
-    assert f"wrote {home}/{HELDOUT}" in run("eval.zero_shot", step, cwd=copy)
+    assert f"wrote {home}/{HELDOUT}" in run("tost eval zero-shot", step, cwd=copy)
     assert results(home, HELDOUT)["identity"]["checkpoint"] == "step_00000004"
-    run("eval.report", "runs/tiny", cwd=copy)
+    run("tost report", "runs/tiny", cwd=copy)
     assert "not the newest checkpoint" in (home / "report.md").read_text()
 
 
@@ -240,7 +248,7 @@ def test_two_seeds_are_compared(copy: Path):
     config = (first / "config.toml").read_text()
     (second / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 1"))
     before = snapshot(copy / "runs")
-    assert "wrote reports/tiny-tiny-1/report.html" in run("eval.report", "runs/tiny", "runs/tiny-1", cwd=copy)
+    assert "wrote reports/tiny-tiny-1/report.html" in run("tost report", "runs/tiny", "runs/tiny-1", cwd=copy)
     assert "| 1 | 2 | 12 |" in (copy / "reports/tiny-tiny-1/report.md").read_text()
     assert snapshot(copy / "runs") == before
 
@@ -248,16 +256,16 @@ def test_two_seeds_are_compared(copy: Path):
 def test_a_damaged_checkpoint_is_reported_and_skipped(copy: Path):
     (damaged,) = (copy / "runs/tiny/checkpoints/step_00000012").glob("model-*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    output = run("tost_lm.cli.generate", "runs/tiny", "sample.tokens=2", cwd=copy)
+    output = run("tost generate", "runs/tiny", "sample.tokens=2", cwd=copy)
     assert f"step_00000012/{damaged.name}: damaged" in output
     assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
 
 
 def test_damaged_shards_and_settings_are_rejected(copy: Path):
     (copy / "out").unlink()
-    assert "not a shard folder" in refusal("eval.zero_shot", "runs/tiny", cwd=copy)
+    assert "not a shard folder" in refusal("tost eval zero-shot", "runs/tiny", cwd=copy)
     (copy / "runs/tiny/config.toml").write_text("[data\n")
-    for program in ("eval.zero_shot", "eval.report"):
+    for program in ("tost eval zero-shot", "tost report"):
         assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", cwd=copy)
 
 
@@ -267,7 +275,7 @@ def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Pat
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    output = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
+    output = refusal("tost eval zero-shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
     assert "valid_00000.bin: damaged" in output
 
 
@@ -275,8 +283,8 @@ def test_an_export_has_its_own_results(copy: Path):
     step = copy / "runs/tiny/checkpoints/step_00000012"
     model = tost_lm.load(step)
     write_checkpoint(copy / "export", model.config, model.state_dict(), read_tokenizer(find_tokenizer(step)))
-    assert "give heldout.shards=FOLDER" in refusal("eval.zero_shot", "export", cwd=copy)
-    run("eval.zero_shot", "export", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
+    assert "give heldout.shards=FOLDER" in refusal("tost eval zero-shot", "export", cwd=copy)
+    run("tost eval zero-shot", "export", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
 
 
@@ -284,7 +292,11 @@ def test_ctrl_c_leaves_no_partial_result(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports
     code, errors = interrupt(
-        "eval.retrieval", "runs/tiny", "retrieval.samples=4000", cwd=copy, when=lambda: time.monotonic() > deep_inside
+        "tost eval retrieval",
+        "runs/tiny",
+        "retrieval.samples=4000",
+        cwd=copy,
+        when=lambda: time.monotonic() > deep_inside,
     )
     assert code == 130
     assert "Traceback" not in errors
@@ -296,32 +308,36 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nvalid_fraction = 0.1\n'
         '[tokenizer]\npath = "other/tokenizer.model"\nvocab_size = 350\n[shards]\nfolder = "other/shards"\n'
     )
-    run("data_prep.train_tokenizer", "other.toml", cwd=copy)
-    run("data_prep.build_shards", "other.toml", cwd=copy)
-    output = refusal("eval.zero_shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
+    run("tost prepare tokenizer", "other.toml", cwd=copy)
+    run("tost prepare shards", "other.toml", cwd=copy)
+    output = refusal("tost eval zero-shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
     assert "other/shards: made with another tokenizer" in output
 
 
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("eval.zero_shot", ["nowhere"], "nowhere: no such folder"),
-        ("eval.zero_shot", ["out"], "out: not a checkpoint"),
-        ("eval.zero_shot", ["runs/tiny", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
-        ("eval.zero_shot", ["runs/tiny", "heldout.shards=runs"], "runs: not a shard folder"),
+        ("tost eval zero-shot", ["nowhere"], "nowhere: no such folder"),
+        ("tost eval zero-shot", ["out"], "out: not a checkpoint"),
+        ("tost eval zero-shot", ["runs/tiny", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
+        ("tost eval zero-shot", ["runs/tiny", "heldout.shards=runs"], "runs: not a shard folder"),
         (
-            "eval.zero_shot",
+            "tost eval zero-shot",
             ["runs/tiny", 'zero_shot.protocols=["wikitext"]'],
             "'wikitext' is not a protocol; choose from",
         ),
         (
-            "eval.zero_shot",
+            "tost eval zero-shot",
             ["runs/tiny", 'zero_shot.protocols=["text8@bpc"]'],
             "sets.text8: not set, and the hub does not have this test set; give sets.text8=FILE (text8, the whole",
         ),
-        ("eval.zero_shot", ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"], "sets.ptb x: no such"),
         (
-            "eval.zero_shot",
+            "tost eval zero-shot",
+            ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"],
+            "sets.ptb x: no such",
+        ),
+        (
+            "tost eval zero-shot",
             [
                 "runs/tiny",
                 'zero_shot.protocols=["lambada_openai@lm-eval"]',
@@ -329,34 +345,38 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
             ],
             "runs/tiny/config.toml, line 1: wrong format, the file looks like plain text; give JSON lines",
         ),
-        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 exceeds the model's positions (64)"),
-        ("eval.retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
+        ("tost eval retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 exceeds the model's positions (64)"),
+        ("tost eval retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
         (
-            "eval.retrieval",
+            "tost eval retrieval",
             ["runs/tiny", 'retrieval.tasks=["needle"]'],
             "'needle' is not a task; choose from needle@words, ",
         ),
-        ("eval.retrieval", ["runs/tiny", "retrieval.haystack=nowhere"], "retrieval.haystack nowhere: no such file"),
-        ("eval.retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
-        ("tost_lm.cli.generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
-        ("tost_lm.cli.generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
-        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
-        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
-        ("tost_lm.cli.generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
         (
-            "tost_lm.cli.generate",
+            "tost eval retrieval",
+            ["runs/tiny", "retrieval.haystack=nowhere"],
+            "retrieval.haystack nowhere: no such file",
+        ),
+        ("tost eval retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
+        ("tost generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
+        ("tost generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
+        ("tost generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
+        ("tost generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
+        ("tost generate", ["runs/tiny", "a", "sample.temperature=1.0", "sample.top_p=0.0"], "greater than 0"),
+        (
+            "tost generate",
             ["runs/tiny", "a", 'sample.stop=[""]'],
             "sample.stop: string should have at least 1 char",
         ),
         (
-            "eval.zero_shot",
+            "tost eval zero-shot",
             ["runs/tiny", 'zero_shot.protocols=["wikitext2@lm-eval"]', "sets.wikitext2=out/shards/manifest.json"],
             "out/shards/manifest.json, line 1: wrong format, the file looks like JSON lines; give wiki.test.raw",
         ),
-        ("eval.text", ["runs/tiny"], "text.file: must be set; --help describes it"),
-        ("eval.text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
-        ("eval.report", ["out"], "not a run folder, config.toml is missing: out;"),
-        ("eval.report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),
+        ("tost eval text", ["runs/tiny"], "text.file: must be set; --help describes it"),
+        ("tost eval text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
+        ("tost report", ["out"], "not a run folder, config.toml is missing: out;"),
+        ("tost report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(evaluated: Path, program: str, words: list[str], problem: str):

@@ -34,7 +34,7 @@ def rows(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
 def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
     """The results of `tost eval zero-shot` for the last checkpoint."""
     run(
-        "eval.zero_shot", f"runs/{name}", f"zero_shot.protocols={json.dumps(PROTOCOLS)}",
+        "tost eval zero-shot", f"runs/{name}", f"zero_shot.protocols={json.dumps(PROTOCOLS)}",
         "sets.wikitext2=wiki.test.raw", "sets.lambada_openai=lambada.jsonl", cwd=workplace,
     )  # fmt: skip
     home = workplace / "runs" / name / "eval"
@@ -60,7 +60,7 @@ def weights(workplace: Path, name: str) -> dict[str, bytes]:
 
 
 def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: Path, words: list[str]):
-    output = run("pretrain.train", *words, cwd=workplace)
+    output = run("tost train", *words, cwd=workplace)
     assert [(row["step"], row["protocol"]) for row in rows(workplace)] == [
         (step, protocol) for step in (2, 4, 6, 8) for protocol in PROTOCOLS
     ]
@@ -74,7 +74,7 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
     assert "scoring" not in output
     card = (workplace / "runs/tiny/checkpoints/step_00000008/README.md").read_text()
     assert f"| word perplexity | {format_result('word_perplexity', last)} | during training, step 8, test set " in card
-    run("pretrain.train", "run.toml", "train.steps=8", "run.name=without", cwd=workplace)
+    run("tost train", "run.toml", "train.steps=8", "run.name=without", cwd=workplace)
     assert (workplace / "runs/without/evaluations.jsonl").read_text() == ""
     assert weights(workplace, "tiny") == weights(workplace, "without")
 
@@ -83,20 +83,20 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
 def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
     words = [*words, layout, "memory.mlp_tile_tokens=8", "evaluation.batch_tokens=100", "run.timeout_seconds=60"]
     words.append("evaluation.every=4")
-    output = run("pretrain.train", *words, cwd=workplace, ranks=2)
+    output = run("tost train", *words, cwd=workplace, ranks=2)
     assert output.count("step 8/8  wikitext2@lm-eval  word perplexity ") == 1
     assert_as_afterwards(workplace)
-    run("pretrain.train", "run.toml", "train.steps=8", layout, "memory.mlp_tile_tokens=8", "run.name=without",
+    run("tost train", "run.toml", "train.steps=8", layout, "memory.mlp_tile_tokens=8", "run.name=without",
         cwd=workplace, ranks=2)  # fmt: skip
     assert weights(workplace, "tiny") == weights(workplace, "without")
 
 
 def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str]):
-    run("pretrain.train", *words, "run.stop_at_step=6", cwd=workplace)
+    run("tost train", *words, "run.stop_at_step=6", cwd=workplace)
     before = rows(workplace)
     assert [row["step"] for row in before] == [2, 2, 4, 4, 6, 6]
     (workplace / "runs/tiny/checkpoints/step_00000006/manifest.json").unlink()
-    run("pretrain.train", *words, "evaluation.every=3", "memory.tile_tokens=8", cwd=workplace)  # from step 4
+    run("tost train", *words, "evaluation.every=3", "memory.tile_tokens=8", cwd=workplace)  # from step 4
     assert rows(workplace)[:4] == before[:4]
     assert [row["step"] for row in rows(workplace)[4:]] == [6, 6, 8, 8]
     assert_as_afterwards(workplace)
@@ -123,12 +123,12 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
 def test_mistakes_are_one_line_before_anything_is_trained(
     workplace: Path, words: list[str], override: str, problem: str
 ):
-    output = refusal("pretrain.train", *words, override, cwd=workplace)
+    output = refusal("tost train", *words, override, cwd=workplace)
     assert problem in output
     assert "\n" not in output
     assert snapshot(workplace).keys() == {"run.toml", "wiki.test.raw", "lambada.jsonl"}
 
 
 def test_protocols_without_an_interval_are_rejected(workplace: Path, words: list[str]):
-    output = refusal("pretrain.train", "run.toml", words[3], cwd=workplace)
+    output = refusal("tost train", "run.toml", words[3], cwd=workplace)
     assert "evaluation.protocols is set without evaluation.every: set the number of steps between evaluations" in output

@@ -16,7 +16,7 @@ from tost_lm.evaluation.generation import generate_text
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 
-PROGRAM = "tost_lm.cli.generate"
+PROGRAM = "tost generate"
 
 
 @pytest.fixture

@@ -11,25 +11,7 @@ from forked import CHECKOUT, ENVIRONMENT
 
 from tost_lm.cli.main import ALL
 
-LAUNCHERS = {
-    "data_prep.train_tokenizer": "prepare tokenizer",
-    "data_prep.build_shards": "prepare shards",
-    "data_prep.inspect_shards": "prepare inspect",
-    "pretrain.extend": "extend",
-    "pretrain.plan": "plan",
-    "pretrain.preflight": "preflight",
-    "pretrain.train": "train",
-    "eval.compare": "eval compare",
-    "eval.positions": "eval positions",
-    "eval.verify": "eval verify",
-    "eval.zero_shot": "eval zero-shot",
-    "eval.retrieval": "eval retrieval",
-    "eval.context": "eval context",
-    "eval.recall": "eval recall",
-    "eval.analyze": "eval analyze",
-    "eval.text": "eval text",
-    "eval.report": "report",
-}
+FOLDERS = {"data_prep": "tost prepare", "pretrain": "tost", "eval": "tost eval"}
 BENCHMARKS = [
     f"python -m benchmarks.{path.stem}"
     for path in sorted((CHECKOUT / "benchmarks").glob("*.py"))
@@ -88,8 +70,9 @@ def mistake(command: str) -> str:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Answer]:
     """The answers by command line, from one process, since most of their time would be its start."""
-    launchers = [f"python -m {launcher}" for launcher in LAUNCHERS]
-    lines = [f"{command} --help" for command in [*COMMANDS, *launchers, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
+    folders = [f"python -m {folder}" for folder in FOLDERS]
+    lines = [f"{command} --help" for command in [*COMMANDS, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
+    lines += [f"{command} --help" for command in [*folders, *FOLDERS.values()]]
     lines += map(mistake, COMMANDS)
     modules = [
         ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
@@ -127,11 +110,8 @@ def test_the_help_of_commands_without_settings_imports_nothing_heavy(
     assert usage in answer.out
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_runs_its_command(launcher: str, answers: dict[str, Answer]):
-    assert answers[f"python -m {launcher} --help"] == answers[f"tost {LAUNCHERS[launcher]} --help"]
-
-
-def test_all_launchers_are_covered():
-    files = [path for folder in ("data_prep", "pretrain", "eval") for path in (CHECKOUT / folder).glob("[!_]*.py")]
-    assert {f"{path.parent.name}.{path.stem}" for path in files} == LAUNCHERS.keys()
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_of_programs_runs_its_commands(folder: str, answers: dict[str, Answer]):
+    answer = answers[f"python -m {folder} --help"]
+    assert answer.code == 0
+    assert answer == answers[f"{FOLDERS[folder]} --help"]

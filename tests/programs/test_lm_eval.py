@@ -18,7 +18,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 
-PROGRAM, QUICK = "tost_lm.cli.lm_eval", "few_tasks"
+PROGRAM, QUICK = "tost lm-eval", "few_tasks"
 LAMBADA = "lambada_openai@lm-eval"
 TASK = """
 task: {name}
@@ -72,7 +72,7 @@ def harness(place: Path, out: str, ranks: int = 0) -> tuple[dict[str, Any], list
 def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
     results, nats, texts = harness(place, "alone")
     given = (f'zero_shot.protocols=["{LAMBADA}"]', "sets.lambada_openai=documents.jsonl")
-    run("eval.zero_shot", "export", *given, cwd=place)
+    run("tost eval zero-shot", "export", *given, cwd=place)
     native = json.loads((place / f"export/eval/{LAMBADA}/results.json").read_text())
     assert np.mean(nats) == pytest.approx(native["model"]["nats_per_word"], rel=FLOAT32_REORDERED)
     assert results["config"]["checkpoint_sha256"] == native["identity"]["checkpoint_sha256"]

@@ -10,7 +10,7 @@ RECIPE = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
 
 def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
     code, out, err = Forked(
-        "pretrain.plan", RECIPE, "train.micro_batch_size=60", "cluster.memory_gb=20", cwd=tmp_path
+        "tost plan", RECIPE, "train.micro_batch_size=60", "cluster.memory_gb=20", cwd=tmp_path
     ).finish()
     assert code == 2
     assert "| GPU memory " in out
@@ -24,7 +24,7 @@ def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
 def test_an_executed_plan_shows_what_ran_and_the_collectives_of_each_class(workplace):
     before = sorted(os.listdir(workplace))
     code, out, err = Forked(
-        "pretrain.plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", "parallel.sequence=2",
+        "tost plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", "parallel.sequence=2",
         cwd=workplace,
     ).finish()  # fmt: skip
     assert code == 0, err
@@ -39,7 +39,7 @@ def test_an_executed_plan_shows_what_ran_and_the_collectives_of_each_class(workp
 def test_an_execution_without_shards_or_at_stage_3_ends_with_one_line(workplace):
     for words, named in ((["data.folder=nowhere"], "nowhere"), (["parallel.zero_stage=3"], "parallel.zero_stage 3")):
         code, _, err = Forked(
-            "pretrain.plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", *words, cwd=workplace
+            "tost plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", *words, cwd=workplace
         ).finish()
         assert code == 2
         assert named in err

@@ -23,7 +23,7 @@ IPV4 = [
 ]
 
 
-def start_nodes(*nodes: tuple[Path, list[str]], program: str = "pretrain.preflight") -> list[Forked]:
+def start_nodes(*nodes: tuple[Path, list[str]], program: str = "tost preflight") -> list[Forked]:
     """Start nodes with one rank each, as torchrun does, from their folders and arguments."""
     port = free_port()
     return [
@@ -34,7 +34,7 @@ def start_nodes(*nodes: tuple[Path, list[str]], program: str = "pretrain.preflig
 
 def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
     before = snapshot(workplace)
-    heading, row, speed, *rest = run("pretrain.preflight", "run.toml", cwd=workplace, ranks=2).splitlines()
+    heading, row, speed, *rest = run("tost preflight", "run.toml", cwd=workplace, ranks=2).splitlines()
     assert heading.split() == ["node", "ranks", "devices", "disk", "free", "network", "slowest", "link", "in", "out"]
     assert row.startswith(f"0 {HOST}  0-1    2 × cpu  ")
     assert all(float(bandwidth) > 0 for bandwidth in row.replace(" GB/s", "").split()[-2:])
@@ -46,7 +46,7 @@ def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
 
 def test_training_with_different_settings_on_one_node_is_refused_on_both(workplace: Path):
     words = ["optim.lr=2e-2", "run.log_every=3"]
-    for node in start_nodes((workplace, []), (workplace, words), program="pretrain.train"):
+    for node in start_nodes((workplace, []), (workplace, words), program="tost train"):
         code, _, errors = node.finish()
         rate, log_every = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert code
@@ -77,7 +77,7 @@ def test_a_node_with_different_settings_shards_and_disk_gets_a_line_for_each(wor
 
 def test_a_full_disk_and_missing_shards_are_a_line_each(workplace: Path):
     words = ["run.toml", "checkpoint.keep_latest_k=1000000000", "data.folder=nowhere"]
-    disk, shards = refusal("pretrain.preflight", *words, cwd=workplace).splitlines()
+    disk, shards = refusal("tost preflight", *words, cwd=workplace).splitlines()
     assert disk.startswith(f"rank 0 ({HOST}): runs: ")
     # 12,692 parameters of 12 bytes
     assert " GB free, but checkpoints need 152,304.00 GB; free " in disk

@@ -12,7 +12,7 @@ from tost_lm.config.recipes import recipes
 
 def tost(*words: str, cwd: Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    return Forked("tost_lm.cli.main", *words, cwd=cwd).finish()
+    return Forked("tost", *words, cwd=cwd).finish()
 
 
 def test_every_recipe_has_its_own_name_and_is_listed(tmp_path: Path):

@@ -14,10 +14,10 @@ STARTED_S, STOPPED_S = 120, 60
 """Generous limits, which only catch a hang."""
 RETRIEVAL = ["retrieval.lengths=[640, 768, 900]", "needle.depths=[0.5]", "retrieval.samples=300"]
 PROGRAMS = {
-    "eval.zero_shot": ([], "scoring"),
-    "eval.text": (["text.file=long.jsonl"], "scoring"),
-    "eval.positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
-    "eval.retrieval": (RETRIEVAL, "needle@words: length"),
+    "tost eval zero-shot": ([], "scoring"),
+    "tost eval text": (["text.file=long.jsonl"], "scoring"),
+    "tost eval positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
+    "tost eval retrieval": (RETRIEVAL, "needle@words: length"),
 }
 DATA = """
 [corpus]
@@ -37,10 +37,10 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_corpus(folder / "long.jsonl", documents=20, words=20_000)
     (folder / "data.toml").write_text(DATA)
-    run("data_prep.train_tokenizer", "data.toml", cwd=folder)
-    run("data_prep.build_shards", "data.toml", cwd=folder)
+    run("tost prepare tokenizer", "data.toml", cwd=folder)
+    run("tost prepare shards", "data.toml", cwd=folder)
     words = ["model.positions=sinusoidal", "model.denom_bias=head", "train.steps=2"]
-    run("pretrain.train", prepared / "run.toml", *words, cwd=folder)
+    run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
 
 
@@ -81,9 +81,9 @@ def test_sigterm_ends_one_process_with_one_line(copy: Path, program: str):
 @pytest.mark.parametrize(
     ("program", "layout"),
     [
-        ("eval.text", "parallel.sequence=2"),
-        ("eval.positions", "parallel.tensor=1"),
-        ("eval.zero_shot", "parallel.tensor=2"),
+        ("tost eval text", "parallel.sequence=2"),
+        ("tost eval positions", "parallel.tensor=1"),
+        ("tost eval zero-shot", "parallel.tensor=2"),
     ],
 )
 def test_sigterm_to_one_rank_ends_both(copy: Path, program: str, layout: str):
@@ -94,13 +94,13 @@ def test_sigterm_to_one_rank_ends_both(copy: Path, program: str, layout: str):
 @pytest.mark.parametrize("signaled", [[0], [0, 1]])
 def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled: list[int]):
     """The copies of the model measure cells of different lengths, so they call the model different numbers of times."""
-    words, started = PROGRAMS["eval.retrieval"]
-    terminate("eval.retrieval", words, copy, started, signaled, ranks=2)
+    words, started = PROGRAMS["tost eval retrieval"]
+    terminate("tost eval retrieval", words, copy, started, signaled, ranks=2)
     home = copy / "runs/tiny/eval/needle@words"
     finished = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert 0 < len(finished) < 3
     assert not (home / "results.json").exists()
-    resumed = run("eval.retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    resumed = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
     assert f"needle@words: reusing {len(finished)} of 3 cells" in resumed
     assert all((home / "cells" / name).read_bytes() == data for name, data in finished.items())
     assert len(json.loads((home / "results.json").read_text())["cells"]) == 3

@@ -24,25 +24,25 @@ def validated(workplace: Path, name: str) -> list[float]:
 
 def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workplace: Path):
     words = ["run.toml", "validation.every=6", "validation.sequences=4", "data.packing=best-fit"]
-    said = run("pretrain.train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)
+    said = run("tost train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)
     assert "tiles" not in said  # whole rows fit
     tiles = [*words, "run.name=tiles"]
-    said = run("pretrain.train", *tiles, "memory.tile_tokens=11", "run.stop_at_step=4", cwd=workplace)
+    said = run("tost train", *tiles, "memory.tile_tokens=11", "run.stop_at_step=4", cwd=workplace)
     assert "exactly in 3 tiles of 11 tokens, from the start" in said
     said = run(
-        "pretrain.train", *tiles, "memory.tile_tokens=9", "memory.offload_tile_states=true", "parallel.sequence=2",
+        "tost train", *tiles, "memory.tile_tokens=9", "memory.offload_tile_states=true", "parallel.sequence=2",
         "run.stop_at_step=8", cwd=workplace, ranks=2,
     )  # fmt: skip
     assert "exactly in 4 tiles of 9 tokens, resuming" in said
-    run("pretrain.train", *tiles, cwd=workplace)
+    run("tost train", *tiles, cwd=workplace)
     assert losses(workplace, "tiles") == pytest.approx(losses(workplace, "whole"), rel=FLOAT32_REORDERED)
     assert validated(workplace, "tiles") == pytest.approx(validated(workplace, "whole"), rel=FLOAT32_REORDERED)
 
 
 def test_truncated_gradients_are_another_run(workplace: Path):
-    run("pretrain.train", "run.toml", "run.name=exact", cwd=workplace)
+    run("tost train", "run.toml", "run.name=exact", cwd=workplace)
     words = ["run.toml", "run.name=truncated", "train.truncate_tokens=8"]
-    assert "truncated back-propagation in 4 tiles of 8 tokens" in run("pretrain.train", *words, cwd=workplace)
+    assert "truncated back-propagation in 4 tiles of 8 tokens" in run("tost train", *words, cwd=workplace)
     exact, truncated = losses(workplace, "exact"), losses(workplace, "truncated")
     assert truncated[0] == pytest.approx(exact[0], rel=FLOAT32_REORDERED)  # the states go on through the whole row
     assert truncated[-1] != pytest.approx(exact[-1], rel=FLOAT32_REORDERED)

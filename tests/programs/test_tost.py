@@ -9,7 +9,7 @@ from tost_lm.version import VERSION
 
 def tost(*words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    return Forked("tost_lm.cli.main", *words, cwd=CHECKOUT).finish()
+    return Forked("tost", *words, cwd=CHECKOUT).finish()
 
 
 def test_alone_it_lists_every_command_with_its_purpose():

@@ -31,7 +31,7 @@ def weights(workplace: Path, name: str, step: int = 12) -> dict[str, bytes]:
 def never_stopped(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("never_stopped")
     (folder / "out").symlink_to(prepared / "out")
-    run("pretrain.train", prepared / "run.toml", cwd=folder, ranks=2, WANDB_MODE="offline")
+    run("tost train", prepared / "run.toml", cwd=folder, ranks=2, WANDB_MODE="offline")
     return folder
 
 
@@ -61,7 +61,7 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
     checkpoints = workplace / "runs/tiny/checkpoints"
     rows = workplace / "runs/tiny/metrics.jsonl"
     code, _ = interrupt(
-        "pretrain.train",
+        "tost train",
         "run.toml",
         "launch.ranks=2",
         cwd=workplace,
@@ -69,11 +69,11 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
     )
     assert code == 75
     assert "stopped on SIGINT with everything saved" in (workplace / "runs/tiny/log.txt").read_text()
-    run("pretrain.train", "run.toml", "run.stop_at_step=8", cwd=workplace, ranks=2)
+    run("tost train", "run.toml", "run.stop_at_step=8", cwd=workplace, ranks=2)
     damaged = checkpoints / "step_00000008/optimizer-00001-of-00002.safetensors"
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    said = run("pretrain.train", "run.toml", cwd=workplace, ranks=2)
+    said = run("tost train", "run.toml", cwd=workplace, ranks=2)
     assert said.count(f"skipped checkpoint: {damaged.relative_to(workplace)}: damaged, its XXH3 hash differs") == 1
     assert curve(workplace, "tiny") == curve(never_stopped, "tiny")
     assert weights(workplace, "tiny") == weights(never_stopped, "tiny")
@@ -81,7 +81,7 @@ def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, 
 
 def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Path):
     words = ["run.toml", "run.name=valid", "train.steps=2", "validation.every=2", "validation.sequences=100000"]
-    output = run("pretrain.train", *words, cwd=workplace)
+    output = run("tost train", *words, cwd=workplace)
     assert "validation.sequences 100,000 is more than one pass over the held-out split: using its " in output
     (row,) = read_rows(workplace / "runs/valid/validation.jsonl")
     manifest = json.loads((workplace / "out/shards/manifest.json").read_text())
@@ -90,7 +90,7 @@ def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Pat
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
     words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4"]
-    said = run("pretrain.train", *words, cwd=workplace)
+    said = run("tost train", *words, cwd=workplace)
     assert "1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
@@ -99,17 +99,17 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     for step, loss, *_ in curve(workplace, "alone"):
         assert loss == pytest.approx(expected[step], rel=FLOAT32_REORDERED)
     before = snapshot(workplace / "runs")
-    assert "reusing runs/alone/checkpoints/step_00000012" in run("pretrain.train", *words, cwd=workplace)
+    assert "reusing runs/alone/checkpoints/step_00000012" in run("tost train", *words, cwd=workplace)
     assert snapshot(workplace / "runs") == before
-    said = refusal("pretrain.train", *words, "optim.lr=2e-2", "train.seed=1", cwd=workplace)
+    said = refusal("tost train", *words, "optim.lr=2e-2", "train.seed=1", cwd=workplace)
     assert said.splitlines()[1:] == ["optim.lr: 0.01 → 0.02", "train.seed: 0 → 1"]
     assert snapshot(workplace / "runs") == before
 
 
 def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
-    run("pretrain.train", "run.toml", "run.stop_at_step=6", cwd=workplace, ranks=2)
+    run("tost train", "run.toml", "run.stop_at_step=6", cwd=workplace, ranks=2)
     words = ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]
-    said = run("pretrain.train", "run.toml", *words, cwd=workplace, ranks=4)
+    said = run("tost train", "run.toml", *words, cwd=workplace, ranks=4)
     assert "4 ranks (tensor 2 × sequence 2 × data 1) on cpu" in said
     assert "resuming from runs/tiny/checkpoints/step_00000006" in said
     for found, expected in zip(curve(workplace, "tiny"), curve(never_stopped, "tiny"), strict=True):
@@ -121,21 +121,21 @@ def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Pat
 
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
-    run("pretrain.train", "run.toml", "run.stop_at_step=8", cwd=workplace)
+    run("tost train", "run.toml", "run.stop_at_step=8", cwd=workplace)
     (checkpoints / "step_00000008/model.json").write_text("{}")
     (checkpoints / ".step_00000009.tmp").mkdir()
-    run("pretrain.train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=6", cwd=workplace)
+    run("tost train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=6", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000006", "step_00000008"]
-    run("pretrain.train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=8", cwd=workplace)
+    run("tost train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=8", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000008"]
     # A restart that cannot begin leaves the earlier run where it is.
     before = snapshot(workplace / "runs")
     for wrong in ("model.vocab_size=300", "run.device=cuda"):
-        refusal("pretrain.train", "run.toml", "run.on_config_change=restart", "train.seed=3", wrong, cwd=workplace)
+        refusal("tost train", "run.toml", "run.on_config_change=restart", "train.seed=3", wrong, cwd=workplace)
         assert snapshot(workplace / "runs") == before
     # One that can sets it aside, whole.
     said = run(
-        "pretrain.train",
+        "tost train",
         "run.toml",
         "run.on_config_change=restart",
         "train.seed=3",
@@ -151,7 +151,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
 
 
 def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
-    said = refusal("pretrain.train", "run.toml", cwd=workplace, WANDB_MODE="sometimes")
+    said = refusal("tost train", "run.toml", cwd=workplace, WANDB_MODE="sometimes")
     assert said.startswith("WANDB_MODE=sometimes: ")
 
 
@@ -175,7 +175,7 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):
-    said = refusal("pretrain.train", "run.toml", override, cwd=workplace)
+    said = refusal("tost train", "run.toml", override, cwd=workplace)
     assert problem in said
     assert "\n" not in said
     assert not (workplace / "runs").exists()
@@ -184,24 +184,24 @@ def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str,
 def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workplace: Path):
     (workplace / "runs/tiny").mkdir(parents=True)
     (workplace / "runs/tiny/thesis.txt").write_text("years of work")
-    assert "exists and is not a run folder" in refusal("pretrain.train", "run.toml", cwd=workplace)
+    assert "exists and is not a run folder" in refusal("tost train", "run.toml", cwd=workplace)
     shutil.rmtree(workplace / "runs")
     shutil.copytree(workplace / "out/shards", workplace / "mine")
     tokenizer = workplace / "mine/tokenizer.model"
     whole = tokenizer.read_bytes()
     tokenizer.write_bytes(whole[:-1])
-    assert "wrong tokenizer for the shards" in refusal("pretrain.train", "run.toml", "data.folder=mine", cwd=workplace)
+    assert "wrong tokenizer for the shards" in refusal("tost train", "run.toml", "data.folder=mine", cwd=workplace)
     tokenizer.write_bytes(whole)
     shard = workplace / "mine/train_00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert "train_00000.bin: damaged, " in refusal("pretrain.train", "run.toml", "data.folder=mine", cwd=workplace)
+    assert "train_00000.bin: damaged, " in refusal("tost train", "run.toml", "data.folder=mine", cwd=workplace)
     assert not (workplace / "runs").exists()
 
 
 def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     done = subprocess.run(
-        [*launch, "-m", "pretrain.train", "run.toml"], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True
+        [*launch, "-m", "tost_lm.cli.train", "run.toml"], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -214,12 +214,12 @@ def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
 def test_a_compiled_run_resumes_to_the_bit_and_learns_what_an_eager_run_learns(workplace: Path):
     words = ["run.toml", "train.steps=4", "checkpoint.interval=2", "train.compile=true"]
     cache = str(workplace / "compiled")
-    run("pretrain.train", *words, "run.name=whole", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
-    run("pretrain.train", *words, "run.name=parts", "run.stop_at_step=2", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
-    run("pretrain.train", *words, "run.name=parts", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    run("tost train", *words, "run.name=whole", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    run("tost train", *words, "run.name=parts", "run.stop_at_step=2", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
+    run("tost train", *words, "run.name=parts", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
     assert curve(workplace, "parts") == curve(workplace, "whole")
     assert weights(workplace, "parts", 4) == weights(workplace, "whole", 4)
-    run("pretrain.train", *words[:-1], "run.name=eager", cwd=workplace)
+    run("tost train", *words[:-1], "run.name=eager", cwd=workplace)
     losses, eager = ([loss for _, loss, *_ in curve(workplace, name)] for name in ("whole", "eager"))
     assert losses == pytest.approx(eager, rel=FLOAT32_REORDERED)
 
@@ -228,6 +228,6 @@ def test_a_compiled_run_resumes_to_the_bit_and_learns_what_an_eager_run_learns(w
     ("words", "found"), [(["parallel.tensor=2"], "tensor 2"), (["parallel.zero_stage=3"], "zero_stage 3")]
 )
 def test_what_cannot_be_compiled_is_refused_in_a_line(workplace: Path, words: list[str], found: str):
-    error = refusal("pretrain.train", "run.toml", "train.compile=true", *words, cwd=workplace)
+    error = refusal("tost train", "run.toml", "train.compile=true", *words, cwd=workplace)
     assert f"train.compile does not support parallel.{found}" in error
     assert "set train.compile = false" in error

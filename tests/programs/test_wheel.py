@@ -286,11 +286,11 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
     ]
     programs = {
         (
-            "tost_lm.cli.lm_eval",
+            "tost lm-eval",
             "ls",
             "tasks",
         ): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
-        ("tost_lm.cli.generate", folder, "parallel.tensor=2"): (
+        ("tost generate", folder, "parallel.tensor=2"): (
             "evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'"
         ),
     }

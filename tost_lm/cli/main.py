@@ -31,9 +31,9 @@ ALL = [command for commands in COMMANDS.values() for command in commands]
 HELP = ("--help", "-h")
 
 
-def main() -> None:
-    """Run the command that the command line names, or list the commands."""
-    words = sys.argv[1:]
+def main(*group: str) -> None:
+    """Run the command (of a group, if given) that the command line names, or list the commands."""
+    words = [*group, *sys.argv[1:]]
     if not words or words[0] in HELP:
         print("usage: tost COMMAND …; tost COMMAND --help lists its settings")
         for title, commands in COMMANDS.items():

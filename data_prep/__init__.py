@@ -1,1 +1,0 @@
-"""Launchers for a checkout: `python -m data_prep.build_shards` runs `tost prepare shards`, and so on."""

@@ -1,6 +1,0 @@
-"""Runs `tost preflight`."""
-
-from tost_lm.cli.preflight import run
-
-if __name__ == "__main__":
-    run()

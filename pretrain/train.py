@@ -1,6 +1,0 @@
-"""Runs `tost train`."""
-
-from tost_lm.cli.train import run
-
-if __name__ == "__main__":
-    run()
