@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model import ModelConfig
-from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
 from tost_lm.parallel.world import start_world

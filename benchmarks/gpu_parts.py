@@ -28,7 +28,7 @@ from benchmarks.loss import WHOLE as WHOLE_LOGITS
 from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes
 from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SOFTMAX
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.optim.config import OptimConfig

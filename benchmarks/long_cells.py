@@ -9,7 +9,7 @@ import torch
 from benchmarks.engine import engine_of
 from benchmarks.measure import call_seconds, peak_bytes
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.config import OptimConfig
 from tost_lm.training.step import train_step

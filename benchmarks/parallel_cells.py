@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measure import call_seconds
 from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.adamw import build_adamw
 from tost_lm.optim.config import OptimConfig
+from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh

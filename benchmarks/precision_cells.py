@@ -9,10 +9,9 @@ from torch import Tensor
 from benchmarks.engine import engine_of, python_sources, state_bytes_of
 from benchmarks.measure import call_seconds
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.config import OptimConfig
-from tost_lm.optim.schedule import learning_rate
+from tost_lm.optim.config import OptimConfig, learning_rate
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 

@@ -11,9 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.forms.lm import FormLM
 from tost_lm.data.shards import Shards
-from tost_lm.optim.adamw import build_adamw
-from tost_lm.optim.config import OptimConfig
-from tost_lm.optim.schedule import learning_rate
+from tost_lm.optim.config import OptimConfig, learning_rate
+from tost_lm.optim.optimizers import build_adamw
 
 WINDOWS = 320
 """Held-out windows."""

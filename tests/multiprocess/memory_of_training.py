@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import Traffic

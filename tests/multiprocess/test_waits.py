@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from training_on_layouts import BATCH, VOCAB, T, build_engine
 
-from tost_lm.data.collation import micro_batches
 from tost_lm.data.loader import Batch
+from tost_lm.data.prefetch import micro_batches
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.step import train_step
@@ -30,12 +30,12 @@ COPIES_TO_HOST = {"tolist", "numpy", "cpu"}
 COPIES_OF_VALUES = {"tensor", "as_tensor", "asarray"}
 NO_WAIT = {
     "optimizer.py:_get_value": "AdamW's count of steps, a host tensor",
-    "chunk.py:chunks": "of the path of CPUs",
+    "chunked.py:chunks": "of the path of CPUs",
     "chunked.py:score_gradients": "of the path of CPUs",
     "chunked_phases.py:_over_earlier_chunks": "of the path of CPUs",
     "chunks.py:__init__": "of the path of CPUs: whether slots read a NaN",
-    "collation.py:<genexpr>": "from memory that the loader has pinned",
-    "collation.py:_cu_seqlens": "the ends of documents, a host tensor",
+    "prefetch.py:<genexpr>": "from memory that the loader has pinned",
+    "prefetch.py:_cu_seqlens": "the ends of documents, a host tensor",
     "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",
 }
 BETWEEN = {"test_waits.py", "overrides.py", "_compile.py"}

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from tost_lm.config import validate
-from tost_lm.data.collation import MicroBatch
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.sequence_shard import SequenceSplit
-from tost_lm.optim.adamw import parameter_groups
 from tost_lm.optim.config import OptimConfig
-from tost_lm.optim.muon import MuonWithAdamW
+from tost_lm.optim.optimizers import MuonWithAdamW, parameter_groups
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig

@@ -70,10 +70,10 @@ def mistake(command: str) -> str:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Answer]:
     """The answers by command line, from one process, since most of their time would be its start."""
-    folders = [f"python -m {folder}" for folder in FOLDERS]
     lines = [f"{command} --help" for command in [*COMMANDS, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
-    lines += [f"{command} --help" for command in [*folders, *FOLDERS.values()]]
+    lines += [f"{group} --help" for group in FOLDERS.values()]
     lines += map(mistake, COMMANDS)
+    lines += [f"python -m {folder} --help" for folder in FOLDERS]  # last: they import the module that tost runs
     modules = [
         ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
     ]

@@ -73,7 +73,7 @@ class Subject:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        from tost_lm.parallel.sharded_inference import load_on_ranks
+        from tost_lm.parallel.apply import load_on_ranks
 
         return load_on_ranks(self.checkpoint, mesh)
 

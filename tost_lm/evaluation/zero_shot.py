@@ -24,7 +24,7 @@ from tost_lm.evaluation.protocols import Example, Protocol, Row, find_protocol, 
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import HELDOUT, Subject
 from tost_lm.files import write_rows
-from tost_lm.parallel.sharded_inference import ShardedInference
+from tost_lm.parallel.apply import ShardedInference
 
 if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh

@@ -10,14 +10,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tost_lm.ops.chunk import Chunk, chunks, running_sum_
 from tost_lm.ops.chunked import (
+    Chunk,
     OutputGradients,
+    chunks,
     energy_shares,
     membership_gradient,
     output_gradients,
     output_of,
     prefix,
+    running_sum_,
     score_gradients,
     scores,
     suffix,

@@ -1,16 +1,22 @@
-"""Apply tensor and sequence parallelism to a model."""
+"""Tensor and sequence parallelism of a whole model, for training and for inference."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from tost_lm.model.checkpoint import find_checkpoint, read_model_config, shard_entries, verify_checkpoint
 from tost_lm.model.lm import TostLM
+from tost_lm.model.output import LMOutput, LMState
 from tost_lm.ops.sequence_shard import SequenceSplit
-from tost_lm.parallel.collectives import keep_received
+from tost_lm.parallel.collectives import all_gather, keep_received
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
+from tost_lm.parallel.weights import allocate, read_on_rank
 
 
 def parallelize(model: TostLM, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> TostLM:
@@ -51,3 +57,76 @@ def shard_of(mesh: Mesh, split: SequenceSplit) -> RankShard | None:
 def even_split(mesh: Mesh, tokens: int) -> SequenceSplit:
     """Sequences of `tokens` tokens over the sequence ranks."""
     return SequenceSplit.even(tokens, mesh.sequence.size, mesh.sequence.rank)
+
+
+def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
+    """Load a checkpoint's model onto the ranks of a mesh, in evaluation mode; a collective call.
+
+    Raises:
+        CheckpointError: as `tost_lm.load`.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
+    """
+    folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
+    config = read_model_config(folder)
+    with torch.device("meta"):
+        model = TostLM(config)
+    parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
+    files = {folder / name: entry for name, entry in shard_entries(folder, "model").items()}
+    with torch.no_grad():
+        for name, local in read_on_rank(model, config, files, mesh):
+            model.get_parameter(name).copy_(local)
+    return ShardedInference(model, mesh).eval()
+
+
+class ShardedInference(nn.Module):
+    """A model after `parallelize`, called like `TostLM`.
+
+    All ranks call it with equal arguments and get bit-equal logits. The state covers the whole sequence; on a tensor
+    rank it covers the local heads only.
+    """
+
+    def __init__(self, model: TostLM, mesh: Mesh):
+        super().__init__()
+        self.config = model.config
+        self.model, self.mesh = model, mesh
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels: Tensor | None = None,
+        state: LMState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LMOutput:
+        """Process whole sequences; each sequence rank processes its shard.
+
+        With fewer tokens than sequence ranks, as in decoding, every rank processes all of them.
+
+        Args:
+            tokens_BT: ids, int64, the whole sequences on every rank.
+            labels: [B, T], as in `TostLM`.
+            state: of an earlier call.
+            cu_seqlens: int32 [N + 1], document offsets in the whole sequence.
+
+        Returns:
+            Logits [B, T, V] and, with labels, nats [B, T], and the state after the last token; no loss.
+
+        Raises:
+            ConfigError, ValueError: as `TostLM`.
+        """
+        ranks = self.mesh.sequence
+        if ranks.size == 1:
+            return self.model(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
+        if tokens_BT.shape[1] < ranks.size:
+            output: LMOutput = self.model(tokens_BT, labels, state, cu_seqlens)
+            # Rank 0's logits, since rounding may differ between ranks and sampled tokens must not.
+            return _map_outputs(output, lambda x_BTX: all_gather(x_BTX, ranks)()[0])
+        split = even_split(self.mesh, tokens_BT.shape[1])
+        shard = RankShard(ranks, split)
+        here = None if labels is None else split.shard(labels)
+        output = self.model(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
+        return _map_outputs(output, lambda x_BTX: shard.gather(x_BTX[:, None])[:, 0])
+
+
+def _map_outputs(output: LMOutput, gather: Callable[[Tensor], Tensor]) -> LMOutput:
+    nats_BT, is_top_BT = (None if x is None else gather(x[..., None])[..., 0] for x in (output.nats, output.is_top))
+    return output._replace(loss=None, nats=nats_BT, is_top=is_top_BT, compute_logits=lambda: gather(output.logits))

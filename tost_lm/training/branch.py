@@ -7,7 +7,7 @@ from tost_lm.config import differences, load_config
 from tost_lm.data.mixture import Corpora
 from tost_lm.errors import ConfigError
 from tost_lm.model.checkpoint import StoredTensors, step_folders
-from tost_lm.optim.schedule import steps_before_decay, warmup_steps
+from tost_lm.optim.config import steps_before_decay, warmup_steps
 from tost_lm.training.config import PretrainConfig, TrainingDataConfig
 from tost_lm.training.progress import Progress
 

@@ -20,8 +20,7 @@ from tost_lm.model.checkpoint import read_model_config
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.extension import RECORD as EXTENSION
 from tost_lm.model.flops import parameters
-from tost_lm.optim.config import OptimConfig
-from tost_lm.optim.schedule import warmup_steps
+from tost_lm.optim.config import OptimConfig, warmup_steps
 from tost_lm.training.config import PretrainConfig, TrainConfig
 from tost_lm.training.progress import Progress
 from tost_lm.training.redaction import redact_text, redact_tree

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim.config import OptimConfig
-from tost_lm.optim.schedule import obstacle_to_schedule, warmup_steps
+from tost_lm.optim.config import OptimConfig, obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.config import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
 from tost_lm.parallel.timeouts import Timeouts
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable, Iterator
 import numpy as np
 import torch
 
-from tost_lm.data.collation import MicroBatch, micro_batches
 from tost_lm.data.loader import Batch, BatchShard, TrainingBatches
 from tost_lm.data.mixture import Corpora
+from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.ops.chunked import chunk_tokens
 from tost_lm.ops.sequence_shard import LocalDocuments

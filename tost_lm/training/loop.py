@@ -13,8 +13,8 @@ from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.muon import build_optimizer
-from tost_lm.optim.schedule import learning_rate, warmup_steps
+from tost_lm.optim.config import learning_rate, warmup_steps
+from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums

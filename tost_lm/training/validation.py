@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tost_lm.data.collation import MicroBatch, micro_batches
 from tost_lm.data.loader import TrainingBatches
+from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.model.positions import position_ends
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.collectives import all_reduce
