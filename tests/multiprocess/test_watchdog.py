@@ -162,10 +162,10 @@ def test_a_rank_that_exits_is_named(fault: Callable[[], None], reason: str, tmp_
     assert f"\n{reason}\n" in report
 
 
-def rank_1_fails_later_with_the_error_of_rank_0() -> bool | None:
+def rank_1_fails_later_with_the_error_of_rank_0(printed_here: bool | None) -> bool | None:
     timeouts.EXIT_S = 100.0
     error = TostError("the disk is full")
-    error.printed_here = False
+    error.printed_here = printed_here
 
     def fail() -> None:
         with watch_ranks():
@@ -178,8 +178,9 @@ def rank_1_fails_later_with_the_error_of_rank_0() -> bool | None:
     return error.printed_here
 
 
-def test_a_rank_prints_an_error_that_no_other_rank_prints():
-    assert run_on_ranks(rank_1_fails_later_with_the_error_of_rank_0, 2) == [False, True]
+@pytest.mark.parametrize(("printed_here", "printed"), [(False, [False, True]), (None, [None, False])])
+def test_an_error_of_two_ranks_is_printed_by_one(printed_here: bool | None, printed: list[bool | None]):
+    assert run_on_ranks(rank_1_fails_later_with_the_error_of_rank_0, 2, printed_here) == printed
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):

@@ -71,5 +71,4 @@ def _seconds(record: HeartbeatRecord) -> str:
 
 
 def _join(lines: Sequence[str]) -> str:
-    more = [f"and {len(lines) - MAX_NAMED} more ranks"] * (len(lines) > MAX_NAMED)
-    return "; ".join([*lines[:MAX_NAMED], *more])
+    return "; ".join([*lines[:MAX_NAMED], *[f"and {len(lines) - MAX_NAMED} more ranks"] * (len(lines) > MAX_NAMED)])

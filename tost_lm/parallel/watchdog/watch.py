@@ -120,6 +120,8 @@ class _Watchdog:
             self.store.set_if_new("line", f"rank {self.me} {how}")
             self.store.set_if_new("asked", self.me)
             time.sleep(2 * timeouts.CHECK_S)  # the store may end with this process: let the others read first
+            if self.me != "0" and isinstance(error, TostError) and error.printed_here is None:
+                error.printed_here = False if self.read(0).status == how else None  # rank 0 prints the same error
 
     def is_needed(self) -> bool:
         """Whether a rank asked for the line, or a rank of this node died."""
@@ -151,8 +153,7 @@ class _Watchdog:
         except dist.DistError:
             host = f"the launcher on {os.environ['MASTER_ADDR']}" if self.launcher_has_store else "rank 0"
             error = LostRankError(f"{host} was lost: it held the rendezvous store")
-            # One rank of each node prints it, as the others may be cut off.
-            printer = str(self.node[0] or int(not self.launcher_has_store))
+            printer = str(self.node[0] or int(not self.launcher_has_store))  # one of each node: nodes may be cut off
         error.printed_here = printer == self.me
         time.sleep(timeouts.READ_S)  # the store may end with this process: let the others read first
         return error
