@@ -201,7 +201,7 @@ def test_what_a_handle_stands_for_is_freed_with_it():
 def test_a_whole_model_may_be_compiled_with_breaks_between_its_blocks():
     model = drawn_model("TSA")
     expected = model(TOKENS_BT, labels=TOKENS_BT).loss
-    assert_close(torch.compile(model)(TOKENS_BT, labels=TOKENS_BT).loss, expected, 1e-12)
+    assert_close(torch.compile(model, backend="aot_eager")(TOKENS_BT, labels=TOKENS_BT).loss, expected, 1e-12)
 
 
 def test_a_decoded_token_has_the_same_state():
