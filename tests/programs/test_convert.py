@@ -248,8 +248,8 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
 
 def test_dry_run_and_help_need_no_torch(tmp_path: Path):
     script = (
-        "import runpy, sys\nsys.argv = ['program', *sys.argv[1:]]\ntry:\n"
-        f"    runpy.run_module({PROGRAM!r}, run_name='__main__')\n"
+        f"import runpy, sys\nsys.argv = [*{PROGRAM.split()!r}, *sys.argv[1:]]\ntry:\n"
+        "    runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
         "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
     )
     for words, printed in (

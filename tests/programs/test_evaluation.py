@@ -72,8 +72,8 @@ def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     for program in ("tost eval zero-shot", "tost generate"):
         script = (
             f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
-            f"sys.argv = ['program', 'runs/tiny', *{PROGRAMS[program]!r}]\n"
-            f"runpy.run_module({program!r}, run_name='__main__')\n"
+            f"sys.argv = {[*program.split(), 'runs/tiny', *PROGRAMS[program]]!r}\n"
+            "runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
         )
         done = subprocess.run([sys.executable, "-c", script], cwd=copy, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -107,8 +107,8 @@ def test_errors_are_one_line(place: Path, program: str, words: list[str], proble
 
 def test_help_works_and_a_missing_harness_is_named(tmp_path: Path):
     script = (
-        f"import runpy, sys\nsys.modules['lm_eval'] = None\nsys.argv = ['program', *sys.argv[1:]]\n"
-        f"runpy.run_module({PROGRAM!r}, run_name='__main__')\n"
+        f"import runpy, sys\nsys.modules['lm_eval'] = None\nsys.argv = [*{PROGRAM.split()!r}, *sys.argv[1:]]\n"
+        "runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
     )
     for words, code, printed in (
         (["--help"], 0, "tost lm-eval run --model tost_lm --model_args pretrained="),

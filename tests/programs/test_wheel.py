@@ -285,17 +285,13 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
         "the report needs a package: markdown_it; run pip install 'tost-lm[report]'",
     ]
     programs = {
-        (
-            "tost lm-eval",
-            "ls",
-            "tasks",
-        ): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
-        ("tost generate", folder, "parallel.tensor=2"): (
+        ("lm-eval", "ls", "tasks"): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
+        ("generate", folder, "parallel.tensor=2"): (
             "evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'"
         ),
     }
     for words, line in programs.items():
-        command = [str(word) for word in (python, "-m", *words)]
+        command = [str(word) for word in (python, "-m", "tost_lm.cli.main", *words)]
         done = subprocess.run(command, cwd=tmp_path, env=ALONE | as_rank(0, 2, 1, ranks_per_node=2),
                               capture_output=True, text=True)  # fmt: skip
         assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
