@@ -34,7 +34,7 @@ from tost_lm.parallel.checksums import Checksums
 from tost_lm.training import hooks, loop
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import GracefulStop
-from tost_lm.training.run_folder import find_start_point
+from tost_lm.training.start import find_start_point
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import TiledLM, tile
 

@@ -9,7 +9,7 @@ import pytest
 from launches import Launch, launch, train
 from test_stopped_runs import assert_same_run, saved_steps
 
-from tost_lm.model.checkpoint import find_checkpoint
+from tost_lm.checkpointing.run_folder import find_checkpoint
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from forked import CHECKOUT, ENVIRONMENT
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 
 SHAPE = {"layers": 4, "heads": 6, "width": 192, "positions": "none", "denom_bias": "head", "layer_scale": 0.5}
 

@@ -19,9 +19,10 @@ from checkpointed_training import (
     small_disk,
 )
 
+from tost_lm.checkpointing.format import verify_checkpoint
+from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
 from tost_lm.data.mixture import Corpora
 from tost_lm.errors import CheckpointError
-from tost_lm.model.checkpoint import find_checkpoint, step_folder, verify_checkpoint
 from tost_lm.testing import run_on_ranks
 
 RecordFault = Callable[[str, int, str], None]

@@ -6,15 +6,14 @@ import pytest
 import torch
 from memory_of_training import settings_of, start_measured
 
+from tost_lm.checkpointing.format import Progress, flush_and_hash, publish_checkpoint, shard_name, write_tensors
+from tost_lm.checkpointing.writer import assign_writers
 from tost_lm.config import validate
 from tost_lm.interop.authors import MOMENTS
-from tost_lm.model.checkpoint import flush_and_hash, publish_checkpoint, shard_name, write_tensors
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_memory import weights_and_optimizer
-from tost_lm.training.progress import Progress
-from tost_lm.training.snapshot import assign_writers
 
 RANKS, SHARDS = 2, 3
 SHAPE = {"width": 2048, "layers": 4, "heads": 16, "vocab_size": 50304, "tokens": 64, "pattern": "TS"}

@@ -19,16 +19,17 @@ from hand_made import hand_made
 from training_on_layouts import BATCH, VOCAB, T, build_engine, build_model, train_steps
 
 import tost_lm
+from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.reading import restore
+from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder, step_folders
 from tost_lm.config import validate
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
-from tost_lm.model.checkpoint import find_checkpoint, step_folder, step_folders
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.checkpoint import CheckpointWriter, restore
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.progress import Progress
+from tost_lm.training.loop import build_writer
 
 RUN = Path("runs/r")
 Curve = list[tuple[float, float, float]]
@@ -75,7 +76,7 @@ class Training:
         self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
         self.optimizer = trainee.optimizer
-        self.writer = CheckpointWriter(self.engine, config, trainee.corpora)
+        self.writer = build_writer(self.engine, config, trainee.corpora)
         self.curve: Curve = []
 
     def step(self) -> None:

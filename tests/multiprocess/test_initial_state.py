@@ -10,22 +10,28 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from other_forms import OTHER_FORMS
 from torch import Tensor
 
+from tost_lm.checkpointing.format import (
+    Progress,
+    flush_and_hash,
+    publish_checkpoint,
+    shard_entries,
+    shard_name,
+    write_tensors,
+)
+from tost_lm.checkpointing.reading import read_once_per_node, restore
 from tost_lm.config import validate
 from tost_lm.errors import DamagedCheckpointError
 from tost_lm.interop.authors import MOMENTS
 from tost_lm.model import TostLM
-from tost_lm.model.checkpoint import flush_and_hash, publish_checkpoint, shard_entries, shard_name, write_tensors
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import Axis, build_mesh
-from tost_lm.parallel.shards import read_once_per_node
 from tost_lm.parallel.tensor_slice import slice_of
 from tost_lm.parallel.world import start_world
+from tost_lm.parallel.zero import draw_weights
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.checkpoint import draw_weights, restore
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
-from tost_lm.training.progress import Progress
 
 SEED = 5
 KINDS: tuple[Literal["model"], Literal["optimizer"]] = ("model", "optimizer")

@@ -15,14 +15,13 @@ from forked import CHECKOUT, ENVIRONMENT
 from programs import refusal, run, snapshot
 
 import tost_lm
+from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import StoredTensors, write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
-from tost_lm.training.progress import Progress
 
 PROGRAM = "tost convert"
 FILES = CHECKOUT / "../shared/data/gpt2_bpe"

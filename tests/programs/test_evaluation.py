@@ -13,8 +13,8 @@ from forked import ENVIRONMENT
 from programs import interrupt, refusal, run, snapshot
 
 import tost_lm
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"

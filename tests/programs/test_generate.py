@@ -9,12 +9,12 @@ from forked import Forked
 from programs import refusal, run
 
 import tost_lm
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.evaluation.generation import generate_text
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 
 PROGRAM = "tost generate"
 

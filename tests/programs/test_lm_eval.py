@@ -12,10 +12,10 @@ import torch
 from forked import ENVIRONMENT, Forked
 from programs import run
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import read_tokenizer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 
 PROGRAM, QUICK = "tost lm-eval", "few_tasks"

@@ -25,12 +25,12 @@ from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.config.recipes import RECIPES, recipes
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.version import VERSION
 
 ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}

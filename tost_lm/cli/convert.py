@@ -15,7 +15,6 @@ sample.py imports another model file and cannot sample from any ToST checkpoint:
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -60,13 +59,12 @@ def main(path: Path, config: ConvertConfig) -> None:
 
 
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
+    from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
     from tost_lm.interop.authors import AuthorsModel
     from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
     from tost_lm.interop.load import read_foreign, read_tokenizer_folder
-    from tost_lm.model.checkpoint import CARD, shard_name, write_checkpoint, write_tensors
-    from tost_lm.training.card import CONVERSION, model_card
-    from tost_lm.training.progress import Progress
+    from tost_lm.training.card import model_card
 
     foreign = read_foreign(source)
     if foreign is None:
@@ -121,17 +119,17 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
 
 
 def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
+    from tost_lm.checkpointing.format import SETTINGS, StoredTensors, read_model_config
+    from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
     from tost_lm.data.tokenizers import find_tokenizer
     from tost_lm.interop.authors import to_authors, write_authors
-    from tost_lm.model.checkpoint import StoredTensors, find_checkpoint, read_model_config
     from tost_lm.optim.config import OptimConfig
 
     checkpoint = find_checkpoint(source)
-    step = re.fullmatch(r"step_(\d{8})", checkpoint.name)  # an export has no step
-    recorded = checkpoint / "config.toml"
+    recorded = checkpoint / SETTINGS
     optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
     weights = StoredTensors(checkpoint, "model")
-    theirs = to_authors(read_model_config(checkpoint), weights, int(step[1]) if step else 0, optim)
+    theirs = to_authors(read_model_config(checkpoint), weights, step_of(checkpoint) or 0, optim)
     tokenizer = find_tokenizer(checkpoint)
     write_authors(conversion.folder, theirs)
     return [

@@ -17,17 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tost_lm.checkpointing.format import Progress
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loggers import loggers_in_use
-from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import StartPoint
 
 if TYPE_CHECKING:
     from tost_lm.data.mixture import Corpora
     from tost_lm.training.hooks import Evaluation
+    from tost_lm.training.start import StartPoint
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -63,7 +63,7 @@ def main(path: Path, config: PretrainConfig) -> None:
         exit_stopped()
 
 
-def _is_done(config: PretrainConfig, start: StartPoint) -> bool:
+def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
     return start.resume_from is not None and Progress.read(start.resume_from).step >= config.last_step
 
 

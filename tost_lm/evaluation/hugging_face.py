@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.subject import HUB, Subject, hub_home
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.model import LMOutput, LMState
-from tost_lm.model.checkpoint import MANIFEST
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 
 if TYPE_CHECKING:

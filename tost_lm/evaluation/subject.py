@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.files import sha256_file, write_atomically
 from tost_lm.markdown import format_result, table
-from tost_lm.model.checkpoint import find_checkpoint
 from tost_lm.version import VERSION, git_commit
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Subject:
 
     def load(self, device: str) -> "LanguageModel":
         """The model, in evaluation mode. Raises CheckpointError."""
-        from tost_lm.model.checkpoint import load
+        from tost_lm.checkpointing.reading import load
 
         return load(self.checkpoint, device)
 
@@ -73,7 +73,7 @@ class Subject:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        from tost_lm.parallel.apply import load_on_ranks
+        from tost_lm.checkpointing.reading import load_on_ranks
 
         return load_on_ranks(self.checkpoint, mesh)
 

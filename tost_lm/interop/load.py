@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tost_lm.checkpointing.format import MANIFEST
+from tost_lm.checkpointing.reading import load as load_ours
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import DataError
 from tost_lm.interop.authors import AuthorsModel, read_authors
 from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import MANIFEST, find_checkpoint
-from tost_lm.model.checkpoint import load as load_ours
 
 
 def load(path: str | Path, device: str = "cpu") -> TostLM:

@@ -1,32 +1,17 @@
-"""Context extension: a trained model with weights for more positions.
+"""Context extension: settings and weights of a trained model for more positions.
 
 Shape suffixes: P positions, X channels or heads.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tost_lm.errors import ConfigError
-from tost_lm.files import sha256_file
-from tost_lm.model.checkpoint import (
-    MANIFEST,
-    StoredTensors,
-    TokenizerFile,
-    read_model_config,
-    verify_checkpoint,
-    write_checkpoint,
-)
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.extension_config import ExtensionConfig
-from tost_lm.version import VERSION
-
-RECORD = "extension.json"
-"""File of a model folder that records the source and the settings of an extension."""
 
 INTERPOLATED = "interpolated linearly: position p has the value at p · {old} / {new}"
 CHOICES: dict[str, dict[str, str]] = {
@@ -44,36 +29,6 @@ CHOICES: dict[str, dict[str, str]] = {
     },
 }
 """What each choice of a setting does to its table. Means are over the positions that were trained."""
-
-
-def extend(source: Path, settings: ExtensionConfig, tokenizer: TokenizerFile) -> list[str]:
-    """Write the model of a checkpoint folder, extended to more positions, as a model folder.
-
-    A folder with the result of the same extension is reused.
-
-    Returns:
-        The report, in lines.
-
-    Raises:
-        ConfigError: as `extended_config`, or the folder exists and holds something else.
-        CheckpointError: the existing folder is damaged.
-    """
-    old, folder = read_model_config(source), settings.folder
-    new = extended_config(old, settings)
-    record = {
-        "tost_lm": VERSION,
-        "manifest_sha256": sha256_file(source / MANIFEST),
-        "extend": settings.model_dump(mode="json", exclude={"folder"}),
-    }
-    if _is_complete(folder, record):
-        return [f"reusing {folder} (same weights, same settings)"]
-    stored = StoredTensors(source, "model")
-
-    def write_record(temp: Path) -> None:
-        (temp / RECORD).write_text(json.dumps({**record, "source": str(source)}, indent=1))
-
-    write_checkpoint(folder, new, extended_weights(stored, old, settings), tokenizer, write_record)
-    return _report(old, new, settings, trained_positions(stored, old))
 
 
 def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
@@ -163,7 +118,8 @@ def _interpolated(old_PX: Tensor, positions: int) -> Tensor:
     return torch.lerp(old_PX[left].double(), old_PX[right].double(), weight).to(old_PX.dtype)
 
 
-def _report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig, trained: int | None) -> list[str]:
+def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig, trained: int | None) -> list[str]:
+    """What has changed and what has not, in lines; `trained` is the result of `trained_positions`."""
     before, after = (f"{n:,} tokens" if n else "unlimited" for n in (old.position_limit, new.position_limit))
     lines = [f"{settings.folder}: sequence length {after} (before: {before})"]
     if trained is not None and trained < old.max_positions:
@@ -206,18 +162,3 @@ def _has_rotary(config: ModelConfig) -> bool:
 
 def _filled_in(text: str, old: ModelConfig, settings: ExtensionConfig) -> str:
     return text.format(old=old.max_positions, new=settings.max_positions)
-
-
-def _is_complete(folder: Path, record: dict[str, Any]) -> bool:
-    """Whether a folder holds the undamaged result of the extension that `record` describes."""
-    if not folder.exists():
-        return False
-    try:
-        found = json.loads((folder / RECORD).read_bytes())
-        same = {name: found.get(name) for name in record} == record
-    except (OSError, ValueError, AttributeError):
-        same = False
-    if not same:
-        raise ConfigError(f"{folder}: exists and is not the result of this extension; give another extend.folder")
-    verify_checkpoint(folder)
-    return True

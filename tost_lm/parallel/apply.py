@@ -1,22 +1,17 @@
 """Tensor and sequence parallelism of a whole model, for training and for inference."""
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from tost_lm.model.checkpoint import find_checkpoint, read_model_config, shard_entries, verify_checkpoint
 from tost_lm.model.lm import TostLM
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.parallel.collectives import all_gather, keep_received
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
-from tost_lm.parallel.weights import allocate, read_on_rank
 
 
 def parallelize(model: TostLM, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> TostLM:
@@ -57,25 +52,6 @@ def shard_of(mesh: Mesh, split: SequenceSplit) -> RankShard | None:
 def even_split(mesh: Mesh, tokens: int) -> SequenceSplit:
     """Sequences of `tokens` tokens over the sequence ranks."""
     return SequenceSplit.even(tokens, mesh.sequence.size, mesh.sequence.rank)
-
-
-def load_on_ranks(checkpoint: Path, mesh: Mesh) -> "ShardedInference":
-    """Load a checkpoint's model onto the ranks of a mesh, in evaluation mode; a collective call.
-
-    Raises:
-        CheckpointError: as `tost_lm.load`.
-        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
-    """
-    folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
-    config = read_model_config(folder)
-    with torch.device("meta"):
-        model = TostLM(config)
-    parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
-    files = {folder / name: entry for name, entry in shard_entries(folder, "model").items()}
-    with torch.no_grad():
-        for name, local in read_on_rank(model, config, files, mesh):
-            model.get_parameter(name).copy_(local)
-    return ShardedInference(model, mesh).eval()
 
 
 class ShardedInference(nn.Module):

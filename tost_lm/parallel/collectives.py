@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -44,6 +45,12 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return FUNCTIONAL_COLLECTIVES.wait_tensor(
         FUNCTIONAL_COLLECTIVES.all_reduce(x.contiguous(), "sum", axis.group.group_name)
     )
+
+
+def broadcast(x: Tensor, source: int, axis: Axis) -> None:
+    """Overwrite x with that of rank `source`, in place, so not as a functional collective."""
+    if axis.size > 1 and x.numel():
+        dist.broadcast(x, group=axis.group, group_src=source)
 
 
 def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -1,19 +1,14 @@
 """Memory and values of the weights that a rank holds, without the rest of the model."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from tost_lm.errors import DamagedCheckpointError
-from tost_lm.model.checkpoint import REPLACE, FileEntry
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.initialization import Normal, draw, draw_seed, initial_values
-from tost_lm.model.lm import TostLM, parameter_shapes
-from tost_lm.parallel.agreement import error_of_all_ranks
-from tost_lm.parallel.mesh import Axis, Mesh
-from tost_lm.parallel.shards import read_once_per_node
+from tost_lm.model.lm import TostLM
+from tost_lm.parallel.mesh import Axis
 from tost_lm.parallel.tensor_slice import slice_of
 
 
@@ -61,29 +56,3 @@ def local_slice(whole: Tensor, parameter: nn.Parameter, axis: Axis) -> Tensor:
     """This tensor rank's slice of a whole tensor of a parameter."""
     held = slice_of(parameter)
     return whole if held is None else held.local(whole, axis)
-
-
-def read_on_rank(
-    model: nn.Module,
-    config: ModelConfig,
-    files: Mapping[Path, FileEntry],
-    mesh: Mesh,
-    statistics: Mapping[str, Sequence[str]] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """(label, value) of this tensor rank's slice of each tensor in some shards; a collective call.
-
-    As `read_once_per_node`. A label is a parameter's name, or statistic/name for one of the `statistics` that the
-    optimizer keeps of it.
-
-    Raises:
-        DamagedCheckpointError: after the last tensor, on all ranks: also if the weight of a parameter is missing.
-    """
-    shapes = parameter_shapes(config)
-    labelled = {f"{one}/{name}": shapes[name] for name, kept in (statistics or {}).items() for one in kept}
-    missing = {*shapes}
-    for label, whole in read_once_per_node(files, shapes | labelled, mesh.node):
-        missing.discard(label)
-        yield label, local_slice(whole, model.get_parameter(label.rpartition("/")[2]), mesh.tensor)
-    if missing:
-        folder = next(iter(files)).parent
-        raise error_of_all_ranks([f"{folder}: has no tensor {min(missing)}; {REPLACE}"], DamagedCheckpointError)

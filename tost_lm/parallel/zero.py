@@ -27,7 +27,7 @@ from tost_lm.optim.optimizers import statistics_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.tensor_slice import slice_of
-from tost_lm.parallel.weights import allocate
+from tost_lm.parallel.weights import allocate, draw_on_rank
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]
@@ -197,6 +197,11 @@ def set_state(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
             _inner(engine).state[parameter][statistic].copy_(local)
         else:
             _set(parameter, local, statistic)
+
+
+def draw_weights(engine: Any) -> None:
+    """Draw the weights of a new engine, as `TostLM` does."""
+    set_state(engine, draw_on_rank(engine.module, engine.module.config, engine.mesh.tensor))
 
 
 @torch.no_grad()

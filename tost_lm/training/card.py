@@ -11,22 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tost_lm.checkpointing.format import CONVERSION, EXTENSION, SETTINGS, Progress, read_model_config
+from tost_lm.checkpointing.run_folder import ENVIRONMENT
 from tost_lm.config import load_config
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, sha256_file
 from tost_lm.markdown import escape, format_result, table
-from tost_lm.model.checkpoint import read_model_config
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.extension import RECORD as EXTENSION
 from tost_lm.model.flops import parameters
 from tost_lm.optim.config import OptimConfig, warmup_steps
 from tost_lm.training.config import PretrainConfig, TrainConfig
-from tost_lm.training.progress import Progress
 from tost_lm.training.redaction import redact_text, redact_tree
 
-CONVERSION = "conversion.json"
-"""File of a converted model folder that records its source."""
 USAGE = """\
 import tost_lm
 
@@ -92,12 +89,12 @@ def model_card(
 
 
 def _read_training(folder: Path, run: Path | None) -> _Training | None:
-    if not (folder / "config.toml").is_file():
+    if not (folder / SETTINGS).is_file():
         return None
-    config, progress = load_config(PretrainConfig, folder / "config.toml"), Progress.read(folder)
+    config, progress = load_config(PretrainConfig, folder / SETTINGS), Progress.read(folder)
     kind = "branched" if config.train.branch_from else "initial weights"
     events = [row for row in read_rows(run / "events.jsonl") if row["event"] == kind] if run else []
-    return _Training(config, progress, _read_json(run / "env.json") if run else {}, events[-1] if events else {})
+    return _Training(config, progress, _read_json(run / ENVIRONMENT) if run else {}, events[-1] if events else {})
 
 
 def _newest(run: Path | None, name: str, training: _Training | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from tost_lm.checkpointing.config import CheckpointConfig
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
@@ -99,19 +100,6 @@ class MemoryConfig(Section):
     """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
     """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
-
-
-class CheckpointConfig(Section):
-    """Interval and retention of checkpoints; nothing here changes the result of training."""
-
-    interval: int = Field(default=1000, gt=0)
-    """Steps between checkpoints; the last step always writes one."""
-    keep_latest_k: int = Field(default=3, gt=0)
-    """Number of newest checkpoints to keep, in addition to the one with the lowest validation loss."""
-    retain_interval: int | None = Field(default=None, gt=0)
-    """Checkpoints at multiples of this many steps are kept forever."""
-    asynchronous: bool = True
-    """Write in the background from a copy in host memory (async save); otherwise training waits."""
 
 
 class ValidationConfig(Section):

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.writer import CheckpointWriter
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.world import max_over_ranks
-from tost_lm.training.checkpoint import CheckpointWriter
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import REASONS, GracefulStop, StopRequestedError
 from tost_lm.training.metrics import Metrics, NullMetrics
-from tost_lm.training.progress import Progress
 from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome
 from tost_lm.training.validation import Validation

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, run_lock, step_folder
+from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
+from tost_lm.config import to_toml
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
-from tost_lm.model.checkpoint import step_folder
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
@@ -26,24 +29,15 @@ from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.torch_internals import enable_flight_recorder
 from tost_lm.training import hooks
 from tost_lm.training.batches import build_batches
-from tost_lm.training.checkpoint import CheckpointWriter
+from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import GracefulStop, StopRequestedError
 from tost_lm.training.hooks import Evaluation, Hook, Run, Save, StopGracefully
-from tost_lm.training.lock import run_lock
 from tost_lm.training.memory import explain_out_of_memory
-from tost_lm.training.metrics import Metrics, NullMetrics
+from tost_lm.training.metrics import Metrics, NullMetrics, write_run_folder
 from tost_lm.training.profiling import Profiler
-from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import (
-    FLIGHT_RECORDER,
-    StartPoint,
-    rename_old_run,
-    require_same_checkpoints,
-    write_run_folder,
-)
 from tost_lm.training.spike_guard import SpikeGuard
-from tost_lm.training.start import start_engine
+from tost_lm.training.start import StartPoint, rename_old_run, require_same_checkpoints, start_engine
 from tost_lm.training.step import train_step
 from tost_lm.training.tile_size import tiling_of, with_tile_size
 from tost_lm.training.tiled import TiledLM, Tiling
@@ -108,7 +102,7 @@ def _train_together(
     checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
     measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
-    writer = CheckpointWriter(engine, config, corpora, progress.step)
+    writer = build_writer(engine, config, corpora, progress.step)
     stop, save = StopGracefully(graceful_stop, writer), Save(checksums, writer)
     after_step: list[Hook] = [
         partial(hooks.verify_checksums, checksums), partial(hooks.count_skips, guard), hooks.log_metrics,
@@ -176,6 +170,20 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
         grad_clip=config.optim.grad_clip,
         bfloat16=bfloat16,
     )
+
+
+def build_writer(engine: Any, config: PretrainConfig, corpora: Corpora, first_step: int = 0) -> CheckpointWriter:
+    """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
+
+    Raises:
+        CheckpointError: the disk is too small for the run; on rank 0.
+    """
+    files = RunFiles(
+        config.run_folder, to_toml(config), corpora.tokenizer(), card=partial(model_card, run=config.run_folder)
+    )
+    writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
+    writer.require_disk_space(first_step, config.last_step, keeps_best=config.validation.every is not None)
+    return writer
 
 
 def _require_agreement(

@@ -1,27 +1,55 @@
-"""Logging of a run, all by rank 0: log lines, rows of metrics, validation, evaluations and events, other loggers."""
+"""Records of a run, all by rank 0: settings and environment of each launch, log lines, rows of metrics, validation,
+evaluations and events, other loggers.
+"""
 
 import json
+import os
+import platform
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from tost_lm.checkpointing.format import SETTINGS, Progress
+from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS
+from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
+from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loggers import Row, evaluation_values, loggers_in_use, merge_by_step, validation_values
-from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import drop_rows_after
+from tost_lm.training.redaction import redact_command
 from tost_lm.training.tensorboard_sink import TensorBoardSink
 from tost_lm.training.wandb_sink import WandbSink
+from tost_lm.version import VERSION, git_commit
 
-ROWS = ("metrics", "validation", "evaluations", "events")
-"""Each has its own JSONL file."""
+PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
+"""Whose versions are recorded."""
+
+
+def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
+    """Record the settings and the environment of this launch."""
+    write_atomically(config.run_folder / SETTINGS, to_toml(config))
+    environment = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "tost_lm": VERSION,
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version_of(name) for name in PACKAGES},
+        "device": device,
+        "cpu_count": os.cpu_count(),
+        "world_size": world_size,
+        "command": ["tost", "train", *redact_command(sys.argv[1:])],
+    }
+    write_atomically(config.run_folder / ENVIRONMENT, json.dumps(environment, indent=1))
 
 
 class Metrics:
@@ -171,6 +199,20 @@ class NullMetrics:
         return nullcontext()
 
     def close(self) -> None: ...
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the rows of a JSONL file up to `step`, so that a resumed run records no step twice; returns them."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_rows(path, kept)
+    return kept
 
 
 def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:

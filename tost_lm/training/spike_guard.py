@@ -3,8 +3,8 @@
 import math
 from statistics import fmean, pstdev
 
+from tost_lm.checkpointing.format import Progress
 from tost_lm.errors import TrainingError
-from tost_lm.training.progress import Progress
 
 WINDOW = 128
 """Applied steps that a step is compared with; half of them must exist before spikes are detected."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import to_toml, validate
 from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
@@ -14,7 +15,6 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 
 TEXTS = [
     f"Page {number}. The lines of this page are short.\n" + "They say little! Do they?\nNo. " * (3 + number % 4)

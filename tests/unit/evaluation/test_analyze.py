@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
@@ -16,7 +17,6 @@ from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
-from tost_lm.model.checkpoint import write_checkpoint
 
 BY_POSITION = ("concentration_by_position", "score_spread_by_position", "explained_within_stretches")
 

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.context import main
 from tost_lm.config import validate
 from tost_lm.evaluation.context_config import (
@@ -18,7 +19,6 @@ from tost_lm.evaluation.context_config import (
 )
 from tost_lm.evaluation.report import write_report
 from tost_lm.markdown import escape
-from tost_lm.model.checkpoint import write_checkpoint
 
 
 def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, make_model, tokenizer, capsys):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.positions import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
@@ -18,7 +19,6 @@ from tost_lm.evaluation.positions import Lengths, by_position, mean_nats
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.config import NEEDLE, GenerateConfig, ScoreTextConfig
@@ -21,7 +22,6 @@ from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import run_sections
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
 from tost_lm.markdown import table
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.training.wandb_files import history
 
 NASTY = (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.build import build_shards
 from tost_lm.data.config import DataPrepConfig
@@ -19,7 +20,6 @@ from tost_lm.evaluation.report.run import overview
 from tost_lm.evaluation.scoring import DocumentScores, bootstrap_error, score_documents
 from tost_lm.evaluation.subject import Subject
 from tost_lm.markdown import escape
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.testing import FLOAT32_REORDERED
 
 EOT = 1

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 
 TEXTS = [
     f"Page {number}. The lines of this page are short.\n" + "They say little! Do they?\nNo. " * (3 + number % 4)

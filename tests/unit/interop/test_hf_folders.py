@@ -17,6 +17,7 @@ from other_forms import OTHER_FORMS
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import tost_lm
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
@@ -28,7 +29,6 @@ from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.subject import Subject
 from tost_lm.interop.hf import TostForCausalLM, export
 from tost_lm.interop.hf.tokenizer import fast_tokenizer
-from tost_lm.model.checkpoint import read_model_config
 from tost_lm.testing import FLOAT32_REORDERED
 
 DATA = Path(__file__).parents[4] / "shared/data"

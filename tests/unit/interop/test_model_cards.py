@@ -11,15 +11,15 @@ import torch
 from huggingface_hub import ModelCard
 
 import tost_lm
+from tost_lm.checkpointing.format import Progress, verify_checkpoint, write_checkpoint
+from tost_lm.checkpointing.run_folder import step_folder
 from tost_lm.config import to_toml, validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import sha256_file, write_rows
 from tost_lm.interop.hf import export
-from tost_lm.model.checkpoint import step_folder, verify_checkpoint, write_checkpoint
 from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.progress import Progress
 
 SHA256 = "a" * 64
 

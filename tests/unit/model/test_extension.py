@@ -11,11 +11,11 @@ import torch
 from torch.testing import assert_close
 
 import tost_lm
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.cli.extend import extend
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
-from tost_lm.model.extension import extend
 from tost_lm.model.extension_config import ExtensionConfig
 from tost_lm.testing import assert_as_accurate
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hand_made import hand_made
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.mixture import Corpora
 from tost_lm.data.tokenizers import SentencePieceTokenizer
@@ -14,7 +15,6 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.initial_weights import find_initial_weights
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.model.flops import flops_per_token
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.hooks import Run, count_skips
 from tost_lm.training.metrics import Metrics
-from tost_lm.training.progress import Progress
 from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome
 

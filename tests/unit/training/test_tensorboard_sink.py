@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import Field
 
+from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.metrics import Metrics
-from tost_lm.training.progress import Progress
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'tost-lm[tensorboard]'")
 

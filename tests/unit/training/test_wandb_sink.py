@@ -14,12 +14,11 @@ import pytest
 import torch
 from pydantic import Field
 
+from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.metrics import Metrics
-from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import write_run_folder
+from tost_lm.training.metrics import Metrics, write_run_folder
 from tost_lm.training.wandb_files import history, truncate_runs
 
 CPU = torch.device("cpu")

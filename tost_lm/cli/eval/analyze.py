@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 def main(path: Path, config: AnalyzeConfig) -> None:
+    from tost_lm.checkpointing.format import MANIFEST, read_model_config
+    from tost_lm.checkpointing.run_folder import step_folders
     from tost_lm.evaluation.subject import (
         ABLATIONS,
         CODING_RATE,
@@ -41,7 +43,6 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         Subject,
     )
     from tost_lm.files import sha256_file
-    from tost_lm.model.checkpoint import MANIFEST, read_model_config, step_folders
 
     subject = Subject.find(path)
     model = read_model_config(subject.checkpoint)

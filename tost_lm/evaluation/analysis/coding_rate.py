@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tost_lm.checkpointing.reading import load
 from tost_lm.errors import CheckpointError
 from tost_lm.evaluation.analysis.layers import LayerTile, project, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
@@ -31,7 +32,6 @@ from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import CODING_RATE
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.model import TostLM
-from tost_lm.model.checkpoint import load
 from tost_lm.model.positions import position_ends
 from tost_lm.model.tssa import TssaMixer
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.evaluation.report.charts import CONTRAST, DARK, Chart, column, line_data, new_figure, position_axis
@@ -14,7 +15,6 @@ from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, fenced, format_result, table
-from tost_lm.model.checkpoint import read_model_config
 
 ENOUGH_DOCUMENTS = 10
 

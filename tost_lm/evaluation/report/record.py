@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tost_lm.checkpointing.format import MANIFEST, StoredTensors
 from tost_lm.config import read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.subject import HELDOUT, Subject, results_path
 from tost_lm.files import read_rows
-from tost_lm.model.checkpoint import MANIFEST, StoredTensors
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.evaluation.report import protocols, retrieval, training
@@ -14,7 +15,6 @@ from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
-from tost_lm.model.checkpoint import MANIFEST, read_entries
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from tost_lm.checkpointing.format import CARD, write_failure
 from tost_lm.errors import CheckpointError
 from tost_lm.evaluation.subject import Subject
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
 from tost_lm.interop.hf.model import TostForCausalLM, seal
 from tost_lm.interop.hf.tokenizer import fast_tokenizer
-from tost_lm.model.checkpoint import CARD, write_failure
 from tost_lm.training.card import model_card
 
 USAGE = """\

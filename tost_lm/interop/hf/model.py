@@ -15,21 +15,14 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ini
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from tost_lm.checkpointing.format import FORMAT, MANIFEST, MODEL, StoredTensors, flush_and_hash, read_model_config
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, write_atomically
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
 from tost_lm.interop.hf.config import TostConfig
 from tost_lm.model.block import Block, CheckpointWrapper, no_checkpoint
-from tost_lm.model.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    MODEL,
-    StoredTensors,
-    find_checkpoint,
-    flush_and_hash,
-    read_model_config,
-)
 from tost_lm.model.initialization import Normal, initial_std, own_values
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.output import LMState

@@ -6,21 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tost_lm.checkpointing.format import Progress, write_checkpoint
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
-from tost_lm.model.checkpoint import step_folder, write_checkpoint
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.progress import Progress
-from tost_lm.training.run_folder import (
-    FLIGHT_RECORDER,
-    StartPoint,
-    drop_rows_after,
-    find_start_point,
-    rename_old_run,
-    require_same_checkpoints,
-    write_run_folder,
-)
+from tost_lm.training.metrics import drop_rows_after, write_run_folder
+from tost_lm.training.start import StartPoint, find_start_point, rename_old_run, require_same_checkpoints
 
 SETTINGS: dict[str, Any] = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 
 import tost_lm
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import find_checkpoint, write_checkpoint
 
 CONFIG = validate(
     ModelConfig, {"layers": 1, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "layer_scale": 1.0}, "test"

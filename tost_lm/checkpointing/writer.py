@@ -1,74 +1,86 @@
-"""Training checkpoints: a model folder that also has the optimizer state, by parameter name.
+"""Writing the checkpoints of a run.
 
-Every tensor is whole and float32, so a checkpoint resumes on any parallel layout and ZeRO stage. Each rank writes some
-of the tensors, in a thread. Rank 0's thread prepares the folder before the others write. After them it writes the
-manifest, renames the folder and applies the retention.
+Each rank copies some of the tensors to host memory and writes them, in a thread, while training continues. Rank 0's
+thread prepares the folder before the others write. After them it writes the manifest, renames the folder and applies
+the retention.
 """
 
+import errno
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from threading import Thread, main_thread
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors import SafetensorError
 
-from tost_lm.config import to_toml
-from tost_lm.data.mixture import Corpora
-from tost_lm.errors import CheckpointError
-from tost_lm.files import make_temp_folder
-from tost_lm.model.checkpoint import (
+from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing.format import (
     CARD,
+    PROGRESS,
+    RNG,
+    RNG_NAME,
+    SETTINGS,
     FileEntry,
+    Progress,
+    TokenizerFile,
     flush_and_hash,
     metadata_files,
     publish_checkpoint,
-    shard_entries,
     shard_name,
-    step_folder,
+    write_failure,
     write_tensors,
 )
+from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_disk_space_for_run, step_folder
+from tost_lm.errors import CheckpointError
+from tost_lm.files import make_temp_folder
+from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel import zero
 from tost_lm.parallel.messages import NoMessageError, ThreadMessages
-from tost_lm.parallel.weights import draw_on_rank, read_on_rank
-from tost_lm.training.card import model_card
-from tost_lm.training.config import PretrainConfig
-from tost_lm.training.progress import Progress
-from tost_lm.training.retention import prune, require_disk_space, require_disk_space_for_run
-from tost_lm.training.snapshot import Snapshot
-from tost_lm.training.write_errors import RESUME, explain_write_errors
+from tost_lm.parallel.timeouts import Timeouts
 
-RNG_FILE = "rng.safetensors"
-RNG_NAME = "torch.cpu"
+RESUME = "run the same command to resume from the newest complete checkpoint"
 SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured
+
+
+class RunFiles(NamedTuple):
+    """What a checkpoint records of its run, besides the state of the engine."""
+
+    folder: Path
+    """The run folder."""
+    settings: str
+    """Of the run, as TOML."""
+    tokenizer: TokenizerFile
+    card: Callable[[Path], str]
+    """The model card of a checkpoint folder that has all files but the manifest."""
 
 
 class CheckpointWriter:
     """Writes a run's checkpoints and deletes those that the settings do not keep."""
 
-    def __init__(self, engine: Any, config: PretrainConfig, corpora: Corpora, first_step: int = 0) -> None:
-        """All ranks construct it together. A run without a checkpoint starts after `first_step` steps.
-
-        Raises:
-            CheckpointError: the disk is too small for the run; on rank 0.
-        """
-        self._config, self._tokenizer = config, corpora.tokenizer()
+    def __init__(self, engine: Any, run: RunFiles, settings: CheckpointConfig, timeouts: Timeouts) -> None:
+        """All ranks construct it together."""
+        self._run, self._settings, self._timeouts = run, settings, timeouts
         self._messages = ThreadMessages("checkpoint")
-        self._snapshot = Snapshot(engine, config.model, self._messages.rank, self._messages.size)
-        self._bytes = self._snapshot.total_bytes + len(self._tokenizer.model_bytes) + 2**16
-        if self._messages.rank == 0:
-            require_disk_space_for_run(config, self._bytes, first_step)
+        self._snapshot = Snapshot(engine, self._messages.rank, self._messages.size)
+        self._bytes = self._snapshot.total_bytes + len(run.tokenizer.model_bytes) + 2**16
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._saves, self._newest_step = 0, -1
         self.save_seconds = 0.1 + self._bytes / SLOW_DISK
         """Duration [s] of the last save, from the copy to the rename; an estimate before the first save."""
+
+    def require_disk_space(self, first_step: int, last_step: int, *, keeps_best: bool) -> None:
+        """Raises CheckpointError on rank 0 if the disk is too small for the run: see `require_disk_space_for_run`."""
+        if self._messages.rank == 0:
+            require_disk_space_for_run(
+                self._run.folder, self._settings, self._bytes, first_step, last_step, keeps_best=keeps_best
+            )
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save and save the state after a step, all ranks together. A step is saved only once.
@@ -87,7 +99,7 @@ class CheckpointWriter:
         # Not a daemon: Python waits for the file that is being written. The thread ends after it (`_write_files`).
         self._thread = Thread(target=self._work, args=(progress, started), name="checkpoint")
         self._thread.start()
-        if not self._config.checkpoint.asynchronous:
+        if not self._settings.asynchronous:
             self.finish()
 
     def poll(self) -> None:
@@ -106,7 +118,7 @@ class CheckpointWriter:
             raise error
 
     def _work(self, progress: Progress, started: float) -> None:
-        folder = step_folder(self._config.run_folder, progress.step)
+        folder = step_folder(self._run.folder, progress.step)
         temp_folder = folder.with_name(f".{folder.name}.tmp")
         try:
             if self._messages.rank == 0:
@@ -121,8 +133,8 @@ class CheckpointWriter:
 
     def _save_on_rank_0(self, folder: Path, temp_folder: Path, progress: Progress) -> None:
         try:
-            require_disk_space(folder, self._bytes, self._config.checkpoint, "this checkpoint")
-            with explain_write_errors(temp_folder):
+            require_disk_space(folder, self._bytes, self._settings, "this checkpoint")
+            with _explain_write_errors(temp_folder):
                 make_temp_folder(folder)
             self._messages.write("go", self._saves, "")
             reports = [self._write_files(temp_folder, progress), *map(self._read_report, range(1, self._messages.size))]
@@ -130,12 +142,12 @@ class CheckpointWriter:
             if problems:
                 raise CheckpointError(problems[0])
             entries = {name: entry for entries, _ in reports for name, entry in entries.items()}
-            card = model_card(temp_folder, run=self._config.run_folder)
-            with explain_write_errors(temp_folder):
+            card = self._run.card(temp_folder)
+            with _explain_write_errors(temp_folder):
                 (temp_folder / CARD).write_text(card)
                 publish_checkpoint(temp_folder, folder, entries)
-            with explain_write_errors(folder.parent):
-                prune(folder, self._config.checkpoint)
+            with _explain_write_errors(folder.parent):
+                prune(folder, self._settings)
         except Exception as error:
             rmtree(temp_folder, ignore_errors=True)
             with suppress(NoMessageError):
@@ -159,7 +171,7 @@ class CheckpointWriter:
             for name, write in self._files(progress).items():
                 if not main_thread().is_alive():
                     raise CheckpointError(f"{temp_folder / name}: not written, because the run ended; {RESUME}")
-                with explain_write_errors(temp_folder / name):
+                with _explain_write_errors(temp_folder / name):
                     write(temp_folder / name)
                     entries[name] = flush_and_hash(temp_folder / name)
         except CheckpointError as error:
@@ -176,23 +188,23 @@ class CheckpointWriter:
         if progress:
             writers = enumerate(copy.names_by_writer)
             shard_of = {name: shard_name("model", writer, count) for writer, names in writers for name in names}
-            contents = metadata_files(self._config.model, self._tokenizer, shard_of, copy.weight_bytes)
-            contents["config.toml"] = to_toml(self._config).encode()
+            contents = metadata_files(copy.config, self._run.tokenizer, shard_of, copy.weight_bytes)
+            contents[SETTINGS] = self._run.settings.encode()
             files |= {name: partial(Path.write_bytes, data=content) for name, content in contents.items()}
-            files[RNG_FILE] = partial(write_tensors, tensors={RNG_NAME: copy.rng})
-            files["training.json"] = lambda path: progress.write(path.parent)
+            files[RNG] = partial(write_tensors, tensors={RNG_NAME: copy.rng})
+            files[PROGRESS] = lambda path: progress.write(path.parent)
         return files
 
     def _read_report(self, rank: int) -> tuple[dict[str, FileEntry], str]:
         try:
-            report = self._messages.read(f"report/{rank}", self._saves, self._config.run.timeouts.heartbeat)
+            report = self._messages.read(f"report/{rank}", self._saves, self._timeouts.heartbeat)
         except NoMessageError as error:
             return {}, f"rank {rank} did not write its shard of a checkpoint: {error}; {RESUME}"
         entries, problem = json.loads(report)
         return entries, problem and f"rank {rank}: {problem}"
 
     def _wait_for_rank_0(self, key: str) -> None:
-        if problem := self._messages.read(key, self._saves, self._config.run.timeouts.save):
+        if problem := self._messages.read(key, self._saves, self._timeouts.save):
             raise _reported_by_rank_0(problem)
 
 
@@ -203,30 +215,63 @@ def _reported_by_rank_0(problem: str) -> CheckpointError:
     return error
 
 
-def restore(engine: Any, folder: Path) -> Progress:
-    """Load a checkpoint's state, tensor by tensor, into a new engine; a collective call. Returns its progress.
+@contextmanager
+def _explain_write_errors(path: Path) -> Iterator[None]:
+    """Raises CheckpointError, with the file, the system's reason and a fix, when `path` cannot be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number, reason = write_failure(error)
+        full = number in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free space or lower checkpoint.keep_latest_k" if full else "remove the cause"
+        raise CheckpointError(f"{path}: cannot be written: {reason}; {fix} and {RESUME}") from None
 
-    Raises:
-        DamagedCheckpointError: on all ranks; the engine must not be used.
+
+class Snapshot:
+    """A copy in host memory of the whole float32 weights and optimizer state, by name, that this rank writes.
+
+    Its memory, about the size of all state divided by the number of ranks, is allocated once and reused.
     """
-    progress = Progress.read(folder)
-    zero.create_state(engine, progress.updates)
-    zero.set_state(engine, _read(engine, folder, "model", "optimizer"))
-    if (folder / RNG_FILE).is_file():  # not in a converted checkpoint
-        torch.set_rng_state(load_file(folder / RNG_FILE)[RNG_NAME])
-    return progress
+
+    def __init__(self, engine: Any, rank: int, ranks: int) -> None:
+        self._engine, self.config = engine, engine.module.config
+        shapes = parameter_shapes(self.config)
+        self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
+        """Of the weights of all ranks."""
+        statistics = zero.statistics(engine)
+        self.total_bytes = sum(4 * shape.numel() * (1 + len(statistics[name])) for name, shape in shapes.items())
+        """Of the weights and optimizer state of all ranks."""
+        self.names_by_writer = assign_writers({name: shape.numel() for name, shape in shapes.items()}, ranks)
+        """Parameter names for each writing rank, fewer than all ranks if there are fewer parameters."""
+        names = self.names_by_writer[rank] if rank < len(self.names_by_writer) else []
+        # The state is zero before the first update. Copies into pinned memory are several times as fast.
+        pinned = engine.mesh.device.type == "cuda"
+        self.weights = {name: torch.zeros(shapes[name], pin_memory=pinned) for name in names}
+        self.statistics = {
+            f"{statistic}/{name}": torch.zeros(shapes[name], pin_memory=pinned)
+            for name in names
+            for statistic in statistics[name]
+        }
+        self.rng = torch.get_rng_state()
+        """Of torch's CPU generator. All ranks seed it alike, so one state restores any number of ranks."""
+
+    def copy(self) -> None:
+        """Copy the current state; all ranks call it."""
+        self.rng = torch.get_rng_state()
+        for gathered in (
+            zero.full_weights(self._engine, self.weights),
+            zero.full_moments(self._engine, self.statistics),
+        ):
+            for _ in gathered:  # tensor by tensor, so that no rank ever holds all of them
+                pass
 
 
-def load_weights(engine: Any, folder: Path) -> None:
-    """Load the weights of a model folder into a new engine; a collective call. Raises as `restore`."""
-    zero.set_state(engine, _read(engine, folder, "model"))
-
-
-def draw_weights(engine: Any) -> None:
-    """Draw the weights of a new engine, as `TostLM` does."""
-    zero.set_state(engine, draw_on_rank(engine.module, engine.module.config, engine.mesh.tensor))
-
-
-def _read(engine: Any, folder: Path, *kinds: Literal["model", "optimizer"]) -> Iterator[tuple[str, Tensor]]:
-    files = {folder / name: entry for kind in kinds for name, entry in shard_entries(folder, kind).items()}
-    return read_on_rank(engine.module, engine.module.config, files, engine.mesh, zero.statistics(engine))
+def assign_writers(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Distribute names over ranks so that the sums of their sizes are nearly equal; equal on all ranks, none empty."""
+    names_by_writer: list[list[str]] = [[] for _ in range(min(ranks, len(sizes)))]
+    loads = [0] * len(names_by_writer)
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        names_by_writer[least].append(name)
+        loads[least] += sizes[name]
+    return names_by_writer

@@ -1,20 +1,44 @@
-"""Checkpoint shards on several ranks: each byte is read once per node, and one tensor at a time is in memory."""
+"""Reading checkpoints into models and engines, on one rank or on all.
+
+On several ranks each byte is read once per node, and one tensor at a time is in memory.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tost_lm.checkpointing.format import (
+    GIVE,
+    HUGGING_FACE_PREFIX,
+    REPLACE,
+    RNG,
+    RNG_NAME,
+    FileEntry,
+    Progress,
+    StoredTensors,
+    other_hash,
+    read_model_config,
+    shard_entries,
+    verify_checkpoint,
+)
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.errors import DamagedCheckpointError
-from tost_lm.model.checkpoint import GIVE, HUGGING_FACE_PREFIX, REPLACE, FileEntry, other_hash
+from tost_lm.model.lm import TostLM, parameter_shapes
+from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import all_gather_object, communication_device, error_of_all_ranks
-from tost_lm.parallel.mesh import Axis
+from tost_lm.parallel.apply import ShardedInference, parallelize
+from tost_lm.parallel.collectives import broadcast
+from tost_lm.parallel.mesh import Axis, Mesh
+from tost_lm.parallel.weights import allocate, local_slice
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 1 << 24
@@ -22,6 +46,79 @@ READ_BYTES = 1 << 24
 
 Named = tuple[str, str, list[int]]
 """Name, dtype as in `DTYPES`, and shape of a tensor."""
+
+
+def load(path: str | Path, device: str = "cpu") -> TostLM:
+    """Load a model in evaluation mode from a run folder (its newest valid checkpoint), a step folder or a model folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or one of its files does not match the manifest.
+    """
+    folder = find_checkpoint(Path(path))
+    with torch.device("meta"):
+        model = TostLM(read_model_config(folder))
+    model.to_empty(device="cpu").load_state_dict(dict(StoredTensors(folder, "model")))
+    return model.to(device).eval()
+
+
+def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
+    """Load a checkpoint's model onto the ranks of a mesh, in evaluation mode; a collective call.
+
+    Raises:
+        CheckpointError: as `tost_lm.load`.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
+    """
+    folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
+    with torch.device("meta"):
+        model = TostLM(read_model_config(folder))
+    parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
+    with torch.no_grad():
+        for name, local in _read(model, folder, mesh):
+            model.get_parameter(name).copy_(local)
+    return ShardedInference(model, mesh).eval()
+
+
+def restore(engine: Any, folder: Path) -> Progress:
+    """Load a checkpoint's state, tensor by tensor, into a new engine; a collective call. Returns its progress.
+
+    Raises:
+        DamagedCheckpointError: on all ranks; the engine must not be used.
+    """
+    progress = Progress.read(folder)
+    zero.create_state(engine, progress.updates)
+    zero.set_state(engine, _read(engine.module, folder, engine.mesh, zero.statistics(engine)))
+    if (folder / RNG).is_file():  # not in a converted checkpoint
+        torch.set_rng_state(load_file(folder / RNG)[RNG_NAME])
+    return progress
+
+
+def load_weights(engine: Any, folder: Path) -> None:
+    """Load the weights of a model folder into a new engine; a collective call. Raises as `restore`."""
+    zero.set_state(engine, _read(engine.module, folder, engine.mesh))
+
+
+def _read(
+    model: TostLM, folder: Path, mesh: Mesh, statistics: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(label, value) of this tensor rank's slice of each weight, in the order of `read_once_per_node`.
+
+    With `statistics`, what the optimizer keeps of each parameter, its state follows. A label is a parameter's name, or
+    statistic/name.
+
+    Raises:
+        DamagedCheckpointError: after the last tensor, on all ranks: also if the weight of a parameter is missing.
+    """
+    files = {folder / name: entry for name, entry in shard_entries(folder, "model").items()}
+    if statistics:
+        files |= {folder / name: entry for name, entry in shard_entries(folder, "optimizer").items()}
+    shapes = parameter_shapes(model.config)
+    labelled = {f"{one}/{name}": shapes[name] for name, kept in (statistics or {}).items() for one in kept}
+    missing = {*shapes}
+    for label, whole in read_once_per_node(files, shapes | labelled, mesh.node):
+        missing.discard(label)
+        yield label, local_slice(whole, model.get_parameter(label.rpartition("/")[2]), mesh.tensor)
+    if missing:
+        raise error_of_all_ranks([f"{folder}: has no tensor {min(missing)}; {REPLACE}"], DamagedCheckpointError)
 
 
 def read_once_per_node(
@@ -53,7 +150,7 @@ def read_once_per_node(
             octets = buffer[:size]
             if shard:
                 shard.read_into(octets)
-            _broadcast(octets, reader, node)
+            broadcast(octets, reader, node)
             yield name, octets.view(DTYPES[dtype]).view(shape)
         if shard and (problem := shard.finish()):
             problems.append(problem)
@@ -120,16 +217,10 @@ def _bytes(_name: str, dtype: str, shape: list[int]) -> int:
     return torch.Size(shape).numel() * DTYPES[dtype].itemsize
 
 
-def _broadcast(x: Tensor, source: int, node: Axis) -> None:
-    """Overwrite x with that of rank `source` of the node."""
-    if node.size > 1 and x.numel():
-        dist.broadcast(x, group=node.group, group_src=source)
-
-
 def _broadcast_text(text: str, source: int, node: Axis) -> str:
     octets = torch.tensor(list(text.encode()), dtype=torch.uint8, device=communication_device())
     length = torch.tensor(len(octets), device=octets.device)
-    _broadcast(length, source, node)
+    broadcast(length, source, node)
     octets = octets if node.rank == source else octets.new_empty(int(length))
-    _broadcast(octets, source, node)
+    broadcast(octets, source, node)
     return octets.cpu().numpy().tobytes().decode()

@@ -2,32 +2,40 @@
 
 A model folder (an export) holds the weights in safetensors shards with an index, as in the Hugging Face library,
 model.json, the tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer state
-added, so code that reads one reads the other. A folder from `tost_lm.interop.hf` is a model folder as well. Its
-settings are in the Hugging Face library's config.json, and the names of its weights start with "model.".
+added, by parameter name, and files of its run. So code that reads one reads the other. Every tensor of a checkpoint is
+whole and float32, so it resumes on any parallel layout and ZeRO stage. A folder from `tost_lm.interop.hf` is a model
+folder as well. Its settings are in the Hugging Face library's config.json, and the names of its weights start with
+"model.".
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tost_lm.config import validate
-from tost_lm.errors import CheckpointError
+from tost_lm.errors import CheckpointError, TrainingError
 from tost_lm.files import flush, make_temp_folder, manifest_bytes, publish_folder, remove_temp_folder, xxh3_file
 from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tost_lm.model.lm import TostLM
-
 FORMAT = "tost_lm.checkpoint.v2"
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 CARD = "README.md"
 """The model card; not in the manifest, so that it may be edited."""
+SETTINGS, PROGRESS, RNG = "config.toml", "training.json", "rng.safetensors"
+"""Files of a training checkpoint: the run's settings and progress, and the state of torch's generators."""
+RNG_NAME = "torch.cpu"
+"""The tensor in `RNG`."""
+CONVERSION, EXTENSION = "conversion.json", "extension.json"
+"""Files of a converted and of an extended model folder that record its source."""
 HUGGING_FACE_MODEL, HUGGING_FACE_PREFIX = "config.json", "model."
 GIVE = "give a run folder, a step folder or an export"
 SHARD = re.compile(r"(model|optimizer)(?:-.*)?\.safetensors")
@@ -46,21 +54,50 @@ class TokenizerFile(Protocol):
     def model_bytes(self) -> bytes: ...
 
 
-def load(path: str | Path, device: str = "cpu") -> "TostLM":
-    """Load a model in evaluation mode from a run folder (its newest valid checkpoint), a step folder or a model folder.
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run after a step, the same on every rank; training.json of a checkpoint."""
 
-    Raises:
-        CheckpointError: there is no checkpoint, or one of its files does not match the manifest.
-    """
-    import torch
+    step: int
+    """Steps so far; of a branch with those before it."""
+    updates: int
+    """Steps that the optimizer applied; the others were skipped."""
+    skipped_in_a_row: int = 0
+    """Steps skipped since the last applied one."""
+    recent: tuple[tuple[float, float], ...] = ()
+    """(loss, gradient norm) of the newest applied steps, oldest first, for the spike guard."""
+    validation_loss: float | None = None
+    """The newest one, in nats per token."""
+    wandb_run_id: str = ""
+    """Set on rank 0, which writes the file."""
+    data_start: int = 0
+    """The step that read batch 0 of the data. The next step reads batch `step - data_start`."""
+    shards_fingerprint: str = ""
+    tokenizer_sha256: str = ""
 
-    from tost_lm.model.lm import TostLM
+    def write(self, folder: Path) -> None:
+        """Write training.json into a checkpoint folder. Floats are read back bit-exactly."""
+        (folder / PROGRESS).write_text(json.dumps(asdict(self), indent=1))
 
-    folder = find_checkpoint(Path(path))
-    with torch.device("meta"):
-        model = TostLM(read_model_config(folder))
-    model.to_empty(device="cpu").load_state_dict(dict(StoredTensors(folder, "model")))
-    return model.to(device).eval()
+    @classmethod
+    def read(cls, folder: Path) -> "Progress":
+        """Read training.json of a checkpoint folder. Raises CheckpointError when another version wrote it."""
+        path = folder / PROGRESS
+        try:
+            fields = json.loads(path.read_text())
+            fields["recent"] = tuple(tuple(pair) for pair in fields["recent"])
+            return cls(**fields)
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CheckpointError(f"{path}: written by another version; start a run under another run.name") from None
+
+    def require_finite_validation(self, steps: int, run_folder: Path) -> None:
+        """Raises TrainingError after the last of `steps` steps if the validation loss is not finite."""
+        loss = self.validation_loss
+        if self.step >= steps and loss is not None and not math.isfinite(loss):
+            raise TrainingError(
+                f"{run_folder}: the validation loss after the last step is {loss}, so the model is unusable; lower "
+                "optim.lr and train under another run.name"
+            )
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -183,48 +220,10 @@ def publish_checkpoint(temp: Path, folder: Path, entries: Mapping[str, FileEntry
     publish_folder(temp, folder)
 
 
-def find_checkpoint(
-    path: Path, warn: Callable[[str], None] = print, verify: Callable[[Path], None] | None = None
-) -> Path:
-    """The checkpoint folder of `path`: a step folder or export itself, or the newest valid checkpoint of a run folder.
-
-    Damaged checkpoints of a run folder are skipped with a message to `warn`. `verify` raises CheckpointError for them;
-    by default it is `verify_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no valid checkpoint.
-    """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such folder; {GIVE}")
-    verify = verify or verify_checkpoint
-    if (path / MANIFEST).is_file():
-        verify(path)
-        return path
-    steps = step_folders(path)
-    for step in reversed(steps):
-        try:
-            verify(step)
-            return step
-        except CheckpointError as error:
-            warn(f"skipped checkpoint: {error}")
-    reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
-    raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
-
-
-def step_folder(run_folder: Path, step: int) -> Path:
-    """The folder of a run's checkpoint after `step` steps."""
-    return run_folder / "checkpoints" / f"step_{step:08d}"
-
-
-def step_folders(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, valid or not, oldest first."""
-    return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8))
-
-
 def verify_checkpoint(folder: Path, *, hash_shards: bool = True) -> None:
     """Check every file against the manifest. Raises CheckpointError that names the first difference.
 
-    With `hash_shards = False` only the size of shards is checked: `tost_lm.parallel.shards` hashes what it reads.
+    With `hash_shards = False` only the size of shards is checked: `tost_lm.checkpointing.reading` hashes what it reads.
     """
     for name, entry in read_entries(folder).items():
         path = folder / name

@@ -1,0 +1,115 @@
+"""One launch per run folder; which checkpoints stay in it, and whether there is room for the next."""
+
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.run_folder import prune, require_disk_space_for_run, run_lock, step_folder
+from tost_lm.config import validate
+from tost_lm.errors import CheckpointError, ConfigError
+
+
+def steps_left(run: Path, newest: int, **settings: int) -> list[int]:
+    prune(step_folder(run, newest), validate(CheckpointConfig, settings, "test"))
+    assert all(folder.name.startswith("step_") for folder in (run / "checkpoints").iterdir())
+    return sorted(int(folder.name[5:]) for folder in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Checkpoints after 1 to 8 steps, the lowest validation loss measured before the third, two leftovers."""
+    run = tmp_path / "run"
+    losses = [None, 2.0, 1.5, 1.5, math.nan, 1.75, 1.75, 1.6]
+    for step, loss in enumerate(losses, start=1):
+        step_folder(run, step).mkdir(parents=True)
+        Progress(step, step, validation_loss=loss).write(step_folder(run, step))
+    (run / "checkpoints/.step_00000009.tmp").mkdir()
+    (run / "checkpoints/.step_00000004.old").mkdir()
+    return run
+
+
+def test_the_newest_the_best_and_multiples_stay(run: Path):
+    assert steps_left(run, 8, keep_latest_k=2, retain_interval=4) == [3, 4, 7, 8]
+    assert steps_left(run, 8, keep_latest_k=1) == [3, 8]
+
+
+def test_damaged_newer_ones_push_out_none(run: Path):
+    (step_folder(run, 3) / "training.json").write_text("{")
+    assert steps_left(run, 6, keep_latest_k=2) == [4, 5, 6, 7, 8]
+
+
+def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path):
+    def require(folder: Path, checkpoint_bytes: int, **settings: int) -> None:
+        checkpoint = validate(CheckpointConfig, {"interval": 4, **settings}, "test")
+        require_disk_space_for_run(folder, checkpoint, checkpoint_bytes, 0, 30, keeps_best=False)
+
+    new, exabyte = run.with_name("new"), 10**18
+    with pytest.raises(CheckpointError, match=r"saving 5 more checkpoints needs 5,000,000,\S+ bytes.*keep_latest_k 4"):
+        require(new, exabyte, keep_latest_k=4)
+    with pytest.raises(CheckpointError, match="saving 8 more"):
+        require(new, exabyte, keep_latest_k=20)  # after 4, 8, … 28 and 30
+    with pytest.raises(CheckpointError, match="saving 5 more"):
+        require(new, exabyte, keep_latest_k=1, retain_interval=8)
+    require(new, 1, keep_latest_k=4)
+    # A run that goes on deletes what it has.
+    with pytest.raises(CheckpointError, match="checkpoints: a checkpoint needs 1,000,000,"):
+        require(run, exabyte, keep_latest_k=4)
+
+
+def hold(folder: Path, pipe: Connection, forks: bool) -> None:
+    with run_lock(folder, 0):
+        if forks:  # as loader workers are
+            child = multiprocessing.get_context("fork").Process(target=signal.pause)
+            child.start()
+            pipe.send(child.pid)
+        pipe.send("held")
+        signal.pause()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs/mine"
+
+
+@pytest.fixture
+def holder(run_folder: Path) -> Iterator[tuple[BaseProcess, int]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(run_folder, theirs, True))
+    process.start()
+    child = ours.recv()
+    assert ours.recv() == "held"
+    yield process, child
+    process.kill()
+    process.join()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder):
+    process, _ = holder
+    for _ in range(5):
+        line = rf"runs/mine: another launch is using it \(host {socket.gethostname()}, pid {process.pid}\)"
+        with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
+            pass
+    with run_lock(run_folder, 1), run_lock(run_folder.with_name("other"), 0):
+        pass
+
+
+def test_a_killed_launch_leaves_no_obstacle_though_its_workers_live(run_folder: Path, holder):
+    process, child = holder
+    process.kill()
+    process.join()
+    os.kill(child, 0)
+    for _ in range(2):
+        with run_lock(run_folder, 0):
+            assert re.search(rf"pid {os.getpid()}$", (run_folder.parent / ".mine.lock").read_text())

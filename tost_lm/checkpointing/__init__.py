@@ -1,0 +1,1 @@
+"""Checkpoints: what they contain, and how they are written, kept and read."""

@@ -1,0 +1,177 @@
+"""The run folder: its layout, its lock, and the checkpoints that stay in it.
+
+config.toml, env.json               settings and environment of the newest launch
+log.txt, metrics.jsonl, …           records of training
+checkpoints/step_00001000/          a checkpoint; names of incomplete ones begin with a point
+heartbeats/, flight_recorder/       of the watchdog and of torch, for each rank
+profile/, wandb/, tensorboard/      traces, and the same records for others
+eval/PROTOCOL/results.json          results of evaluations
+"""
+
+import fcntl
+import math
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkpoint
+from tost_lm.errors import CheckpointError, ConfigError
+
+CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"
+ROWS = ("metrics", "validation", "evaluations", "events")
+"""Each has its own JSONL file."""
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """The folder of a run's checkpoint after `step` steps."""
+    return run_folder / CHECKPOINTS / f"step_{step:08d}"
+
+
+def step_folders(run_folder: Path) -> list[Path]:
+    """The checkpoints of a run, valid or not, oldest first."""
+    return sorted((run_folder / CHECKPOINTS).glob("step_" + "[0-9]" * 8))
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a step folder is named after; None: it is another folder."""
+    found = re.fullmatch(r"step_(\d{8})", checkpoint.name)
+    return int(found[1]) if found else None
+
+
+def find_checkpoint(
+    path: Path, warn: Callable[[str], None] = print, verify: Callable[[Path], None] = verify_checkpoint
+) -> Path:
+    """The checkpoint folder of `path`: a step folder or export itself, or the newest valid checkpoint of a run folder.
+
+    Damaged checkpoints of a run folder are skipped with a message to `warn`; `verify` raises CheckpointError for them.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder; {GIVE}")
+    if (path / MANIFEST).is_file():
+        verify(path)
+        return path
+    steps = step_folders(path)
+    for step in reversed(steps):
+        try:
+            verify(step)
+            return step
+        except CheckpointError as error:
+            warn(f"skipped checkpoint: {error}")
+    reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
+    raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
+
+
+@contextmanager
+def run_lock(run_folder: Path, rank: int) -> Iterator[None]:
+    """Rank 0 locks the run folder against other launches; the kernel releases the lock whenever the process ends.
+
+    The locked file is beside the folder, because the folder may be renamed. POSIX locks belong to the process, so
+    forked loader workers do not hold it. File systems without locks, or with locks per node, protect less.
+
+    Raises:
+        ConfigError: another launch has the lock (the message names its host and pid), or the folder is read-only.
+    """
+    if rank > 0:
+        yield
+        return
+    path = run_folder.with_name(f".{run_folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"{run_folder}: cannot be written: {error.strerror}; make it writable, or start in another folder"
+        ) from None
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            raise ConfigError(
+                f"{run_folder}: another launch is using it ({file.read().strip()}); wait for it, stop it, or "
+                "choose another run.name"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"host {socket.gethostname()}, pid {os.getpid()}")
+        file.flush()
+        yield
+
+
+def prune(newest: Path, settings: CheckpointConfig) -> None:
+    """Delete the remains of interrupted saves, and the checkpoints up to `newest` that `settings` does not keep.
+
+    Checkpoints after `newest` are damaged, because the run resumed from an earlier one; they do not count.
+    """
+    folders = [folder for folder in step_folders(newest.parent.parent) if folder.name <= newest.name]
+    kept = {*folders[-settings.keep_latest_k :]}
+    if retain := settings.retain_interval:
+        kept |= {folder for folder in folders if (step_of(folder) or 0) % retain == 0}
+    losses = {folder: loss for folder in folders if (loss := _validation_loss(folder)) is not None}
+    if losses:
+        kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals
+    for folder in folders:
+        if folder not in kept:
+            folder.rename(folder.with_name(f".{folder.name}.gone"))  # no reader sees a half-deleted folder
+    for leftover in newest.parent.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # on NFS an open file stays until the next call
+
+
+def require_disk_space(folder: Path, needed: int, settings: CheckpointConfig, what: str) -> None:
+    """Raises CheckpointError when the disk of `folder` has fewer free bytes than `what` needs."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: {what} needs {needed:,} bytes, and its disk has {free:,} free bytes; free space or lower "
+            f"checkpoint.keep_latest_k {settings.keep_latest_k}"
+        )
+
+
+def require_disk_space_for_run(
+    run_folder: Path,
+    settings: CheckpointConfig,
+    checkpoint_bytes: int,
+    first_step: int,
+    last: int,
+    *,
+    keeps_best: bool,
+) -> None:
+    """Raises CheckpointError when the disk cannot hold the checkpoints that the run keeps at one time.
+
+    Args:
+        first_step: where a run without a checkpoint starts.
+        last: the last step of the launch.
+        keeps_best: the run has validations, so the checkpoint with the lowest loss is kept.
+    """
+    folders = step_folders(run_folder)
+    step = (folders and step_of(folders[-1])) or first_step
+
+    def saves(every: int) -> int:
+        return len(range((step // every + 1) * every, last, every))
+
+    planned, retained = saves(settings.interval) + (step < last), 0
+    if retain := settings.retain_interval:
+        retained = saves(math.lcm(settings.interval, retain)) + (step < last and last % retain == 0)
+    # One more than those kept: the checkpoint being written, because none is deleted before it is complete.
+    at_once = settings.keep_latest_k + 1 + keeps_best
+    new = min(planned, max(1, at_once - len(folders)) + retained)
+    what = f"saving {new} more checkpoints" if new > 1 else "a checkpoint"
+    require_disk_space(run_folder / CHECKPOINTS, new * checkpoint_bytes, settings, what)
+
+
+def _validation_loss(folder: Path) -> float | None:
+    try:
+        loss = Progress.read(folder).validation_loss
+    except CheckpointError:
+        return None  # damaged
+    return loss if loss is not None and math.isfinite(loss) else None
