@@ -17,8 +17,8 @@ from tost_lm.parallel.zero import draw_weights
 from tost_lm.testing import Traffic
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
+from tost_lm.training.memory import tiling_of
 from tost_lm.training.step import train_step
-from tost_lm.training.tile_size import tiling_of
 
 Settings = dict[str, dict[str, Any]]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -20,10 +20,9 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
-from tost_lm.training.batches import build_batches
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.step import train_step
-from tost_lm.training.tile_size import tiling_of
+from tost_lm.training.memory import tiling_of
+from tost_lm.training.step import build_batches, train_step
 from tost_lm.training.validation import Validation
 
 STEPS = 3

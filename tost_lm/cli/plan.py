@@ -50,9 +50,9 @@ def print_execution(config: PlanConfig) -> None:
     if not find_spec("deepspeed"):
         raise ConfigError("plan.execute needs deepspeed: pip install 'tost-lm[train]'")
     from tost_lm.data.mixture import Corpora
-    from tost_lm.training.batches import check_vocabulary
     from tost_lm.training.execute import execute, layout_of
     from tost_lm.training.executed import beside_plan, mismatch
+    from tost_lm.training.step import check_vocabulary
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
     corpora = Corpora.open(config.data.folders)

@@ -39,8 +39,8 @@ def main(path: Path, config: PretrainConfig) -> None:
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
     start_ranks("train", ranks)
     from tost_lm.data.mixture import Corpora
-    from tost_lm.training.batches import check_vocabulary
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
+    from tost_lm.training.step import check_vocabulary
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()

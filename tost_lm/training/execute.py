@@ -24,12 +24,11 @@ from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
 from tost_lm.parallel.zero import own_state, summed_gradients
 from tost_lm.sizes import SLOT_CHUNK_TOKENS
 from tost_lm.testing.traffic import Sent
-from tost_lm.training.batches import build_batches
 from tost_lm.training.executed import ExecutedClass, Message, RankLayout
 from tost_lm.training.loop import build_training_engine
+from tost_lm.training.memory import tiling_of
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.step import train_step
-from tost_lm.training.tile_size import tiling_of
+from tost_lm.training.step import build_batches, train_step
 from tost_lm.training.tiled import Tile, tile, tile_batches
 
 KINDS = {
