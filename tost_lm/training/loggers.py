@@ -1,13 +1,33 @@
-"""What wandb and TensorBoard have in common: which of them is used, and the values of the JSONL files they show."""
+"""wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows.
 
+wandb's offline files of earlier launches are truncated to the step from which a run resumes, because wandb's own means
+need its server. Offline, wandb 0.31 ignores `resume`, and after `resume_from="ID?_step=5"` the files still have the
+steps after 5 twice. Logging all rows again would be simpler, but wandb takes up to a millisecond per row, and a long
+run has 60,000.
+"""
+
+import json
 import os
-from collections.abc import Mapping, Sequence
+import queue
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tost_lm.training.config import RunConfig
+from tost_lm.errors import ConfigError
+from tost_lm.files import write_atomically
+from tost_lm.training.config import PretrainConfig, RunConfig
+from tost_lm.training.redaction import redact_tree
 
 Row = Mapping[str, Any]
 """Values by name, with `step`; a value may be None."""
+MAGIC = b":W&B"
+HEADER_BYTES = 7
+BLOCK_BYTES = 32768
+WHOLE, LAST_FRAGMENT = 1, 4
+"""Of wandb's offline files."""
 
 
 def loggers_in_use(run: RunConfig) -> list[str]:
@@ -34,3 +54,214 @@ def merge_by_step(metrics: Sequence[Row], validation: Sequence[Row], evaluations
     for row in [*metrics, *map(validation_values, validation), *map(evaluation_values, evaluations)]:
         merged[row["step"]] = {**merged.get(row["step"], {}), **row}
     return dict(sorted(merged.items()))
+
+
+class TensorBoardSink:
+    """Event files of all launches in tensorboard/, of which TensorBoard shows each step once.
+
+    The file of a launch tells TensorBoard to hide the later steps of earlier launches.
+    """
+
+    def __init__(self, config: PretrainConfig, kept: Mapping[int, Row], warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            kept: the values of earlier launches, by step; logged if there are no event files yet.
+            warn: called with a line if TensorBoard fails; training continues without it.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = config.run_folder / "tensorboard"
+        is_new = not any(folder.glob("events.out.tfevents.*"))
+        self._warn, self._failed = warn, False
+        self._writer: Any = SummaryWriter(folder, purge_step=None if is_new else max(kept, default=0) + 1)
+        if is_new:
+            settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
+            self._writer.add_text("settings", f"```\n{settings}\n```", 0)
+            for row in kept.values():
+                self.log(row)
+
+    def log(self, row: Row) -> None:
+        """Log the values of a step and write them to disk."""
+        self._run(lambda: self._add(row))
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._run(self._writer.close)
+
+    def _add(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def _run(self, action: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # any error of its writing thread
+            self._failed = True
+            self._warn(f"TensorBoard failed ({error}); metrics.jsonl continues")
+
+
+class WandbSink:
+    """One wandb run for all launches, with no step twice.
+
+    Offline, the files of earlier launches are truncated to the kept rows, and this launch writes the missing rows to a
+    new file. `wandb sync` merges all files of a run id into one run. Online, only steps after wandb's last one are
+    logged. A thread logs the rows, so a slow or hung wandb does not delay training.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, run_id: str, kept: Mapping[int, Row], warn: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            run_id: of the run to resume; empty: a new run.
+            kept: the values of earlier launches, by step.
+            warn: called with a line if wandb fails; training continues without it.
+
+        Raises:
+            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+        """
+        self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
+        last_in_files = truncate_runs(config.run_folder / "wandb", self.run_id, max(kept, default=0))
+        self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        for step, row in kept.items():
+            if not self._run.offline or step > last_in_files:
+                self._rows.put(row)
+        self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
+        self._thread.start()
+
+    def log(self, row: Row) -> None:
+        """Log the values of a step; wandb merges those of equal steps."""
+        if not self._failure:
+            self._rows.put(row)
+        self._warn_of_failure()
+
+    def close(self) -> None:
+        """Wait up to `Timeouts.close` until all rows are logged, and end wandb's process."""
+        import wandb
+
+        self._rows.put(None)
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            self._failure = f"it did not finish within {self._close_s:.0f} s"
+        else:
+            try:
+                wandb.teardown()  # wandb would do it at exit, with a traceback if its process was killed
+            except Exception as error:
+                self._failure = self._failure or _first_line(error)
+        self._warn_of_failure()
+
+    def _log_rows(self) -> None:
+        try:
+            while row := self._rows.get():
+                if row["step"] >= self._run.step:  # online, wandb already has earlier steps
+                    values = {name: value for name, value in row.items() if value is not None}
+                    self._run.log(values, step=row["step"])
+            self._run.finish()
+        except Exception as error:  # any error: wandb's process was killed, its disk is full, …
+            self._failure = _first_line(error)
+
+    def _warn_of_failure(self) -> None:
+        if self._failure:
+            self._warn(
+                f"wandb failed ({self._failure}); metrics.jsonl continues, and the next launch logs the missing rows"
+            )
+            self._warn = lambda line: None
+
+
+def _mode() -> str:
+    return os.environ.get("WANDB_MODE", "offline")
+
+
+def _start(config: PretrainConfig, run_id: str) -> Any:
+    import wandb
+
+    try:
+        return wandb.init(
+            project="tost_lm",
+            name=config.run.name,
+            id=run_id,
+            resume="allow",
+            dir=config.run_folder,
+            mode=_mode(),  # pyright: ignore[reportArgumentType]
+            config=redact_tree(config.model_dump(mode="json")),
+            # wandb's metadata would have the unredacted command line and repository address.
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
+        )
+    except (wandb.Error, ValueError) as error:
+        raise ConfigError(
+            f"WANDB_MODE={_mode()}: {_first_line(error)}; set WANDB_MODE to offline or disabled"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def truncate_runs(folder: Path, run_id: str, step: int) -> int:
+    """Keep the rows of run `run_id` up to `step` in the offline folders of `folder`; delete the folders of other runs.
+
+    Returns:
+        The last step in the files. They have all rows before it, because each launch appends to those of earlier ones.
+    """
+    last = 0
+    for launch in sorted(folder.glob("offline-run-*")):
+        path = launch / f"run-{run_id}.wandb"
+        data = path.read_bytes() if path.is_file() else b""
+        end, last_in_file = _end_of_rows(data, step)
+        if last_in_file and end < len(data):
+            # A new file, because the wandb of a killed launch may still write to the old one.
+            write_atomically(path, data[:end])
+        elif not last_in_file:
+            for file in launch.glob("*.wandb*"):
+                file.unlink()
+            shutil.rmtree(launch, ignore_errors=True)  # its log may still be open
+        last = max(last, last_in_file)
+    return last
+
+
+def history(path: Path) -> list[Any]:
+    """The rows of an offline file, each a wandb HistoryRecord."""
+    return [record.history for _, record in _records(path.read_bytes()) if record.HasField("history")]
+
+
+def _end_of_rows(data: bytes, step: int) -> tuple[int, int]:
+    """The end [bytes] of the rows up to `step` in a file, and the last of their steps."""
+    end = last = 0
+    for record_end, record in _records(data):
+        if record.HasField("history"):
+            if record.history.step.num > step:
+                break
+            last = record.history.step.num
+        end = record_end
+    return end, last
+
+
+def _records(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Complete records with their ends [bytes]. A file is a header and a LevelDB log of (checksum 4, length 2, kind 1,
+    data) fragments.
+
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    at, fragments = HEADER_BYTES if data.startswith(MAGIC) else len(data), b""
+    while True:
+        room = BLOCK_BYTES - at % BLOCK_BYTES
+        at += room if room < 7 else 0
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6 : at + 7]
+        start, at = at + 7, at + 7 + length
+        if at > len(data) or not b"\x01" <= kind <= b"\x04":
+            return  # the end of the file, or an incomplete fragment of a killed writer
+        fragments += data[start:at]
+        if kind[0] in (WHOLE, LAST_FRAGMENT):
+            try:
+                yield at, Record.FromString(fragments)
+            except DecodeError:
+                return
+            fragments = b""

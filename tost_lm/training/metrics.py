@@ -24,10 +24,16 @@ from tost_lm.errors import TrainingError
 from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.loggers import Row, evaluation_values, loggers_in_use, merge_by_step, validation_values
+from tost_lm.training.loggers import (
+    Row,
+    TensorBoardSink,
+    WandbSink,
+    evaluation_values,
+    loggers_in_use,
+    merge_by_step,
+    validation_values,
+)
 from tost_lm.training.redaction import redact_command
-from tost_lm.training.tensorboard_sink import TensorBoardSink
-from tost_lm.training.wandb_sink import WandbSink
 from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]

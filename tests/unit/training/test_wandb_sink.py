@@ -18,8 +18,8 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.training.config import PretrainConfig
+from tost_lm.training.loggers import history, truncate_runs
 from tost_lm.training.metrics import Metrics, write_run_folder
-from tost_lm.training.wandb_files import history, truncate_runs
 
 CPU = torch.device("cpu")
 SECRET = "planted-3f9a"
