@@ -14,7 +14,7 @@ from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.spike_guard import SpikeGuard
+from tost_lm.training.hooks import SpikeGuard
 from tost_lm.training.step import Outcome, train_step
 from tost_lm.training.tiled import tile
 

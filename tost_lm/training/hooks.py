@@ -1,22 +1,40 @@
-"""Hooks after a step. All ranks call the same hooks in the same order."""
+"""Hooks after a step, with what they decide by. All ranks call the same hooks in the same order.
 
+Shape suffixes: B rows, T tokens of a row, P ranges of positions.
+"""
+
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from statistics import fmean, pstdev
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.writer import CheckpointWriter
+from tost_lm.data.loader import TrainingBatches
+from tost_lm.data.prefetch import MicroBatch, micro_batches
+from tost_lm.errors import TrainingError
+from tost_lm.model.positions import position_ends
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.collectives import all_reduce
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.watchdog.heartbeat import Heartbeat
 from tost_lm.parallel.world import max_over_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import REASONS, GracefulStop, StopRequestedError
 from tost_lm.training.metrics import Metrics, NullMetrics
-from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome
-from tost_lm.training.validation import Validation
+from tost_lm.training.tiled import Tiling
+
+WINDOW = 128
+"""Applied steps that a step is compared with; half of them must exist before spikes are detected."""
+LOG_EVERY_S = 10.0
 
 
 class Run:
@@ -74,6 +92,48 @@ def verify_checksums(checksums: Checksums, run: Run) -> None:
     checksums.after_update(run.progress.step)
 
 
+class SpikeGuard:
+    """Decides by loss and gradient norm, which are equal on all ranks, so all ranks decide alike."""
+
+    def __init__(self, sigmas: float | None, abort_after: int, progress: Progress) -> None:
+        """Args:
+        sigmas: a value this many standard deviations above the mean of the recent steps is a spike; None: none is.
+        abort_after: this many skipped steps in a row end the run.
+        progress: has the recent steps of an earlier launch.
+        """
+        self._sigmas, self._abort_after = sigmas, abort_after
+        self.recent, self.in_a_row = progress.recent, progress.skipped_in_a_row
+
+    def reason_to_skip(self, loss: float, grad_norm: float) -> str:
+        """Why the step must not be applied, in a few words; empty: apply it."""
+        names = ("loss", "gradient norm")
+        for name, value in zip(names, (loss, grad_norm), strict=True):
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+        if self._sigmas is None or len(self.recent) < WINDOW // 2:
+            return ""
+        for name, value, before in zip(names, (loss, grad_norm), zip(*self.recent, strict=True), strict=True):
+            mean, deviation = fmean(before), pstdev(before)
+            if value > mean + self._sigmas * deviation:
+                far = (value - mean) / deviation if deviation else math.inf
+                return f"{name} {value:.4g} is {far:.1f} standard deviations above {mean:.4g}"
+        return ""
+
+    def record(self, loss: float, grad_norm: float, reason_to_skip: str, step: int) -> None:
+        """Record a step. Raises TrainingError when too many in a row were skipped."""
+        if not reason_to_skip:
+            self.in_a_row = 0
+            if self._sigmas is not None:
+                self.recent = (*self.recent, (loss, grad_norm))[-WINDOW:]
+            return
+        self.in_a_row += 1
+        if self.in_a_row >= self._abort_after:
+            raise TrainingError(
+                f"step {step}: {reason_to_skip}; {self.in_a_row} steps in a row were skipped (run.abort_after_skips): "
+                "lower optim.lr, or inspect the samples listed in events.jsonl"
+            )
+
+
 def count_skips(guard: SpikeGuard, run: Run) -> None:
     """Log a skipped step, and end a run that skips too many in a row."""
     step, (loss, grad_norm, reason_to_skip, _) = run.progress.step, run.outcome
@@ -91,6 +151,72 @@ def log_metrics(run: Run) -> None:
     step = run.progress.step
     if step % run.config.run.log_every == 0 or step in (1, run.config.train.steps):
         run.metrics.step(step, run.outcome.loss, run.lr, run.outcome.grad_norm, run.outcome.z_loss)
+
+
+class Validation:
+    """The loss of one batch of held-out documents, the same batch each time."""
+
+    def __init__(self, batches: TrainingBatches, mesh: Mesh, tiling: Tiling, seq_len: int, sequences: int) -> None:
+        """`sequences` were requested; `batches` has fewer if one pass over the held-out split has fewer."""
+        self._batches, self._mesh, self._tiling = batches, mesh, tiling
+        self.position_ends = position_ends(seq_len)
+        self._notice = ""
+        if batches.samples is not None and batches.samples < sequences:
+            self._notice = (
+                f"validation.sequences {sequences:,} is more than one pass over the held-out split: using its "
+                f"{batches.samples:,} sequences"
+            )
+
+    def measure(
+        self, engine: Any, beat: Callable[[], None] = lambda: None, log: Callable[[str], None] = print
+    ) -> dict[str, Any]:
+        """Nats per token, in total and by position in the document, the same on all ranks; they all call it.
+
+        Args:
+            beat: called after each micro-batch; may raise.
+            log: reports progress every LOG_EVERY_S seconds, and once that there are fewer sequences than requested.
+        """
+        if self._notice:
+            log(self._notice)
+            self._notice = ""
+        batches = micro_batches(self._batches[0], self._mesh.device)
+        ends_P = torch.tensor(self.position_ends, device=self._mesh.device)
+        nats_P = torch.zeros(len(ends_P), dtype=torch.float64, device=self._mesh.device)
+        count_P = torch.zeros_like(nats_P)
+        started = logged = time.monotonic()
+        engine.eval()
+        with torch.no_grad():
+            for done, batch in enumerate(batches, start=1):
+                nats_BT, position_BT = self._losses(engine, batch)
+                counted_BT = batch.labels != IGNORED_LABEL
+                range_of = torch.bucketize(position_BT.expand_as(nats_BT)[counted_BT], ends_P, right=True)
+                nats_P.index_add_(0, range_of, nats_BT[counted_BT].double())
+                count_P.index_add_(0, range_of, torch.ones_like(range_of, dtype=torch.float64))
+                now = time.monotonic()
+                if now - logged > LOG_EVERY_S:
+                    logged = now
+                    left = timedelta(seconds=round((now - started) / done * (len(batches) - done)))
+                    log(f"validation: {done} of {len(batches)} micro-batches, ETA {left}")
+                beat()
+        engine.train()
+        nats_P, count_P = all_reduce(torch.stack([nats_P, count_P]), self._mesh.replicas).cpu()
+        return {
+            "loss": float(nats_P.sum() / count_P.sum()),
+            "position_ends": self.position_ends,
+            "loss_by_position": [n / c if c else None for n, c in zip(nats_P.tolist(), count_P.tolist(), strict=True)],
+            "tokens": int(count_P.sum()),
+        }
+
+    def _losses(self, engine: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Nats [B, T] of this rank's tokens, and their positions in their documents, [B, T] or [1, T]."""
+        nats_BT = engine(
+            batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens, label_count=1.0, tiling=self._tiling
+        ).nats
+        column_T = torch.cat([torch.arange(*tile.columns) for tile in self._tiling.tiles])
+        if batch.cu_seqlens is not None:
+            starts = batch.cu_seqlens.cpu()
+            column_T = column_T - starts[torch.bucketize(column_T, starts, right=True) - 1]
+        return nats_BT, column_T[None].to(self._mesh.device)
 
 
 def validate(validation: Validation, run: Run) -> None:

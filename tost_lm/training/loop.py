@@ -31,15 +31,13 @@ from tost_lm.training import hooks
 from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import GracefulStop, StopRequestedError
-from tost_lm.training.hooks import Evaluation, Hook, Run, Save, StopGracefully
+from tost_lm.training.hooks import Evaluation, Hook, Run, Save, SpikeGuard, StopGracefully, Validation
 from tost_lm.training.memory import explain_out_of_memory, tiling_of, with_tile_size
 from tost_lm.training.metrics import Metrics, NullMetrics, write_run_folder
 from tost_lm.training.profiling import Profiler
-from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.start import StartPoint, rename_old_run, require_same_checkpoints, start_engine
 from tost_lm.training.step import build_batches, train_step
 from tost_lm.training.tiled import TiledLM, Tiling
-from tost_lm.training.validation import Validation
 from tost_lm.version import VERSION
 
 

@@ -14,9 +14,8 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.model.flops import flops_per_token
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.hooks import Run, count_skips
+from tost_lm.training.hooks import Run, SpikeGuard, count_skips
 from tost_lm.training.metrics import Metrics
-from tost_lm.training.spike_guard import SpikeGuard
 from tost_lm.training.step import Outcome
 
 CPU = torch.device("cpu")
