@@ -24,8 +24,7 @@ from tost_lm.errors import ConfigError, TostError
 from tost_lm.model.flops import parameters
 from tost_lm.training import plan, plan_fit
 from tost_lm.training.plan_config import PlanConfig, results_file
-from tost_lm.training.plan_memory import peak_moment
-from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
+from tost_lm.training.plan_memory import checkpoint_bytes, peak_moment
 
 if TYPE_CHECKING:
     from tost_lm.training.executed import Comparison, ExecutedClass
@@ -210,7 +209,7 @@ def duration(seconds: float) -> str:
 
 
 def _of_optimizer(config: PlanConfig) -> str:
-    flops = f", {muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
+    flops = f", {plan.muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
     return f"{in_units(plan.optimizer_bytes(config))}{flops} per rank"
 
 

@@ -17,7 +17,7 @@ from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.plan_optimizer import checkpoint_bytes
+from tost_lm.training.plan_memory import checkpoint_bytes
 
 
 def main(path: Path, config: PretrainConfig) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import (
     FlopsPerToken,
+    block_matrices,
     flops_per_token,
     layers_by_letter,
     mlp_weights,
@@ -31,14 +32,15 @@ from tost_lm.training.plan_activations import (
 from tost_lm.training.plan_config import ClusterConfig, PlanConfig
 from tost_lm.training.plan_memory import (
     logit_tiles,
+    muon_parameters,
     parameters_per_rank,
     reduced_at_once,
     stage_of,
 )
-from tost_lm.training.plan_optimizer import muon_flops, muon_parameters
 
 OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
 SLOT_OPERATIONS = 110  # in an S layer: 103 and the 6 kernels of slot memory
+NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
 
 
 class Collectives(NamedTuple):
@@ -117,6 +119,14 @@ def step_seconds(config: PlanConfig) -> Step:
         optimizer=optimizer_bytes(config) / bandwidth + muon_flops(config) / in_bfloat16,
         communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
+
+
+def muon_flops(config: PlanConfig) -> float:
+    """FLOPs of an update, on every rank: an iteration multiplies r × c by c × r, r × r by r × r and r × r by r × c."""
+    if config.optim.kind != "muon":
+        return 0.0
+    sides = [sorted(shape) for shape in block_matrices(config.model)]
+    return sum(NEWTON_SCHULZ_STEPS * (4.0 * r * r * c + 2 * r**3) for r, c in sides)
 
 
 def peak(config: PlanConfig) -> float:

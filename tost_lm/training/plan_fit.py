@@ -11,8 +11,13 @@ from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.training.plan import tiles
 from tost_lm.training.plan_activations import ELEMENT_BYTES
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import largest_tile, parameters_per_rank, peak_moment, weights_and_optimizer
-from tost_lm.training.plan_optimizer import checkpoint_bytes
+from tost_lm.training.plan_memory import (
+    checkpoint_bytes,
+    largest_tile,
+    parameters_per_rank,
+    peak_moment,
+    weights_and_optimizer,
+)
 
 
 def host_bytes(config: PlanConfig) -> float:

@@ -40,7 +40,7 @@ import math
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import layers_by_letter, parameters
+from tost_lm.model.flops import block_matrices, layers_by_letter, parameters
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_activations import (
@@ -51,7 +51,6 @@ from tost_lm.training.plan_activations import (
     slot_state_bytes,
     tokens_in_memory,
 )
-from tost_lm.training.plan_optimizer import muon_parameters
 
 REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
 GATHERED = 1_000_000_000  # elements: its stage3_max_live_parameters
@@ -266,3 +265,13 @@ def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -
     if parallel.offload != "none":
         steps[-1] = (0.0, empty_bucket)  # the host does the update
     return dict(zip(MOMENTS, steps, strict=True))
+
+
+def muon_parameters(config: PretrainConfig) -> int:
+    """Parameters that Muon updates: the optimizer keeps one number of each, and two of all others."""
+    return sum(rows * columns for rows, columns in block_matrices(config.model)) if config.optim.kind == "muon" else 0
+
+
+def checkpoint_bytes(config: PretrainConfig) -> int:
+    """Bytes of a checkpoint, and of its copy in host memory: float32 weights and optimizer state."""
+    return 12 * parameters(config.model).total - 4 * muon_parameters(config)

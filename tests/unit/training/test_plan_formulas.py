@@ -10,8 +10,7 @@ from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.training import plan, plan_fit, plan_memory
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import Moment, moments
-from tost_lm.training.plan_optimizer import checkpoint_bytes, muon_flops
+from tost_lm.training.plan_memory import Moment, checkpoint_bytes, moments
 
 CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
@@ -136,9 +135,9 @@ def test_muon_keeps_one_momentum_of_each_matrix():
     assert plan_fit.host_bytes(config) == checkpoint_bytes(config)
     assert (plan.optimizer_bytes(adamw), plan.optimizer_bytes(config)) == (28 * N, 28 * N - 8 * matrices)
     # Five iterations; of an MLP's matrix two products are four times as long.
-    assert muon_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
+    assert plan.muon_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
     assert plan.step_seconds(config).optimizer - plan.step_seconds(adamw).optimizer == pytest.approx(
-        muon_flops(config) / (989.4e12 * 0.4) - 8 * matrices / (3350e9 * 0.7), rel=1e-6
+        plan.muon_flops(config) / (989.4e12 * 0.4) - 8 * matrices / (3350e9 * 0.7), rel=1e-6
     )
     layouts = {(other.parallel.tensor, other.parallel.zero_stage) for _, other in plan_fit.alternatives(config)}
     assert layouts == {(1, 0)}
