@@ -18,7 +18,7 @@ from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.collectives import all_reduce, keep_received
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.tensor_slice import slice_of
+from tost_lm.parallel.weights import slice_of
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close, run_on_ranks
 

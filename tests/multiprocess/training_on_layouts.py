@@ -19,8 +19,7 @@ from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.tensor_slice import slice_of
-from tost_lm.parallel.weights import local_slice
+from tost_lm.parallel.weights import local_slice, slice_of
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_as_accurate
 from tost_lm.training.step import train_step

@@ -34,7 +34,7 @@ from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
 from tost_lm.parallel.config import obstacle_to_tensor_ranks
 from tost_lm.parallel.mesh import Axis
-from tost_lm.parallel.tensor_slice import TensorSlice, mark_slice, slice_of
+from tost_lm.parallel.weights import TensorSlice, mark_slice, slice_of
 
 if not torch.cuda.is_available():
     # megatron-core calls it for every buffer.

@@ -26,8 +26,7 @@ from torch.nn.functional import pad
 from tost_lm.optim.optimizers import statistics_of
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
-from tost_lm.parallel.tensor_slice import slice_of
-from tost_lm.parallel.weights import allocate, draw_on_rank
+from tost_lm.parallel.weights import allocate, draw_on_rank, slice_of
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]
