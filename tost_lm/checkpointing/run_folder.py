@@ -1,11 +1,13 @@
 """The run folder: its layout, its lock, and the checkpoints that stay in it.
 
-config.toml, env.json               settings and environment of the newest launch
-log.txt, metrics.jsonl, …           records of training
-checkpoints/step_00001000/          a checkpoint; names of incomplete ones begin with a point
-heartbeats/, flight_recorder/       of the watchdog and of torch, for each rank
-profile/, wandb/, tensorboard/      traces, and the same records for others
-eval/PROTOCOL/results.json          results of evaluations
+    config.toml, env.json               settings and environment of the newest launch
+    log.txt, metrics.jsonl, …           records of training
+    checkpoints/step_00001000/          a checkpoint; names of incomplete ones begin with a point
+    heartbeats/, flight_recorder/       of the watchdog and of torch, for each rank
+    profile/, wandb/, tensorboard/      traces, and the records as loggers show them
+    eval/PROTOCOL/results.json          results of evaluations
+
+The file that a launch locks is beside the folder.
 """
 
 import fcntl
