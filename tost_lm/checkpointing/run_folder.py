@@ -156,7 +156,7 @@ def require_disk_space_for_run(
         keeps_best: the run has validations, so the checkpoint with the lowest loss is kept.
     """
     folders = step_folders(run_folder)
-    step = (folders and step_of(folders[-1])) or first_step
+    step = (step_of(folders[-1]) or 0) if folders else first_step
 
     def saves(every: int) -> int:
         return len(range((step // every + 1) * every, last, every))
