@@ -1,5 +1,14 @@
 """Errors that a user can fix: a program prints one line for each, without a traceback, and exits with 2."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest known name as a hint after an unknown one, ` (did you mean …?)`; empty if none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
 
 class TostError(Exception):
     """Base of all errors that are printed as plain lines. The message names the problem and the fix."""

@@ -26,7 +26,7 @@ def with_error(mean: float, standard_error: float | None, form: str) -> str:
 def format_result(headline: str, totals: Mapping[str, Any]) -> str:
     """A result as it is cited, with its standard error if there is one."""
     error = totals.get(f"{headline}_standard_error")
-    form = ".2%" if headline.endswith("accuracy") else ",.4f" if totals[headline] < 10 else ",.2f"
+    form = ".2%" if headline.endswith(("accuracy", "share")) else ",.4f" if totals[headline] < 10 else ",.2f"
     return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 

@@ -324,7 +324,7 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         (
             "tost eval zero-shot",
             ["runs/tiny", 'zero_shot.protocols=["wikitext"]'],
-            "'wikitext' is not a protocol; choose from",
+            "'wikitext' is not a protocol (did you mean wikitext2@tost?); choose from",
         ),
         (
             "tost eval zero-shot",
@@ -350,7 +350,7 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         (
             "tost eval retrieval",
             ["runs/tiny", 'retrieval.tasks=["needle"]'],
-            "'needle' is not a task; choose from needle@words, ",
+            "'needle' is not a task (did you mean needle@words?); choose from needle@words, ",
         ),
         (
             "tost eval retrieval",

@@ -105,7 +105,7 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ('evaluation.protocols=["wikitext"]', "evaluation.protocols: 'wikitext' is not a protocol; choose from"),
+        ('evaluation.protocols=["wikitext"]', "evaluation.protocols: 'wikitext' is not a protocol (did you mean"),
         ('evaluation.protocols=["heldout@bpb"]', "heldout@bpb is measured only by tost eval zero-shot"),
         ('evaluation.protocols=["lambada_openai@tost"]', "lambada_openai@tost generates text, which training does not"),
         (

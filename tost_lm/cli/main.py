@@ -20,6 +20,7 @@ COMMANDS = {
         "eval text",
         "eval recall",
         "eval analyze",
+        "eval suite",
         "eval compare",
         "eval verify",
         "eval contamination",

@@ -8,13 +8,12 @@
 
 import shutil
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import Section, run_program
 from tost_lm.config.recipes import recipes
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, did_you_mean
 
 
 def main(path: None, config: Section) -> None:
@@ -32,9 +31,7 @@ def main(path: None, config: Section) -> None:
 
 def copy(name: str, known: dict[str, Path]) -> None:
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"no such recipe: {name}{hint}; tost recipes lists them")
+        raise ConfigError(f"no such recipe: {name}{did_you_mean(name, known)}; tost recipes lists them")
     target = Path(known[name].name)
     if target.exists():
         raise ConfigError(f"{target}: exists here; move it away first")

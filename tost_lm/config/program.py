@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from tost_lm.config.recipes import find_recipe
-from tost_lm.config.section import AnySection, Section, load_config, to_toml, toml_value
+from tost_lm.config.section import AnySection, Section, load_config, section_of, to_toml, toml_value
 from tost_lm.errors import ConfigError, TostError
 
 EXIT_BAD_INPUT = 2
@@ -29,7 +29,7 @@ def run_program(
     *,
     name: str,
     doc: str,
-    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "FOLDER", "SOURCE"],
+    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN CONFIG", "FOLDER", "SOURCE"],
     config: type[AnySection],
     prompt: str | None = None,
     arguments: Sequence[str] | None = None,
@@ -40,7 +40,7 @@ def run_program(
         name: the command, `tost train`, or the module of a program that is no command.
         positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
             optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
-            `RUN…`, `path` is a list.
+            `RUN…`, `path` is a list, and with `RUN CONFIG` the checkpoint.
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
 
@@ -59,14 +59,17 @@ def run_program(
         if "--help" in words or "-h" in words:
             print(help_text(command, doc, f"{positional} [PROMPT]" if prompt else positional, config))
             sys.exit(0)
-        path, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
-        if isinstance(path, Path) and "CONFIG" in positional:
-            path = find_recipe(path)
-        settings = load_config(config, path if isinstance(path, Path) and "CONFIG" in positional else None, overrides)
+        paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
+        file = None
+        if "CONFIG" in positional and paths:
+            paths[-1] = file = find_recipe(paths[-1])
+        settings = load_config(config, file, overrides)
         if dry_run:
             print(to_toml(settings), end="")
+        elif positional == "RUN…":
+            main(paths, settings)
         else:
-            main(path, settings)
+            main(paths[0] if paths else None, settings)
     except TostError as error:
         _exit_with_lines(error)
     except KeyboardInterrupt:
@@ -92,19 +95,18 @@ def help_text(command: str, doc: str, positional: str, config: type[Section]) ->
 
 def _parse(
     command: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
-) -> tuple[Path | list[Path] | None, list[str], bool]:
+) -> tuple[list[Path], list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
     if unknown:
         raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
     rest = [word for word in words if word not in flags]
-    if not rest or "=" in rest[0]:
+    names = positional.split()
+    paths = list(takewhile(lambda word: "=" not in word, rest[: None if positional == "RUN…" else len(names)]))
+    if len(paths) < len(names):
         if positional.startswith("["):
-            return None, rest, bool(flags)
-        raise ConfigError(f"{positional} is missing; write {command} {positional} before any section.key=value")
-    if positional == "RUN…":
-        paths = list(takewhile(lambda word: "=" not in word, rest))
-        return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
+            return [], rest, bool(flags)
+        raise ConfigError(f"{names[len(paths)]} is missing; write {command} {positional} before any section.key=value")
     looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
     if prompt and looks_like_setting and looks_like_setting[1] not in sections:
         as_prompt = shlex.quote(f"{prompt}={toml_value(rest[1])}")
@@ -115,7 +117,7 @@ def _parse(
         if any(word.startswith(f"{prompt}=") for word in rest[2:]):
             raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
         rest[1] = f"{prompt}={toml_value(rest[1])}"
-    return Path(rest[0]), rest[1:], bool(flags)
+    return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
 
 
 def _exit_with_lines(error: TostError) -> NoReturn:
@@ -132,12 +134,12 @@ def _exit_with_lines(error: TostError) -> NoReturn:
 
 def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
+        if inner := section_of(field.annotation):
             yield from _setting_lines(inner, f"{prefix}{name}.")
         else:
+            kind = _type_name(field.annotation)
             default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
-            yield f"  {prefix}{name}  ({_type_name(inner)}, {default})\n      {field.description}"
+            yield f"  {prefix}{name}  ({kind}, {default})\n      {field.description}"
 
 
 def _type_name(annotation: Any) -> str:

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -45,6 +45,14 @@ def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> Any
     except ValidationError as error:
         lines = [f"{where}: {_explain(section, problem)}" for problem in error.errors(include_url=False)]
         raise ConfigError("\n".join(lines)) from None
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The class of a field that is a section, also of one that may be left out (`Section | None`); None: a setting."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
 
 
 def to_toml(config: Section) -> str:
@@ -137,9 +145,8 @@ def _explain(section: type[Section], problem: Any) -> str:
 
 def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
     for key in location[:-1]:
-        inner = section.model_fields[key].annotation
-        assert isinstance(inner, type)
-        assert issubclass(inner, Section)
+        inner = section_of(section.model_fields[key].annotation)
+        assert inner
         section = inner
     return list(section.model_fields)
 
@@ -147,7 +154,7 @@ def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
 def _elsewhere(section: type[Section], key: str) -> str | None:
     """The path of a key with this name in another section of the tree."""
     for name, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section) and key in inner.model_fields:
+        inner = section_of(field.annotation)
+        if inner and key in inner.model_fields:
             return f"{name}.{key}"
     return None

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section
+from tost_lm.errors import did_you_mean
 from tost_lm.parallel.config import LaunchConfig
 
 NAME_CHARACTERS = 100
@@ -297,7 +298,8 @@ class RetrievalTasksConfig(Section):
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
         for name in tasks:
             if name not in TASKS:
-                raise ValueError(f"retrieval.tasks: {name!r} is not a task; choose from {', '.join(TASKS)}")
+                hint = did_you_mean(name, TASKS)
+                raise ValueError(f"retrieval.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
         return list(dict.fromkeys(tasks))
 
     @field_validator("lengths")

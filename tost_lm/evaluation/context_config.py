@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.config import Section
+from tost_lm.errors import did_you_mean
 from tost_lm.evaluation.config import RanksConfig, TextConfig
 from tost_lm.parallel.config import LaunchConfig
 
@@ -46,7 +47,8 @@ class ContextTasksConfig(Section):
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
         for name in tasks:
             if name not in TASKS:
-                raise ValueError(f"context.tasks: {name!r} is not a task; choose from {', '.join(TASKS)}")
+                hint = did_you_mean(name, TASKS)
+                raise ValueError(f"context.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
         return list(dict.fromkeys(tasks))
 
     @field_validator("lengths", "shots", "passages")

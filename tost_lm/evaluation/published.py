@@ -27,6 +27,11 @@ class Published(NamedTuple):
     differs: str = ""
     """How the measurement differs from the protocol; empty: it does not."""
 
+    @property
+    def shown_value(self) -> str:
+        """The value as results are cited."""
+        return format_result(self.measure, {self.measure: self.value})
+
 
 OWN_DETOKENIZERS = "their detokenizers were not released"
 OWN_SCRIPT = "their script was not released"
@@ -147,19 +152,17 @@ def _section(protocol: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> 
     for measure in measures:
         for home, results in measured.items():
             result, why = format_result(measure, results["model"]), why_models_not_comparable(first, results)
-            rows.append((str(home), measure, result, results["identity"]["checkpoint"], _verdict(why)))
+            rows.append((str(home), measure, result, results["identity"]["checkpoint"], verdict(why)))
         for row in published:
             if row.measure != measure:
                 continue
             verdicts = {
-                home: _verdict(why_not_comparable(row, results), condition(results))
+                home: verdict(why_not_comparable(row, results), condition(results))
                 for home, results in measured.items()
             }
             same = len(set(verdicts.values())) == 1
-            verdict = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
-            rows.append(
-                (row.model, row.measure, format_result(row.measure, {row.measure: row.value}), row.source, verdict)
-            )
+            shown = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
+            rows.append((row.model, row.measure, row.shown_value, row.source, shown))
     yield f"## {escape(protocol)}"
     yield table(
         ("model", "measure", "result", "checkpoint or source", "comparable"),
@@ -176,5 +179,6 @@ def _home(path: Path) -> Path:
     return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
 
 
-def _verdict(why_not: str, condition: str = "") -> str:
+def verdict(why_not: str, condition: str = "") -> str:
+    """The reason of `why_not_comparable` and the like as a cell of a table: yes or no, and why."""
     return f"no: {why_not}" if why_not else f"yes, {condition}" if condition else "yes"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.evaluation.protocols import missing_word, multiple_choice
 from tost_lm.evaluation.protocols.authors import GeneratedLastWord, RandomWindows, WholePassage, joined
 from tost_lm.evaluation.protocols.interface import Example, Protocol, Row, is_gpt2_tokenizer
@@ -61,7 +61,9 @@ def find_protocol(name: str, setting: str = "zero_shot.protocols") -> Protocol:
             return protocol
     names = ["heldout@bpb", "wikitext2@hf-strideN", "wikitext103@hf-strideN"]
     names += [protocol.name for protocol in _PROTOCOLS]
-    raise ConfigError(f"{setting}: {name!r} is not a protocol; choose from {', '.join(names)}")
+    raise ConfigError(
+        f"{setting}: {name!r} is not a protocol{did_you_mean(name, names)}; choose from {', '.join(names)}"
+    )
 
 
 def _filled_questions(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
         ConfigError: `folder` is neither, or a package is not installed; or as `log_to_wandb`.
         CheckpointError: the run has no valid checkpoint, or the model folder is damaged.
     """
-    _require_packages()
+    require_packages()
     from tost_lm.evaluation.report.page import Page, log_to_wandb
     from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord, is_export
     from tost_lm.evaluation.report.run import export_sections, run_sections
@@ -44,7 +44,7 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
         ConfigError: a folder is not a run folder, has no metrics or is listed twice; `target` is a run folder; a
             package is not installed; or as `log_to_wandb`.
     """
-    _require_packages()
+    require_packages()
     from tost_lm.evaluation.report.comparison import comparison_sections
     from tost_lm.evaluation.report.groups import group_runs, read_runs
     from tost_lm.evaluation.report.page import Page, log_to_wandb
@@ -59,7 +59,8 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
     return written
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
+    """Raises ConfigError that names a package of reports that is not installed."""
     for package in ("markdown_it", "matplotlib"):
         if not find_spec(package):
             raise ConfigError(f"the report needs a package: {package}; run pip install 'tost-lm[report]'")
