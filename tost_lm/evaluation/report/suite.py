@@ -111,8 +111,8 @@ def _of_protocol(task: str, results: dict[str, Any], subject: Subject) -> Iterat
             for row in published
             if row.measure == measure
         ]
-        yield Row(*own, *(others[0] if others else ()))
-        yield from (Row(*[""] * len(own), *other) for other in others[1:])
+        yield Row(*own, *(others[0] if others else (NOTHING, NOTHING)))
+        yield from (Row("", "", "", "", "", "", *other) for other in others[1:])
 
 
 def _of_heldout(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
@@ -149,7 +149,7 @@ def _of_cells(task: str, key: str, cell: Mapping[str, Any], chance: float, lengt
     return Row(task, _in_words(key), _result(key, cell), reference, examples, length, comparable=_own(task))
 
 
-def _over_cells(cells: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+def _over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
     """Means over the examples of cells, with the standard errors of independent examples."""
     samples = sum(cell["samples"] for cell in cells)
     means: dict[str, Any] = {"samples": samples}
