@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import LIMIT_S, Forked
@@ -13,15 +14,17 @@ from tost_lm.markdown import format_result
 
 SUITE = """
 [zero_shot]
-protocols = ["lambada_openai@lm-eval"]
+protocols = ["lambada_openai@lm-eval", "wikitext2@hf-stride65"]
 [sets]
 lambada_openai = "lambada.jsonl"
+wikitext2 = "wiki.test.raw"
 [context]
 tasks = ["passages@own-words"]
 passages = [1, 2, 40]
 samples = 60
 """
-LAMBADA, PASSAGES = "lambada_openai@lm-eval", "passages@own-words"
+LAMBADA, WIKITEXT = "lambada_openai@lm-eval", "wikitext2@hf-stride65"
+PASSAGES = "passages@own-words"
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +35,14 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "suite.toml").write_text(SUITE)
     texts = ["some words of a text, and a word", "a long text and words", "it said words"]
     (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
     words = ["model.positions=sinusoidal", "model.denom_bias=head", "train.steps=2"]
     run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
 
 
-def results(folder: Path, task: str) -> dict:
-    return json.loads((folder / "runs/tiny/eval" / task / "results.json").read_text())
-
-
 def test_a_suite_that_is_interrupted_resumes_and_writes_one_table(trained: Path):
-    """The first program is done, and Ctrl-C ends the second one after its first cell. Later a third one fails."""
+    """The first program fails after its first protocol. Ctrl-C ends the second one after its first cell."""
     home = trained / "runs/tiny/eval"
     suite = Forked("tost eval suite", "runs/tiny", "suite.toml", cwd=trained)
     deadline = time.monotonic() + LIMIT_S / 2
@@ -51,43 +51,43 @@ def test_a_suite_that_is_interrupted_resumes_and_writes_one_table(trained: Path)
     suite.send_signal(signal.SIGINT)
     code, out, errors = suite.finish()
     assert code == 130, errors
-    assert errors == "\ninterrupted; run the same command to resume\n"
+    failure, *others = filter(None, errors.splitlines())
+    assert failure.startswith(f"error: {WIKITEXT}: the stride is longer than a window of 64 tokens")
+    assert others == ["interrupted; run the same command to resume"]
     assert "[1/2] tost eval zero-shot runs/tiny/checkpoints/step_00000002 " in out
     assert "[2/2] tost eval context runs/tiny/checkpoints/step_00000002 " in out
     finished = snapshot(home)
     assert f"{LAMBADA}/results.json" in finished
     assert not {f"{PASSAGES}/results.json", "suite.md", "suite.html"} & finished.keys()
 
-    words = ["context.passages=[1, 2]", "retrieval.lengths=[10]"]
-    suite = Forked("tost eval suite", "runs/tiny", "suite.toml", *words, cwd=trained)
+    suite = Forked("tost eval suite", "runs/tiny", "suite.toml", "context.passages=[1, 2]", cwd=trained)
     code, out, errors = suite.finish()
     assert code == 2
-    too_few, last = errors.splitlines()
-    assert too_few.startswith("error: retrieval.lengths: 10 tokens are too few for needle@words")
-    assert last == "error: tost eval retrieval: exit code 2; run the same command to resume"
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("[")] == ["tost"] * 3
+    assert errors == f"{failure}\nerror: tost eval zero-shot: exit code 2; run the same command to resume\n"
     assert out.count(f"/{LAMBADA}/results.json (same checkpoint") == out.count(f"{PASSAGES}: reusing ") == 1
     after = snapshot(home)
     assert {name: after[name] for name in finished} == finished
 
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in after["suite.md"].decode().splitlines()]
-    shown = {(row[0].replace("\\", ""), row[1], row[5]): row for row in rows if len(row) == 8}
-    lambada = results(trained, LAMBADA)
-    assert shown[LAMBADA, "accuracy", "64"][2:5] == [format_result("accuracy", lambada["model"]), "–", "3"]
-    assert shown[LAMBADA, "accuracy", "64"][7] == "no: the file is not the published one"
-    assert "tost eval retrieval failed (exit code 2)" in shown["needle@words", "–", "–"]
-    cells = results(trained, PASSAGES)["cells"]
+    lines = [line for line in after["suite.md"].decode().splitlines() if line.startswith("|")]
+    rows = [[cell.strip().replace("\\", "") for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    failed = "tost eval zero-shot failed (exit code 2)"
+    assert [(row[0], row[2]) for row in rows[:2]] == [(LAMBADA, failed), (WIKITEXT, failed)]
+    cells = json.loads(after[f"{PASSAGES}/results.json"])["cells"]
     assert [cell["passages"] for cell in cells] == [1, 2]
-    for cell in cells:
-        length = f"{cell['length']:,} (passages {cell['passages']})"
-        row = shown[PASSAGES, "choice accuracy", length]
-        control = format_result("control_choice_accuracy", cell)
-        assert row[2:5] == [format_result("choice_accuracy", cell), f"chance 10.00%, control {control}", "60"]
-        gain = shown[PASSAGES, "gain over control (nats per token)", length]
-        assert gain[2] == format_result("gain_over_control", cell)
-    html = after["suite.html"].decode()
-    assert html.count("<tr>") == 1 + len([row for row in rows if len(row) == 8]) - 2
-    assert format_result("accuracy", lambada["model"]) in html
+    assert [row[1:6] for row in rows[2:]] == [row for cell in cells for row in rows_of(cell)]
+    assert after["suite.html"].decode().count("<tr>") == 1 + len(rows)
+
+
+def rows_of(cell: dict[str, Any]) -> list[list[str]]:
+    """The metrics, results, controls, examples and lengths of a cell of passages."""
+    choice, control, gain = (
+        format_result(key, cell) for key in ("choice_accuracy", "control_choice_accuracy", "gain_over_control")
+    )
+    place = [f"{cell['samples']}", f"{cell['length']} (passages {cell['passages']})"]
+    return [
+        ["choice accuracy", choice, f"chance 10.00%, control {control}", *place],
+        ["gain over control (nats per token)", gain, "–", *place],
+    ]
 
 
 @pytest.mark.parametrize(

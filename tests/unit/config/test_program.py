@@ -88,6 +88,29 @@ def test_several_paths(capsys: pytest.CaptureFixture[str]):
     ]
 
 
+class Outer(Section):
+    some: Settings | None = None
+
+
+def test_a_run_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The file may leave out a section, which then is None; its settings are listed and checked like others."""
+    (tmp_path / "some.toml").write_text("[some]\nsize = 5")
+    (tmp_path / "none.toml").write_text("")
+    some, none = str(tmp_path / "some.toml"), str(tmp_path / "none.toml")
+    seen: list[tuple[Path, int | None]] = []
+    for words in ([some], [some, "some.size=4"], [none], [], ["some.size=4"], [none, "some.sise=4"], ["--help"]):
+        with pytest.raises(SystemExit):
+            run_program(
+                lambda path, config: seen.append((path, config.some and config.some.size)),
+                name="p", doc="", positional="RUN CONFIG", config=Outer, arguments=["runs/x", *words],
+            )  # fmt: skip
+    assert seen == [(Path("runs/x"), 5), (Path("runs/x"), 4), (Path("runs/x"), None)]
+    out, err = capsys.readouterr()
+    missing = "error: CONFIG is missing; write python -m p RUN CONFIG before any section.key=value"
+    assert err.splitlines() == [missing] * 2 + [f"error: {none}: some.sise: unknown key (did you mean some.size?)"]
+    assert "  some.size  (int, default 3)\n" in out
+
+
 class Sample(Section):
     prompt: str = "none"
     """A text."""
