@@ -29,8 +29,8 @@ class Published(NamedTuple):
 
     @property
     def shown_value(self) -> str:
-        """The value as results are cited."""
-        return format_result(self.measure, {self.measure: self.value})
+        """The value with the two decimals that the sources have at most."""
+        return f"{self.value:.2%}" if self.measure.endswith("accuracy") else f"{self.value:,.2f}"
 
 
 OWN_DETOKENIZERS = "their detokenizers were not released"

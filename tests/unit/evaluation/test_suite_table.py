@@ -155,9 +155,11 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
         {"end": end, "nats_per_token": nats, "standard_error": error, "trained": end < 100}
         for end, nats, error in ((8, 6.0, 0.1), (64, 5.5, 0.1), (512, 5.25, None))
     ]
-    write(run_folder, "positions", by_position=buckets, sequences=1)
+    write(run_folder, "positions", by_position=buckets, sequences=2)
+    totals = {"bits_per_byte": 1.5, "bits_per_byte_standard_error": 0.0, "examples": 1}  # the bootstrap of one example
+    write(run_folder, "enwik8@bpb", model=totals, headline="bits_per_byte", **of_set)
     write(run_folder, "text@bpb", model={"bits_per_byte": 2.0, "tokens": 1234})
-    protocols = [LAMBADA, WIKITEXT, PIQA, HELDOUT]
+    protocols = [LAMBADA, WIKITEXT, PIQA, "enwik8@bpb", HELDOUT]
     steps = suite(
         {"zero_shot": {"protocols": protocols}, "context": {"tasks": ["copying@text"]}, "positions": {},
          "text": {"file": "book.txt"}}
@@ -177,12 +179,14 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
          "GPT-2 124M: 29.94 (GPT-2's released weights)", tokens],
         [*more, "GPT-2 774M: 19.44 (Hugging Face's guide to perplexity)", tokens],
         [PIQA, "accuracy", "60.00% ± 1.00%", "chance 50.00%", "1,838", "1,024", "–", "–"],
+        ["enwik8@bpb", "bits per byte", "1.5000 (no standard error)", "–", "1", "1,024",
+         "GPT-2 117M: 1.16 (GPT-2 paper (Radford et al. 2019))", "no: their detokenizers were not released"],
         [HELDOUT, "bits per byte", "2.5000 ± 0.0200", "byte trigram 3.0000", "12", "16", "–",
          "no: the text is our own"],
         ["copying@text", "–", "tost eval context failed (exit code 2)", "–", "–", "–", "–", "–"],
-        ["positions", "nats per token", "5.5000 ± 0.1000", "–", "1", "up to 64, within the trained length", "–",
+        ["positions", "nats per token", "5.5000 ± 0.1000", "–", "2", "up to 64, within the trained length", "–",
          "no: the text is our own"],
-        ["positions", "nats per token", "5.2500 (no standard error)", "–", "1", "up to 512, beyond the trained length",
+        ["positions", "nats per token", "5.2500 (no standard error)", "–", "2", "up to 512, beyond the trained length",
          "–", "no: the text is our own"],
         ["text@bpb", "bits per byte", "2.0000 (no standard error)", "–", "1", "1,234", "–", "no: the text is our own"],
     ]  # fmt: skip

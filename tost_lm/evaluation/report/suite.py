@@ -99,7 +99,7 @@ def _of_protocol(task: str, results: dict[str, Any], subject: Subject) -> Iterat
     for measure in dict.fromkeys([results["headline"], *(row.measure for row in published)]):
         has_chance = "chance" in totals and measure.endswith("accuracy")
         own = (
-            task, _in_words(measure), _result(measure, totals),
+            task, _in_words(measure), _result(measure, totals, totals["examples"]),
             f"chance {totals['chance']:.2%}" if has_chance else NOTHING,
             f"{totals['examples']:,}", f"{results['window_tokens']:,}",
         )  # fmt: skip
@@ -120,8 +120,8 @@ def _of_heldout(task: str, results: dict[str, Any], subject: Subject) -> Iterato
     best = min(results["baselines"], key=lambda baseline: baseline[key])
     window = read_model_config(subject.checkpoint).max_positions
     reference = f"{best['name']} {best[key]:.4f}"
-    examples = f"{totals['documents']:,}"
-    yield Row(task, _in_words(key), _result(key, totals), reference, examples, f"{window:,}", comparable=OWN_TEXT)
+    result, examples = _result(key, totals, totals["documents"]), f"{totals['documents']:,}"
+    yield Row(task, _in_words(key), result, reference, examples, f"{window:,}", comparable=OWN_TEXT)
 
 
 def _of_retrieval(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
@@ -138,15 +138,15 @@ def _of_context(task: str, results: dict[str, Any], subject: Subject) -> Iterato
         facts = ", ".join(f"{name} {cell[name]:,}" for name in FACTS if name in cell)
         length = f"{cell['length']:,}" + (f" ({facts})" if facts else "")
         yield _of_cells(task, SHOWN[task][0], cell, results["chance"], length)
-        gain = _result("gain_over_control", cell)
+        gain = _result("gain_over_control", cell, cell["samples"])
         examples = f"{cell['samples']:,}"
         yield Row(task, "gain over control (nats per token)", gain, NOTHING, examples, length, comparable=_own(task))
 
 
 def _of_cells(task: str, key: str, cell: Mapping[str, Any], chance: float, length: str) -> Row:
     reference = f"chance {chance:.2%}, control {format_result(f'control_{key}', cell)}"
-    examples = f"{cell['samples']:,}"
-    return Row(task, _in_words(key), _result(key, cell), reference, examples, length, comparable=_own(task))
+    result, examples = _result(key, cell, cell["samples"]), f"{cell['samples']:,}"
+    return Row(task, _in_words(key), result, reference, examples, length, comparable=_own(task))
 
 
 def _over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
@@ -171,13 +171,14 @@ def _of_positions(task: str, results: dict[str, Any], subject: Subject) -> Itera
         if last := [bucket for bucket in buckets if bucket["trained"] == is_trained][-1:]:
             totals = {key: last[0][key], f"{key}_standard_error": last[0]["standard_error"]}
             length = f"up to {last[0]['end']:,}, {place} the trained length"
-            examples = f"{results['sequences']:,}"
-            yield Row(task, _in_words(key), _result(key, totals), NOTHING, examples, length, comparable=OWN_TEXT)
+            result, examples = _result(key, totals, results["sequences"]), f"{results['sequences']:,}"
+            yield Row(task, _in_words(key), result, NOTHING, examples, length, comparable=OWN_TEXT)
 
 
 def _of_text(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
     totals, key = results["model"], "bits_per_byte"
-    yield Row(task, _in_words(key), _result(key, totals), NOTHING, "1", f"{totals['tokens']:,}", comparable=OWN_TEXT)
+    result, length = _result(key, totals, 1), f"{totals['tokens']:,}"
+    yield Row(task, _in_words(key), result, NOTHING, "1", length, comparable=OWN_TEXT)
 
 
 ROWS: dict[str, Callable[[str, dict[str, Any], Subject], Iterator[Row]]] = {
@@ -191,10 +192,11 @@ ROWS: dict[str, Callable[[str, dict[str, Any], Subject], Iterator[Row]]] = {
 """The lines of a task with results, by protocol or section."""
 
 
-def _result(key: str, totals: Mapping[str, Any]) -> str:
-    """A result as it is cited, with its standard error, or that it has none."""
-    missing = totals.get(f"{key}_standard_error") is None
-    return format_result(key, totals) + (" (no standard error)" if missing else "")
+def _result(key: str, totals: Mapping[str, Any], examples: int) -> str:
+    """A result as it is cited, with its standard error, or that it has none, as with a single example."""
+    if examples > 1 and totals.get(f"{key}_standard_error") is not None:
+        return format_result(key, totals)
+    return f"{format_result(key, {key: totals[key]})} (no standard error)"
 
 
 def _own(task: str) -> str:
