@@ -43,11 +43,11 @@ def main(*group: str) -> None:
     if words[0] == "--version":
         print(f"tost {VERSION}")
         sys.exit(0)
-    group = [command for command in ALL if command.startswith(f"{words[0]} ")]
-    if group and (len(words) == 1 or words[1] in HELP):
-        print(listing(group))
+    inner = [command for command in ALL if command.startswith(f"{words[0]} ")]
+    if inner and (len(words) == 1 or words[1] in HELP):
+        print(listing(inner))
         sys.exit(0)
-    length = 2 if group else 1
+    length = 2 if inner else 1
     command = " ".join(words[:length])
     if command not in ALL:
         refuse(command)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.main import module_of
 from tost_lm.config import load_config, validate
 from tost_lm.config.recipes import recipes
@@ -18,7 +19,6 @@ from tost_lm.evaluation.report.suite import HEADER, write_suite
 from tost_lm.evaluation.subject import HELDOUT, Subject
 from tost_lm.evaluation.suite import check_steps
 from tost_lm.evaluation.suite_config import PROGRAMS, Step, SuiteConfig, steps_of
-from tost_lm.model.checkpoint import write_checkpoint
 
 LAMBADA, WIKITEXT, PIQA = "lambada_openai@lm-eval", "wikitext2@hf-stride1024", "piqa@lm-eval"
 EVERYTHING = {

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING, FACTS
 from tost_lm.evaluation.published import PUBLISHED, condition, verdict, why_not_comparable
@@ -16,7 +17,6 @@ from tost_lm.evaluation.subject import HELDOUT, TEXT, Subject
 from tost_lm.evaluation.suite_config import Step
 from tost_lm.files import write_atomically
 from tost_lm.markdown import escape, format_result, table
-from tost_lm.model.checkpoint import read_model_config
 
 NOTHING = "–"
 OWN_TEXT, OWN_SENTENCES = "no: the text is our own", "no: the sentences are our own"
