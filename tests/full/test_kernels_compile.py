@@ -1,8 +1,9 @@
-"""Registers and instructions of the kernels of slot memory and of the float32 loss, compiled for Hopper GPUs.
+"""Registers and instructions of the kernels of slot memory, bidirectional TSSA and the float32 loss on a Hopper GPU.
 
-Each needs half a minute of a core. Those of TSSA and of the bfloat16 loss are default tests.
+Most need half a minute of a core. Those of causal TSSA and of the bfloat16 loss are default tests.
 """
 
+import pytest
 from test_cross_entropy_triton import check_loss_kernels
 from test_triton_compiles import compile_kernels
 
@@ -28,6 +29,17 @@ def test_few_instructions_are_executed_for_each_token():
     executed = {kernel["kernel"]: kernel["instructions"] for kernel in reversed(kernels)}  # first those with reads
     assert executed["sums_kernel"] + executed["read_kernel"] <= 394 / 2
     assert executed["read_backward_kernel"] + executed["write_backward_kernel"] <= 0.6 * 971
+
+
+@pytest.mark.parametrize("call", ["bfloat16 12 64 128,192", "float32 5 80 100,130"])
+def test_bidirectional_kernels_compile_and_stay_in_registers(call: str):
+    """`pytest -s` shows registers, shared memory and instructions."""
+    kernels = compile_kernels(f"bidirectional {call}")
+    for kernel in kernels:
+        print(*(f"{name}={value}" for name, value in kernel.items()))
+    assert len({kernel["kernel"] for kernel in kernels}) == 8
+    assert max(kernel["spilled_bytes"] for kernel in kernels) == 0
+    assert max(kernel["registers"] for kernel in kernels) <= 128
 
 
 def test_the_kernel_of_the_float32_loss_stays_in_registers():

@@ -1,4 +1,4 @@
-"""The language model.
+"""The language model, and an encoder.
 
 Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (of earlier tokens
 and of these), N documents (N = B unless packed).
@@ -7,17 +7,23 @@ and of these), N documents (N = B unless packed).
 from typing import TYPE_CHECKING
 
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.encoder_config import EncoderConfig
 
 if TYPE_CHECKING:
+    from tost_lm.model.encoder import Encoder as Encoder
     from tost_lm.model.lm import TostLM as TostLM
     from tost_lm.model.output import LMOutput as LMOutput
     from tost_lm.model.output import LMState as LMState
 
-__all__ = ["LMOutput", "LMState", "ModelConfig", "TostLM"]
+__all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM"]
 
 
 def __getattr__(name: str):
     # The settings do not need torch.
+    if name == "Encoder":
+        from tost_lm.model.encoder import Encoder
+
+        return Encoder
     if name in __all__:
         from tost_lm.model import lm
 

@@ -20,6 +20,7 @@ from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
+Mixer = TssaMixer | SlotMixer | SoftmaxMixer | GatedMixer
 MixerState = TssaState | SlotState | KeyValueState | GatedState
 
 MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer, "G": GatedMixer}
@@ -99,12 +100,12 @@ MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 
 
 class Block(nn.Module):
-    """A block; its mixer is TSSA (`letter` T), slot memory (S), softmax attention (A) or gated linear attention (G)."""
+    """A block of a token mixer and an MLP."""
 
-    def __init__(self, config: ModelConfig, letter: str):
+    def __init__(self, config: ModelConfig, mixer: Mixer):
         super().__init__()
         self.mixer_norm = build_norm(config)
-        self.mixer = MIXER_OF[letter](config)
+        self.mixer = mixer
         self.mixer_scale = _layer_scale(config)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP_OF[config.mlp](config)

@@ -53,6 +53,17 @@ Preset = Literal[
 ]  # fmt: skip
 
 
+def check_blocks(layers: int, heads: int, width: int, pattern: str) -> None:
+    """Raises ValueError if heads cannot share the channels, or layers are not whole patterns."""
+    if width % heads:
+        raise ValueError(f"model.width {width} is not divisible by model.heads {heads}; change one of them")
+    if layers % len(pattern):
+        raise ValueError(
+            f"model.layers {layers} is not a multiple of the {len(pattern)} letters of model.pattern {pattern!r}; "
+            "change one of them"
+        )
+
+
 class ModelConfig(Section):
     """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
 
@@ -165,15 +176,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
-        if self.width % self.heads:
-            raise ValueError(
-                f"model.width {self.width} is not divisible by model.heads {self.heads}; change one of them"
-            )
-        if self.layers % len(self.pattern):
-            raise ValueError(
-                f"model.layers {self.layers} is not a multiple of the {len(self.pattern)} letters of "
-                f"model.pattern {self.pattern!r}; change one of them"
-            )
+        check_blocks(self.layers, self.heads, self.width, self.pattern)
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; change one of them"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import STATE_OF, Block, build_norm
+from tost_lm.model.block import MIXER_OF, STATE_OF, Block, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.initialization import INITIAL_STD, draw_seed, initialize
 from tost_lm.model.output import LMOutput, LMState
@@ -63,7 +63,7 @@ class TostLM(nn.Module):
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
-            self.blocks = nn.ModuleList(Block(config, letter) for letter in config.letters)
+            self.blocks = nn.ModuleList(Block(config, MIXER_OF[letter](config)) for letter in config.letters)
             self.norm = build_norm(config)
             self.head: Any = Head(config)
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position

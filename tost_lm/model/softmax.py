@@ -40,11 +40,7 @@ class SoftmaxMixer(nn.Module):
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
     ) -> tuple[Tensor, KeyValueState | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
-        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
-        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if info.rotary is not None:
-            q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
+        q, k, v = self.project(x_BTC, info)
         y_BTC, *new_state = ATTENTION(
             info,
             info.handle,
@@ -53,6 +49,15 @@ class SoftmaxMixer(nn.Module):
             info.wanted_state,
         )
         return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
+
+    def project(self, x_BTC: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
+        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if info.rotary is not None:
+            q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
+        return q, k, v
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:

@@ -45,7 +45,7 @@ class Passes(Protocol):
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
+def one_thread(device: torch.device) -> Iterator[None]:
     """Run torch's CPU operations in the calling thread.
 
     The passes consist of operations of 10 to 100 µs. Split over OpenMP threads, each one would end in a barrier, and a
@@ -72,7 +72,7 @@ class CausalTssa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, passes: Passes, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial):
         scoring = Scoring(membership, temp_H, bias_BHT, count_n)
-        with _one_thread(w_MHD.device):
+        with one_thread(w_MHD.device):
             sums = Statistics(*initial) if initial else None
             y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, sums, softmax)
         ctx.save_for_backward(count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before)
@@ -84,7 +84,7 @@ class CausalTssa(torch.autograd.Function):
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
         count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
         scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_n)
-        with torch.autocast(w_MHD.device.type, enabled=False), _one_thread(w_MHD.device):
+        with torch.autocast(w_MHD.device.type, enabled=False), one_thread(w_MHD.device):
             dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
                 dy_MHD.contiguous(),
                 w_MHD,

@@ -98,22 +98,27 @@ class Chunked:
         return _run(chunked, call)
 
 
+def obstacle_to_triton(w_BTHD: Tensor) -> str | None:
+    """The reason why the Triton kernels cannot read w, or None."""
+    if not find_spec("triton"):
+        return "the package triton is not installed"
+    if not w_BTHD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"w is on {w_BTHD.device}, but its kernels run on CUDA devices"
+    if w_BTHD.dtype == torch.float64:
+        return "its statistics are float32, too few digits for float64 inputs"
+    _, _, H, D = w_BTHD.shape
+    if H > 64 or D > 256:
+        return f"w has {H} heads of {D} channels, but its kernels support up to 64 of 256"
+    return None
+
+
 class Triton:
     """Fused kernels for CUDA devices."""
 
     name = "triton"
 
     def obstacle(self, call: Call) -> str | None:
-        w = call.w_BTHD
-        if not find_spec("triton"):
-            return "the package triton is not installed"
-        if not w.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"w is on {w.device}, but its kernels run on CUDA devices"
-        if w.dtype == torch.float64:
-            return "its statistics are float32, too few digits for float64 inputs"
-        if w.shape[2] > 64 or w.shape[3] > 256:
-            return f"w has {w.shape[2]} heads of {w.shape[3]} channels, but its kernels support up to 64 of 256"
-        return None
+        return obstacle_to_triton(call.w_BTHD)
 
     def run(self, call: Call) -> tuple[Tensor, TssaState | None]:
         from tost_lm.ops import triton  # an optional package, and slow to import

@@ -13,6 +13,8 @@ Membership = Literal["energy-share", "energy-mean", "uniform"]
 
 ENERGY_FLOOR = 1e-12
 MASS_FLOOR = 1e-8
+NORM_FLOOR = 1e-12
+"""Of the norm of a channel over the tokens of a document, in the bidirectional form."""
 
 
 class TssaState(NamedTuple):
@@ -116,21 +118,11 @@ def causal_tssa(
     return y_BTHD.to(w_BTHD.dtype), state
 
 
-def tssa(w_BTHD: Tensor, temp_H: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """Bidirectional TSSA, the operator of the paper.
-
-    Args:
-        w_BTHD: the projected tokens.
-        temp_H: temperature of each head.
-        mask_BT: False at padding, which has no influence and the output 0. None: no padding.
-
-    Returns:
-        y [B, T, H, D] in the dtype of `w_BTHD`.
-    """
+def tssa(w_BTHD: Tensor, temp_H: Tensor) -> Tensor:
+    """Bidirectional TSSA, the operator of the paper, of B documents: y [B, T, H, D]."""
     dtype = statistics_dtype(w_BTHD)
-    real_BT11 = w_BTHD.new_ones((), dtype=torch.bool) if mask_BT is None else mask_BT.bool()[..., None, None]
-    w = w_BTHD.to(dtype).where(real_BT11, 0)
-    energy_B1HD = w.square().sum(1, keepdim=True).clamp_min(ENERGY_FLOOR)
-    pi_BTH1 = (temp_H.to(dtype) * (w.square() / energy_B1HD).sum(-1)).softmax(-1)[..., None] * real_BT11
-    second_moment_B1HD = (pi_BTH1 * w.square()).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
-    return (-pi_BTH1 * w / (1 + second_moment_B1HD)).to(w_BTHD.dtype)
+    w_sq_BTHD = w_BTHD.to(dtype).square()
+    energy_B1HD = w_sq_BTHD.sum(1, keepdim=True).clamp_min(NORM_FLOOR**2)
+    pi_BTH1 = (temp_H.to(dtype) * (w_sq_BTHD / energy_B1HD).sum(-1)).softmax(-1)[..., None]
+    second_moment_B1HD = (pi_BTH1 * w_sq_BTHD).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
+    return (-pi_BTH1 * w_BTHD.to(dtype) / (1 + second_moment_B1HD)).to(w_BTHD.dtype)

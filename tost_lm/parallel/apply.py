@@ -1,11 +1,12 @@
 """Tensor and sequence parallelism of a whole model, for training and for inference."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from tost_lm.model.encoder import Encoder
 from tost_lm.model.lm import TostLM
 from tost_lm.model.output import LMOutput, LMState
 from tost_lm.ops.sequence_shard import SequenceSplit
@@ -13,14 +14,16 @@ from tost_lm.parallel.collectives import all_gather, keep_received
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.sequence import RankShard
 
+Model = TypeVar("Model", bound=TostLM | Encoder)
 
-def parallelize(model: TostLM, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> TostLM:
+
+def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> Model:
     """Shard a model, equal on all ranks, in place.
 
     A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
     1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
-    2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
+    2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`). Not for an `Encoder`.
     3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
 
     Raises:

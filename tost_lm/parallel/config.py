@@ -66,6 +66,16 @@ class ParallelConfig(Section):
 
 def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the model; None: they can."""
+    if obstacle := obstacle_to_split_blocks(model, ranks):
+        return obstacle
+    if model.vocab_size % ranks:
+        padded = -(-model.vocab_size // ranks) * ranks
+        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
+    return None
+
+
+def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
     if "G" in model.pattern and ranks > 1:
         return f"the G layers of model.pattern {model.pattern!r} do not support tensor parallelism; set parallel.tensor = 1"
     if model.heads % ranks:
@@ -77,7 +87,4 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
             f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
             "choose a divisor of them"
         )
-    if model.vocab_size % ranks:
-        padded = -(-model.vocab_size // ranks) * ranks
-        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
     return None

@@ -24,6 +24,7 @@ from torch.nn.functional import linear, pad
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.encoder import Encoder
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
@@ -32,7 +33,7 @@ from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import UniformMemberships
 from tost_lm.parallel.collectives import all_gather, all_reduce
-from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.parallel.config import obstacle_to_split_blocks, obstacle_to_tensor_ranks
 from tost_lm.parallel.mesh import Axis
 from tost_lm.parallel.weights import TensorSlice, mark_slice, slice_of
 
@@ -42,23 +43,30 @@ if not torch.cuda.is_available():
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 
 
-def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
-    """Replace each layer by this rank's slice of it.
+def apply_tensor_parallelism(model: TostLM | Encoder, axis: Axis) -> None:
+    """Replace each layer by this rank's slice of it. The embedding and the head of an encoder stay whole.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
+    if isinstance(model, Encoder):
+        obstacle = obstacle_to_split_blocks(model.config.blocks, axis.size)
+    else:
+        obstacle = obstacle_to_tensor_ranks(model.config, axis.size)
+    if obstacle:
         raise ConfigError(obstacle)
     residual = Residual(axis)
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
         _replace_layers(model, residual)
 
 
-def _replace_layers(model: TostLM, residual: "Residual") -> None:
-    model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
-    model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
-    model.residual_positions = residual.shard
+def _replace_layers(model: TostLM | Encoder, residual: "Residual") -> None:
+    if isinstance(model, Encoder):
+        model.shard_tokens, model.gather_tokens = residual.shard_tokens, residual.gather_tokens
+    else:
+        model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
+        model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
+        model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
         if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
             _split_heads(module, residual)
@@ -68,10 +76,11 @@ def _replace_layers(model: TostLM, residual: "Residual") -> None:
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
 
 
-def sum_gradients_of_replicas(model: TostLM, axis: Axis) -> None:
+def sum_gradients_of_replicas(model: TostLM | Encoder, axis: Axis) -> None:
     """Sum the gradients of replicated parameters over tensor ranks."""
+    whole = {*model.head.parameters()} if isinstance(model, Encoder) else {}  # all ranks compute the head alike
     for parameter in model.parameters():
-        if slice_of(parameter) is None:
+        if slice_of(parameter) is None and parameter not in whole:
             # Each rank's gradient covers its own tokens only.
             parameter.register_hook(lambda d: all_reduce(d.to(statistics_dtype(d)), axis).to(d.dtype))
 
@@ -97,6 +106,17 @@ class Residual:
         """This rank's tokens of positions [T] or [B, T]; padding repeats the last position."""
         padded = torch.cat([position_T, *[position_T[..., -1:]] * self.padding], -1)
         return padded.chunk(self.axis.size, -1)[self.axis.rank]
+
+    def shard_tokens(self, x_BTC: Tensor) -> Tensor:
+        """This rank's tokens of a whole residual stream, equal on all ranks: [B, T/R, C]. The first of a call."""
+        self.tokens = x_BTC.shape[1]
+        return self.pad(x_BTC).chunk(self.axis.size, 1)[self.axis.rank]
+
+    def gather_tokens(self, x_BTC: Tensor) -> Tensor:
+        """The whole stream [B, T, C]; all ranks compute the same from it, so its gradient is not summed."""
+        x_TBC = x_BTC.transpose(0, 1).contiguous()
+        whole_TBC = gather_from_sequence_parallel_region(x_TBC, False, self.axis.group)
+        return whole_TBC.transpose(0, 1)[:, : self.tokens]
 
 
 class Column(ColumnParallelLinear):

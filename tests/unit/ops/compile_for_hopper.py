@@ -1,9 +1,10 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for slot memory `python compile_for_hopper.py slots
-H S D ENDS`, with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print
-a JSON list: what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread
-executes for a token and channel, in slot memory for a token of a head.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for the bidirectional form `python
+compile_for_hopper.py bidirectional DTYPE H D ENDS`, for slot memory `python compile_for_hopper.py slots H S D ENDS`,
+with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list:
+what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread executes for a token
+and channel, in slot memory for a token of a head.
 """
 
 import json
@@ -20,13 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tost_lm.ops import cross_entropy_triton
+from tost_lm.ops import bidirectional, cross_entropy_triton
 from tost_lm.ops import triton as phases
 from tost_lm.ops.layout import document_layout
 from tost_lm.ops.phases import Scoring
 from tost_lm.ops.sequence_shard import LocalDocuments
 from tost_lm.ops.slots import memory
 from tost_lm.ops.slots import triton as slot_kernels
+from tost_lm.ops.triton import bidirectional as bidirectional_kernels
 from tost_lm.ops.triton import scan, tiles
 
 kernels = []
@@ -101,6 +103,12 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
+def call_bidirectional(dtype: torch.dtype, H: int, D: int, ends: list[int]) -> None:
+    bidirectional._choose = lambda name, w: bidirectional_kernels
+    w, temp = torch.zeros(1, ends[-1], H, D, dtype=dtype, requires_grad=True), torch.zeros(H)
+    bidirectional.tssa(w, temp, cu_seqlens=torch.tensor([0, *ends])).sum().backward()
+
+
 def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
     memory._kernels = lambda write, value: slot_kernels
     read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
@@ -133,6 +141,9 @@ if __name__ == "__main__":
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "bidirectional":
+        dtype, H, D, ends = sys.argv[2:]
+        call_bidirectional(getattr(torch, dtype), int(H), int(D), documents(ends))
     elif sys.argv[1] == "slots":
         H, S, D = map(int, sys.argv[2:5])
         call_slot_memory(H, S, D, documents(sys.argv[5]))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 
-from tost_lm.ops import TssaState, causal_tssa, chunked, tssa, tssa_step
+from tost_lm.ops import TssaState, causal_tssa, chunked, tssa_step
 
 MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
 
@@ -64,21 +64,6 @@ def test_statistics_of_low_precision_inputs_are_float32():
     assert (y.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-def test_bidirectional_form_ignores_padding():
-    w, temp, _ = inputs(7, 2, 6, 3, 4)
-    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    padded = tssa(w, temp, mask)
-    torch.testing.assert_close(padded[1:, :4], tssa(w[1:, :4], temp), rtol=1e-12, atol=1e-12)
-    assert padded[1, 4:].abs().max() == 0
-
-
-def test_bidirectional_form_does_not_read_padding():
-    w, temp, _ = inputs(7, 1, 6, 3, 4)
-    w[:, 4:] = float("nan")
-    padded = tssa(w, temp, torch.tensor([[True] * 4 + [False] * 2]))
-    assert torch.equal(padded[:, :4], tssa(w[:, :4], temp))
-
-
 def test_single_tokens_of_a_wrong_shape_are_refused():
     state = TssaState.empty(2, 3, 4, torch.ones(1))
     for w_t, temp, message in (
@@ -87,14 +72,6 @@ def test_single_tokens_of_a_wrong_shape_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             tssa_step(w_t, temp, None, state)
-
-
-def test_bidirectional_form_equals_the_paper():
-    w, temp, _ = inputs(8, 1, 5, 2, 3)
-    normed = w / w.norm(dim=1, keepdim=True)
-    pi = (temp * normed.square().sum(-1)).softmax(-1)[..., None]
-    moment = (pi / (pi.sum(1, keepdim=True) + 1e-8) * w.square()).sum(1, keepdim=True)
-    torch.testing.assert_close(tssa(w, temp), -w * pi / (1 + moment), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
