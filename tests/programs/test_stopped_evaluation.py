@@ -5,10 +5,13 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import Forked, as_rank, free_port
 from programs import run, snapshot, write_corpus
+
+from tost_lm.model.streaming import TILE_TOKENS
 
 STARTED_S, STOPPED_S = 120, 60
 """Generous limits, which only catch a hang."""
@@ -104,3 +107,34 @@ def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled
     assert f"needle@words: reusing {len(finished)} of 3 cells" in resumed
     assert all((home / "cells" / name).read_bytes() == data for name, data in finished.items())
     assert len(json.loads((home / "results.json").read_text())["cells"]) == 3
+
+
+def score_text(folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
+    """Output and result of `tost eval text`; the result is removed."""
+    output = run("tost eval text", "runs/tiny", "text.file=text.txt", cwd=folder, ranks=ranks)
+    home = folder / "runs/tiny/eval/text@bpb"
+    results = json.loads((home / "results.json").read_text())
+    assert [path.name for path in home.iterdir()] == ["results.json"]
+    (home / "results.json").unlink()
+    return output, {key: value for key, value in results.items() if key != "seconds"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, ranks: int):
+    """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
+    (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: ranks * 70_000])
+    whole = score_text(copy, ranks)[1]
+    tile = ranks * TILE_TOKENS
+    assert whole["model"]["tokens"] > 5 * tile
+    for tiles, signum, code in ((2, signal.SIGINT, 130), (4, signal.SIGKILL, -signal.SIGKILL)):
+        port, ends = free_port(), {"END_AFTER": str(tiles * tile), "END_BY": str(int(signum))}
+        places = [as_rank(rank, ranks, port, ranks_per_node=ranks) if ranks > 1 else {} for rank in range(ranks)]
+        words = ["ended_text", "runs/tiny", "text.file=text.txt"]
+        processes = [Forked(*words, cwd=copy, **place, **ends) for place in places]
+        (first, *others), _, errors = zip(*[process.finish(STOPPED_S) for process in processes], strict=True)
+        assert first == code, errors
+        assert all(others)
+        assert (copy / "runs/tiny/eval/text@bpb/position.pt").is_file()
+    output, resumed = score_text(copy, ranks)
+    assert f"resuming after {4 * tile:,} tokens\n" in output
+    assert resumed == whole

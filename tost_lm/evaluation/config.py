@@ -46,7 +46,19 @@ class ScoreTextConfig(Section):
     """Settings of `tost eval text`."""
 
     text: TextFileConfig
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
+
+    @property
+    def starts_sequence_ranks(self) -> bool:
+        """Whether parallel.sequence follows from the number of ranks: they all read one text."""
+        return "sequence" not in self.parallel.model_fields_set
+
+    def layout(self, ranks: int) -> RanksConfig:
+        """The layout of so many ranks: those beside tensor ranks are sequence ranks, unless parallel.sequence is set."""
+        if not self.starts_sequence_ranks:
+            return self.parallel
+        return self.parallel.model_copy(update={"sequence": max(1, ranks // self.parallel.tensor)})
 
     @model_validator(mode="before")
     @classmethod

@@ -86,6 +86,11 @@ class Ranks:
         return self.mesh.tensor.size if self.mesh else 1
 
     @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that the tokens are spread over."""
+        return self.mesh.sequence.size if self.mesh else 1
+
+    @property
     def copy(self) -> int:
         """Index of the copy of the model that this rank belongs to."""
         return self.mesh.data.rank if self.mesh else 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, read_toml
+from tost_lm.config.section import leaves
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.data_sets import describe_published
@@ -134,14 +135,14 @@ class Subject:
         return results_path(self.home, protocol)
 
     def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """Existing results with this identity, reported on stdout; else None."""
+        """Existing results with this identity, reported on stdout; else None. Results of another one are named."""
         path = self.results_path(protocol)
         try:
             results = json.loads(path.read_bytes())
-            same = results["identity"] == identity
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if not same:
+            if results["identity"] != identity:
+                print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
+                return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         print(f"reusing {path} (same checkpoint, text and settings)")
         return results
@@ -173,6 +174,12 @@ class Subject:
         print(f"wrote {path}")
         if "headline" in results:
             append_to_history(self.home, whole)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The names of the facts in which two identities differ."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    return ", ".join(name for name in first | second if first.get(name, ...) != second.get(name, ...))
 
 
 def hub_home(path: Path) -> Path:

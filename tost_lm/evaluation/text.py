@@ -2,24 +2,31 @@
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.incremental import encode_blocks
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.saved_position import Position, SavedPosition
 from tost_lm.evaluation.scoring import rates
-from tost_lm.model.streaming import TokenStream
+from tost_lm.model.streaming import TILE_TOKENS, TokenStream
 
 if TYPE_CHECKING:
     from tost_lm.model import LMState
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES, ID_BYTES = 1 << 18, 4
+
+Report = Callable[[int, int, str], object]
+"""Called with the number of tokens scored so far, the number of all tokens, and a note."""
 
 
 @dataclass(frozen=True)
@@ -68,38 +75,64 @@ def ids_of(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator[Any]:
 
 
 def score_text(
-    model: LanguageModel, tokenizer: Tokenizer, text: TextFile, ranks: Ranks | None = None
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    text: TextFile,
+    ranks: Ranks | None = None,
+    saved: SavedPosition | None = None,
+    report: Report | None = None,
 ) -> "tuple[dict[str, Any], LMState]":
     """Nats per token, perplexity and bits per byte of a text, each token given all before it; and the final state.
 
     Memory does not grow with the text, unless the model has softmax layers without a window. The model reads an end of
-    text first, which is not scored. The ids are those of the whole text, within the limits that `encode_blocks` states.
-    Prints the mean so far each minute.
+    text first, which is not scored. The ids are those of the whole text, within the limits that `encode_blocks` states;
+    they are in a temporary file. Each sequence rank processes TILE_TOKENS tokens at a time.
 
     Args:
         model: in evaluation mode.
         ranks: all of them call it; None: only this one.
+        saved: where scoring resumes, and where its position is saved.
+        report: called after each tile.
 
     Raises:
         ConfigError: the text is longer than the model's positions.
         DataError: the file changed while it was read.
     """
-    limit = model.config.position_limit
-    if limit is not None and (length := sum(map(len, encode_blocks(tokenizer, text.blocks())))) > limit:
-        raise ConfigError(
-            f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = {limit:,}); "
-            "shorten the text, or extend the model with tost extend"
-        )
-    stream = TokenStream(model, ids_of(tokenizer, text.blocks()))
-    nats, tokens = 0.0, 0
+    ranks = ranks or Ranks()
+    with tempfile.TemporaryFile() as ids_file:
+        length = _write_ids(ids_file, ranks.each(ids_of(tokenizer, text.blocks())))
+        limit = model.config.position_limit
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = "
+                f"{limit:,}); shorten the text, or extend the model with tost extend"
+            )
+        at = saved.read(model) if saved else Position()
+        if report:
+            report(at.tokens, length, "")
+        stream = TokenStream(model, _ids_from(ids_file, at.tokens), at.state, TILE_TOKENS * ranks.sequence_ranks)
+        for nats_T in ranks.each(stream):
+            at = Position(at.tokens + len(nats_T), at.nats + float(nats_T.sum()), stream.state)
+            if report:
+                report(at.tokens, length, f"{at.nats / at.tokens:.4f} nats/token")
+            if saved:
+                saved.write_if_due(at)
+    assert at.state
+    return rates(at.nats, at.tokens, text.bytes), at.state
 
-    def progress() -> str:
-        return f"{tokens:,} tokens, {nats / tokens:.4f} nats/token so far"
 
-    for nats_T in (ranks or Ranks()).each(stream, progress):
-        nats, tokens = nats + float(nats_T.sum()), tokens + len(nats_T)
-    assert stream.state is not None
-    return rates(nats, tokens, text.bytes), stream.state
+def _write_ids(file: IO[bytes], blocks: Iterable[Any]) -> int:
+    """Write blocks of ids as uint32; returns the number of ids after the first."""
+    for ids in blocks:
+        file.write(np.asarray(ids, np.uint32).tobytes())
+    return file.tell() // ID_BYTES - 1
+
+
+def _ids_from(file: IO[bytes], first: int) -> Iterator[np.ndarray]:
+    """Blocks of the ids from index `first` on. They are read, because mapped pages would count as memory."""
+    file.seek(first * ID_BYTES)
+    while block := file.read(BLOCK_BYTES):
+        yield np.frombuffer(block, np.uint32)
 
 
 def _decoded(path: Path, digest: Any) -> Iterator[str]:

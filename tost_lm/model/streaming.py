@@ -42,7 +42,7 @@ class TokenStream(Iterator[Tensor]):
     Between tiles and after the last one, `state` is the state after all ids so far except `last`. To continue, pass
     `last` first:
 
-        more = model.stream([stream.last, *others], stream.state)
+        more = model.stream([stream.last, *others], stream.state)  # in the same tiles as one stream
         logits_11V = model(torch.tensor([[stream.last]]), state=stream.state).logits
     """
 
@@ -54,7 +54,7 @@ class TokenStream(Iterator[Tensor]):
             model: in evaluation mode.
             tokens: read on demand; may be a generator over a file of any size.
             state: after the tokens before these, one row; None: empty.
-            tile_tokens: ids of a tile. Changes memory and time, not the result.
+            tile_tokens: tokens that are scored at once. Changes memory and time, not the result.
 
         Raises:
             ConfigError: during iteration: the text is longer than the model's positions, as in `TostLM`.
@@ -63,7 +63,7 @@ class TokenStream(Iterator[Tensor]):
         self.state = to_running_dtype(state)
         self.last: int | None = None
         """None before the first id."""
-        self._nats = self._read(model, in_tiles(tokens, tile_tokens))
+        self._nats = self._read(model, in_tiles(tokens, tile_tokens, first=1))
 
     def __next__(self) -> Tensor:
         return next(self._nats)
@@ -108,15 +108,15 @@ def prefill(model: StreamingModel, tiles: Iterable[Tensor], state: LMState | Non
     return model(last_B1, state=state)
 
 
-def in_tiles(tokens: Tokens, size: int) -> Iterator[Tensor]:
-    """Ids as int64 tensors [1, size]; the last one may be shorter.
+def in_tiles(tokens: Tokens, size: int, first: int | None = None) -> Iterator[Tensor]:
+    """Ids as int64 tensors [1, size]; the first one has `first` ids if that is given, and the last one may be shorter.
 
     Raises:
         ValueError: `size` is not positive; during iteration: ids are not integers in one dimension.
     """
     if size < 1:
         raise ValueError(f"tiles have {size} tokens; give 1 or more")
-    return _tiles([tokens] if isinstance(tokens, Tensor | np.ndarray) else tokens, size)
+    return _tiles([tokens] if isinstance(tokens, Tensor | np.ndarray) else tokens, size, first or size)
 
 
 def overlapping_tiles(tiles: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -142,17 +142,17 @@ def _to_running_dtype(layer: Any) -> Any:
     return TssaState(layer.energy.to(dtype), layer.weighted_energy.to(dtype), layer.mass.to(dtype), layer.count)
 
 
-def _tiles(arrays: Iterable[Any], size: int) -> Iterator[Tensor]:
-    buffer, filled = np.empty(size, np.int64), 0
+def _tiles(arrays: Iterable[Any], size: int, first: int) -> Iterator[Tensor]:
+    buffer, filled, full = np.empty(size, np.int64), 0, first
     for array in arrays:
         rest = _ids(array)
         while len(rest):
-            taken = rest[: size - filled]
+            taken = rest[: full - filled]
             buffer[filled : filled + len(taken)] = taken
             filled, rest = filled + len(taken), rest[len(taken) :]
-            if filled == size:
-                yield torch.from_numpy(buffer.copy())[None]
-                filled = 0
+            if filled == full:
+                yield torch.from_numpy(buffer[:full].copy())[None]
+                filled, full = 0, size
     if filled:
         yield torch.from_numpy(buffer[:filled].copy())[None]
 

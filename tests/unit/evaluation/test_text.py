@@ -1,6 +1,7 @@
 """Score of a text file read as one stream, and rejected files."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import GenerateConfig, ScoreTextConfig
-from tost_lm.evaluation.text import BLOCK_BYTES, TextFile, score_text
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.saved_position import SavedPosition
+from tost_lm.evaluation.text import BLOCK_BYTES, Report, TextFile, score_text
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -43,10 +46,75 @@ def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, 
     assert scores["bits_per_byte"] == pytest.approx(scores["nats"] / math.log(2) / size)
 
 
-def test_progress_is_printed(text: TextFile, model, tokenizer: Tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr("tost_lm.evaluation.ranks.PROGRESS_EVERY_S", 0)
-    scores, _ = score_text(model, tokenizer, text)
-    assert f"{scores['tokens']:,} tokens, {scores['nats_per_token']:.4f} nats/token so far" in capsys.readouterr().out
+def test_progress_is_reported(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
+    monkeypatch.setattr("tost_lm.evaluation.text.TILE_TOKENS", 500)
+    rows: list[tuple[int, int, str]] = []
+    scores, _ = score_text(model, tokenizer, text, report=lambda *row: rows.append(row))
+    tokens = scores["tokens"]
+    assert [row[:2] for row in rows] == [(done, tokens) for done in (*range(0, tokens, 500), tokens)]
+    assert len(rows) > 3
+    assert rows[-1][2] == f"{scores['nats_per_token']:.4f} nats/token"
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(tokens: int) -> Report:
+    def report(done: int, *_: object) -> None:
+        if done >= tokens:
+            raise Killed
+
+    return report
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
+    """Makes the saved position of a text; it is saved after each tile of 100 tokens."""
+    monkeypatch.setattr("tost_lm.evaluation.text.TILE_TOKENS", 100)
+    monkeypatch.setattr("tost_lm.evaluation.saved_position.SAVE_EVERY_S", 0)
+    monkeypatch.setattr("tost_lm.evaluation.saved_position.LARGEST_SHARE", math.inf)
+    return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "TA", "window": 7}, {"pattern": "SA"}], ids=str)
+def test_an_interrupted_text_resumes_with_equal_bits(
+    text: TextFile, make_model, tokenizer: Tokenizer, saved, settings: dict, capsys
+):
+    model = make_model(vocab_size=tokenizer.vocab_size, **settings, **UNLIMITED)
+    scores, state = score_text(model, tokenizer, text)
+    for tokens in (300, 1000):
+        with pytest.raises(Killed):
+            score_text(model, tokenizer, text, saved=saved(), report=kill_after(tokens))
+    resumed, resumed_state = score_text(model, tokenizer, text, saved=saved())
+    assert resumed == scores
+    assert [[x.tolist() for x in layer] for layer in resumed_state.layers] == [
+        [x.tolist() for x in layer] for layer in state.layers
+    ]
+    assert capsys.readouterr().out == "resuming after 200 tokens\nresuming after 900 tokens\n"
+    again, _ = score_text(model, tokenizer, text, saved=saved())  # it was killed before the result was written
+    assert again == scores
+    assert capsys.readouterr().out == f"resuming after {scores['tokens']:,} tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda path: None, "saved with another text_sha256, checkpoint"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+        (lambda path: path.write_bytes(b""), "damaged"),
+    ],
+)
+def test_a_position_of_another_text_or_a_damaged_one_is_named(
+    text: TextFile, model, tokenizer: Tokenizer, saved, tmp_path: Path, change, problem: str, capsys
+):
+    with pytest.raises(Killed):
+        score_text(model, tokenizer, text, saved=saved(), report=kill_after(500))
+    change(tmp_path / "position.pt")
+    identity = {"text_sha256": "1", "checkpoint": "step"} if "another" in problem else {}
+    scores, _ = score_text(model, tokenizer, text, saved=saved(**identity))
+    assert capsys.readouterr().out == f"{tmp_path}/position.pt: {problem}; scoring starts at the beginning\n"
+    assert scores == score_text(model, tokenizer, text)[0]
 
 
 def test_a_text_longer_than_the_positions_is_rejected_with_its_length(tmp_path: Path, make_model, tokenizer: Tokenizer):
@@ -96,6 +164,17 @@ def test_a_text_that_changes_while_it_is_read_is_rejected(text: TextFile):
 @pytest.mark.parametrize("characters", [1, 7, 10_000])
 def test_the_end_of_a_text(text: TextFile, characters: int):
     assert text.end(characters) == TEXT[-characters:]
+
+
+def test_ranks_beside_tensor_ranks_are_sequence_ranks_unless_they_are_set():
+    def layout(ranks: int, **parallel: int) -> tuple[int, int]:
+        config = validate(ScoreTextConfig, {"text": {"file": "a"}, "parallel": parallel}, "test")
+        return config.layout(ranks).tensor, config.layout(ranks).sequence
+
+    assert layout(1) == (1, 1)
+    assert layout(4) == (1, 4)
+    assert layout(4, tensor=2) == (2, 2)
+    assert layout(4, sequence=2) == (1, 2)  # rejected as no layout of four ranks
 
 
 def test_a_missing_or_second_text_in_the_settings_is_one_line():

@@ -1,11 +1,12 @@
 """Score of a checkpoint on any text file, read as one stream in constant memory (protocol text@bpb).
 
     tost eval text runs/long text.file=book.txt
-    tost eval text runs/long text.file=book.txt parallel.sequence=2      (two ranks)
+    tost eval text runs/long text.file=book.txt launch.ranks=4      (four sequence ranks)
 
-Each token is predicted from all tokens before it in the file. A model with learned positions reads no more tokens than
-it has positions. Writes eval/text@bpb/results.json: nats per token, perplexity, bits per byte, and the size of the
-state.
+Each token is predicted from all tokens before it in the file. Memory does not grow with the text, except that softmax
+layers without a window keep keys and values of all tokens. A model with learned positions reads no more tokens than it
+has positions. The position is saved every 10 seconds: run the same command again to resume. Writes
+eval/text@bpb/results.json: nats per token, perplexity, bits per byte, and the size of the state.
 """
 
 import time
@@ -16,6 +17,7 @@ from tost_lm.config import run_program
 from tost_lm.evaluation.config import ScoreTextConfig
 from tost_lm.evaluation.stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.progress import Progress
 
 
 def main(path: Path, config: ScoreTextConfig) -> None:
@@ -23,11 +25,14 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     from tost_lm.evaluation.subject import TEXT, Subject
 
     started = time.monotonic()
-    start_ranks("eval text", ranks_of_launch(config.parallel.model_ranks))
-    with joined_ranks(config.parallel, graceful_stop=True) as ranks:
+    launch = config.launch if config.launch.ranks or config.starts_sequence_ranks else None
+    size = ranks_of_launch(config.parallel.model_ranks, launch)
+    start_ranks("eval text", size)
+    with joined_ranks(config.layout(size), graceful_stop=True) as ranks:
         subject = Subject.find(path)
 
         from tost_lm.evaluation.generation import state_bytes
+        from tost_lm.evaluation.saved_position import SavedPosition
         from tost_lm.evaluation.text import TextFile, score_text
 
         text = TextFile.check(config.text.file, "text.file")
@@ -36,18 +41,27 @@ def main(path: Path, config: ScoreTextConfig) -> None:
             return
         print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
         model = ranks.load(subject)
-        scores, state = score_text(model, subject.tokenizer(), text, ranks)
+        saved = SavedPosition(subject.results_path(TEXT).with_name("position.pt"), identity, ranks)
+        with Progress("scoring", "tokens") as progress:
+            report = progress if ranks.rank == 0 else None
+            scores, state = score_text(model, subject.tokenizer(), text, ranks, saved, report)
     if ranks.rank > 0:
         return
 
-    size = state_bytes(state, ranks.tensor_ranks)
+    bytes_of_state = state_bytes(state, ranks.tensor_ranks)
     print(
         f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
         f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
     )
-    print(f"final state: {size:,} bytes")
-    results = {"model": scores, "pattern": model.config.pattern, "window": model.config.window, "state_bytes": size}
+    print(f"final state: {bytes_of_state:,} bytes")
+    results = {
+        "model": scores,
+        "pattern": model.config.pattern,
+        "window": model.config.window,
+        "state_bytes": bytes_of_state,
+    }
     subject.write_results(TEXT, identity, started, results)
+    saved.remove()
 
 
 def run() -> NoReturn:

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.cli.prepare import Progress
 from tost_lm.config import run_program
 from tost_lm.data.build import BuildProgress, build_shards, building_folder, identity, recover_folder
 from tost_lm.data.config import DataPrepConfig
@@ -24,6 +23,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.sources import left_out_files
 from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
 from tost_lm.errors import DataError
+from tost_lm.progress import Progress
 
 
 class Report:

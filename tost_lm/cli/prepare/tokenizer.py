@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.cli.prepare import Progress
 from tost_lm.config import run_program
 from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
@@ -26,6 +25,7 @@ from tost_lm.data.tokenizers.training import (
     write_tokenizer,
 )
 from tost_lm.errors import ConfigError, DataError
+from tost_lm.progress import Progress
 
 CHECKED_BYTES = 8_000_000  # takes a few seconds
 

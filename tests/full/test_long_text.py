@@ -1,0 +1,130 @@
+"""`tost eval text` reads 2,097,152 tokens: flat memory, the same result on 1 and 4 ranks, and after Ctrl-C."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import ENVIRONMENT
+from programs import interrupt
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.text import TextFile, score_text
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.checkpoint import write_checkpoint
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel.mesh import build_mesh
+from tost_lm.parallel.sharded_inference import ShardedInference
+from tost_lm.parallel.world import start_world
+from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
+
+SHORT, LONG = 1 << 16, 1 << 21
+GROWTH, LIMIT_S = 1.05, 1800
+SHAPE = {
+    "pattern": "TSSA", "window": 256, "layers": 4, "heads": 4, "width": 64, "max_positions": 1024,
+    "positions": "none", "denom_bias": "head", "layer_scale": 1.0,
+}  # fmt: skip
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+"""Prints the peak memory of a command and all its processes in kB. The command inherits that of a small process."""
+
+
+@pytest.fixture(scope="module")
+def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and texts of at least SHORT and LONG tokens."""
+    if not pytestconfig.getoption("--full"):
+        pytest.skip("minutes: pytest --full")
+    folder = tmp_path_factory.mktemp("long")
+    draws = random.Random(0)
+    words = ["".join(draws.choices("abcdefghijklmnopqrstuvwxyz", k=draws.randrange(2, 9))) for _ in range(1000)]
+    lines = [" ".join(draws.choices(words, k=2000)) + ".\n" for _ in range(20)]
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, 600))
+    for tokens in (SHORT, LONG):
+        write_text(folder / f"{tokens}.txt", tokenizer, words, draws, tokens)
+    torch.manual_seed(0)
+    config = validate(ModelConfig, {**SHAPE, "vocab_size": tokenizer.vocab_size}, "test")
+    model = TostLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and not name.endswith("denom_bias"):
+                parameter.mul_(10)  # so that earlier tokens matter
+    write_checkpoint(folder / "model", config, model.state_dict(), tokenizer)
+    return folder
+
+
+def write_text(path: Path, tokenizer: Tokenizer, words: list[str], draws: random.Random, tokens: int) -> None:
+    written = 0
+    with path.open("w") as file:
+        while written < tokens:
+            line = " ".join(draws.choices(words, k=2000)) + ".\n"
+            file.write(line)
+            written += len(tokenizer.encode(line))
+
+
+def command(folder: Path, tokens: int, ranks: int) -> list[str]:
+    return ["tost eval text", "model", f"text.file={tokens}.txt", f"launch.ranks={ranks}"]
+
+
+def measure(folder: Path, tokens: int, ranks: int) -> tuple[int, dict[str, Any]]:
+    """Peak memory in bytes of the largest process, and the result, which is removed."""
+    program, *words = command(folder, tokens, ranks)
+    line = [sys.executable, "-c", PEAK, sys.executable, "-m", "tost_lm.cli.main", *program.split()[1:], *words]
+    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    path = folder / "model/eval/text@bpb/results.json"
+    results = json.loads(path.read_text())
+    path.unlink()
+    return 1024 * int(done.stdout.split()[-1]), results
+
+
+@pytest.mark.timeout(3600)
+def test_memory_is_flat_and_ranks_and_interruptions_do_not_change_the_result(folder: Path):
+    nats = {}
+    for ranks in (1, 4):
+        short, _ = measure(folder, SHORT, ranks)
+        long, results = measure(folder, LONG, ranks)
+        nats[ranks], tokens = results["model"]["nats"], results["model"]["tokens"]
+        print(
+            f"{ranks} ranks: {tokens:,} tokens, {results['seconds']:.0f} s, {results['model']['nats_per_token']:.6f} "
+            f"nats/token, {long / 1e6:.0f} MB (65,536 tokens: {short / 1e6:.0f} MB), {long / short:.3f} ×"
+        )
+        assert tokens >= LONG
+        assert long < GROWTH * short
+    assert nats[4] == pytest.approx(nats[1], rel=FLOAT32_REORDERED)
+
+    position = folder / "model/eval/text@bpb/position.pt"
+    program, *words = command(folder, LONG, 4)
+    code, _ = interrupt(program, *words, cwd=folder, when=position.is_file)
+    assert code == 130
+    assert measure(folder, LONG, 4)[1]["model"]["nats"] == nats[4]
+    assert not position.exists()
+
+
+def score_in_float64(folder: Path, ranks: int) -> float:
+    """Nats of the long text in float64."""
+    subject = Subject.find(folder / "model")
+    model = subject.load("cpu").double()
+    alone = Ranks()
+    if ranks > 1:
+        world = start_world("cpu")
+        mesh = build_mesh(world, ParallelConfig(sequence=ranks))
+        model, alone = ShardedInference(parallelize(model, mesh), mesh).eval(), Ranks(world.rank, mesh)
+    return score_text(model, subject.tokenizer(), TextFile.check(folder / f"{LONG}.txt", "text"), alone)[0]["nats"]
+
+
+@pytest.mark.timeout(3600)
+def test_in_float64_four_ranks_have_the_result_of_one(folder: Path):
+    (alone,) = run_on_ranks(score_in_float64, 1, folder, 1, timeout_s=LIMIT_S)
+    for nats in run_on_ranks(score_in_float64, 4, folder, 4, timeout_s=LIMIT_S):
+        assert nats == pytest.approx(alone, rel=1e-10)

@@ -1,0 +1,22 @@
+"""`tost eval text` that saves its position after each tile, and whose rank 0 ends by END_BY after END_AFTER tokens."""
+
+import math
+import os
+
+from tost_lm.cli.eval import text
+from tost_lm.evaluation import saved_position
+from tost_lm.evaluation.saved_position import Position, SavedPosition
+
+write_if_due = SavedPosition.write_if_due
+
+
+def write_and_end(saved: SavedPosition, position: Position) -> None:
+    write_if_due(saved, position)
+    if position.tokens >= int(os.environ["END_AFTER"]) and os.environ.get("RANK", "0") == "0":
+        os.kill(os.getpid(), int(os.environ["END_BY"]))
+
+
+if __name__ == "__main__":
+    saved_position.SAVE_EVERY_S, saved_position.LARGEST_SHARE = 0.0, math.inf
+    SavedPosition.write_if_due = write_and_end
+    text.run()
