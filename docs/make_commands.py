@@ -22,7 +22,7 @@ ends with exit code 2 and one line for each mistake. Ctrl-C ends with exit code 
 Run the same command again to resume.
 
 `tost` alone lists the commands. On one node, `tost train`, `tost preflight` and most evaluation commands start their
-ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` and `tost eval text` start
+ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` starts
 `parallel.tensor × parallel.sequence` ranks. Under torchrun, start their modules: `-m tost_lm.cli.train`,
 `-m tost_lm.cli.eval.zero_shot` and so on.
 """

@@ -10,8 +10,8 @@ from tost_lm.evaluation.saved_position import Position, SavedPosition
 write_if_due = SavedPosition.write_if_due
 
 
-def write_and_end(saved: SavedPosition, position: Position) -> None:
-    write_if_due(saved, position)
+def write_and_end(self: SavedPosition, position: Position) -> None:
+    write_if_due(self, position)
     if position.tokens >= int(os.environ["END_AFTER"]) and os.environ.get("RANK", "0") == "0":
         os.kill(os.getpid(), int(os.environ["END_BY"]))
 

@@ -15,7 +15,7 @@ NAME_CHARACTERS = 100
 
 
 class RanksConfig(Section):
-    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval, context and positions of `tost eval` use several copies of the model; other programs reject them."""
+    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval, context and positions of `tost eval` use several copies of the model, and text uses sequence ranks; other programs reject them."""
 
     tensor: int = Field(default=1, gt=0)
     """Ranks that divide the heads, the MLP and the vocabulary."""

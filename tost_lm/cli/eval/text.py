@@ -41,6 +41,8 @@ def main(path: Path, config: ScoreTextConfig) -> None:
             return
         print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
         model = ranks.load(subject)
+        if "A" in model.config.pattern and not model.config.window and model.config.position_limit is None:
+            print("the softmax layers have no window: memory and time per token grow with the text", flush=True)
         saved = SavedPosition(subject.results_path(TEXT).with_name("position.pt"), identity, ranks)
         with Progress("scoring", "tokens") as progress:
             report = progress if ranks.rank == 0 else None
