@@ -109,9 +109,9 @@ def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled
     assert len(json.loads((home / "results.json").read_text())["cells"]) == 3
 
 
-def score_text(folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
+def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[str, Any]]:
     """Output and result of `tost eval text`; the result is removed."""
-    output = run("tost eval text", "runs/tiny", "text.file=text.txt", cwd=folder, ranks=ranks)
+    output = run("tost eval text", *words, cwd=folder, ranks=ranks)
     home = folder / "runs/tiny/eval/text@bpb"
     results = json.loads((home / "results.json").read_text())
     assert [path.name for path in home.iterdir()] == ["results.json"]
@@ -119,22 +119,22 @@ def score_text(folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
     return output, {key: value for key, value in results.items() if key != "seconds"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, ranks: int):
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), (2, 1)])
+def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, tensor: int, sequence: int):
     """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
-    (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: ranks * 70_000])
-    whole = score_text(copy, ranks)[1]
-    tile = ranks * TILE_TOKENS
+    (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: sequence * 70_000])
+    words = ["runs/tiny", "text.file=text.txt", f"parallel.tensor={tensor}"]  # the other ranks are sequence ranks
+    ranks, tile = tensor * sequence, sequence * TILE_TOKENS
+    whole = score_text(copy, words, ranks)[1]
     assert whole["model"]["tokens"] > 5 * tile
     for tiles, signum, code in ((2, signal.SIGINT, 130), (4, signal.SIGKILL, -signal.SIGKILL)):
         port, ends = free_port(), {"END_AFTER": str(tiles * tile), "END_BY": str(int(signum))}
         places = [as_rank(rank, ranks, port, ranks_per_node=ranks) if ranks > 1 else {} for rank in range(ranks)]
-        words = ["ended_text", "runs/tiny", "text.file=text.txt"]
-        processes = [Forked(*words, cwd=copy, **place, **ends) for place in places]
+        processes = [Forked("ended_text", *words, cwd=copy, **place, **ends) for place in places]
         (first, *others), _, errors = zip(*[process.finish(STOPPED_S) for process in processes], strict=True)
         assert first == code, errors
         assert all(others)
         assert (copy / "runs/tiny/eval/text@bpb/position.pt").is_file()
-    output, resumed = score_text(copy, ranks)
+    output, resumed = score_text(copy, words, ranks)
     assert f"resuming after {4 * tile:,} tokens\n" in output
     assert resumed == whole
