@@ -13,6 +13,7 @@ from forked import ENVIRONMENT
 from programs import interrupt
 
 import tost_lm
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
@@ -20,7 +21,6 @@ from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject
 from tost_lm.evaluation.text import TextFile, score_text
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.checkpoint import write_checkpoint
 from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import build_mesh
