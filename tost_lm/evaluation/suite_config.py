@@ -74,6 +74,8 @@ def steps_of(config: SuiteConfig) -> list[Step]:
         if name not in given:
             continue
         tree = {section: given[section] for section in kind.model_fields if section in given}
+        if name == "text" and "sequence" in tree.get("parallel", {}):
+            tree.pop("launch", None)  # one copy of the model reads the text: the layout is the number of ranks
         if "heldout" in tree and kind.model_fields["heldout"].annotation is TextConfig:
             tree["heldout"] = {key: tree["heldout"][key] for key in TextConfig.model_fields if key in tree["heldout"]}
         overrides = [f"{path}={toml_value(value)}" for path, value in leaves(tree)]
