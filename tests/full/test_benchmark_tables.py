@@ -1,14 +1,16 @@
 """The benchmarks, small: processes of their own, and one table."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import generation, long, loss, model, operator, training
-from tost_lm.config import Section, validate
+from benchmarks import generation, long, loss, model, operator, precision, training
+from benchmarks.precision_cells import losses
+from tost_lm.config import Section, load_config, validate
 
 BENCH = {"device": "cpu"}
 SHAPE = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 64}
@@ -106,3 +108,20 @@ def test_generation_and_its_rival(measure: Measure):
     lengths = [list(times) for times in (together["seconds"], together["prefix_seconds"], alone["extra_bytes"])]
     assert lengths == [["1", "16", "32", "48", "64"]] * 3
     assert len(table) == 2 + 4
+
+
+def test_precision_and_a_plain_loop_that_trains_as_deepspeed(monkeypatch: pytest.MonkeyPatch):
+    settings = ["train.steps=4", "train.warmup_steps=1", "train.lr=1e-2", "train.seq_len=32", "train.batch=2"]
+    settings += ["train.seeds=1", "shape.layers=1", "shape.heads=2", "shape.width=32", "layer_scales=[1e-4]"]
+    config = load_config(precision.PrecisionBenchmarkConfig, None, settings)
+    (_, *cells), text = precision.run(config, "cpu")
+    assert "limit 2%: met" in text
+    assert "limit 1%: met" in text
+    assert "in bfloat16" in text
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for cell, (dtype, limit) in zip(cells, (("float32", 1e-6), ("bfloat16", 1e-3)), strict=True):
+        train = {**config.train.model_dump(), "seed": 0, "dtype": dtype}
+        plain = losses("cpu", precision.model_settings(config), train)
+        assert plain["losses"][-1] < plain["losses"][0] - 0.05
+        assert plain["losses"] == pytest.approx(cell["losses"], rel=limit)
