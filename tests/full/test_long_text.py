@@ -81,8 +81,7 @@ def measure(folder: Path, tokens: int, ranks: int) -> tuple[int, dict[str, Any]]
     """Peak memory in bytes of the largest process, and the result, which is removed."""
     program, *words = command(folder, tokens, ranks)
     line = [sys.executable, "-c", PEAK, sys.executable, "-m", "tost_lm.cli.main", *program.split()[1:], *words]
-    environment = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # the peak is not what glibc keeps
-    done = subprocess.run(line, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
     path = folder / "model/eval/text@bpb/results.json"
     results = json.loads(path.read_text())
     path.unlink()

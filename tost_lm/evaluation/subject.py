@@ -135,12 +135,14 @@ class Subject:
         return results_path(self.home, protocol)
 
     def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """Existing results with this identity, reported on stdout; else None. Results of another one are named."""
+        """Existing results with this identity, reported on stdout; else None. Results of another one are named, except
+        for samples, which each prompt replaces."""
         path = self.results_path(protocol)
         try:
             results = json.loads(path.read_bytes())
             if results["identity"] != identity:
-                print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
+                if protocol != SAMPLE:
+                    print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
                 return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
