@@ -20,7 +20,7 @@ from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.config import OptimConfig, learning_rate
+from tost_lm.optim import OptimConfig, learning_rate
 from tost_lm.optim.optimizers import build_adamw
 
 SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8

@@ -88,8 +88,8 @@ main = measure.benchmark("data", run)
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     """A cell for each tokenizer."""
     from benchmarks import data_cells
-    from tost_lm.data.processes import available_cores
     from tost_lm.data.tokenizers import make_tokenizer
+    from tost_lm.data.workers import available_cores
 
     workers = build.workers or available_cores()
     corpus = folder / "corpus"

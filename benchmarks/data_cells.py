@@ -12,10 +12,9 @@ import numpy as np
 import xxhash
 
 from tost_lm.config import validate
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.build import build_shards
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.loader import BatchShard, Packing, TrainingBatches
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
 from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks

@@ -31,7 +31,7 @@ from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import flops_per_token, peak_flops
-from tost_lm.optim.config import OptimConfig
+from tost_lm.optim import OptimConfig
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 

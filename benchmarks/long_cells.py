@@ -11,7 +11,7 @@ from benchmarks.measure import call_seconds, peak_bytes
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim.config import OptimConfig
+from tost_lm.optim import OptimConfig
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 

@@ -13,10 +13,10 @@ from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.config import OptimConfig
+from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
+from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
-from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, build_mesh
 from tost_lm.parallel.world import World, max_over_ranks, start_world
 from tost_lm.parallel.zero import build_engine
@@ -68,7 +68,7 @@ class Turns(NamedTuple):
 
 
 class ExchangeClock(TorchDispatchMode):
-    """Sums up the seconds that this thread spends in the collectives of `tost_lm.parallel.collectives`."""
+    """Sums up the seconds that this thread spends in the collectives of `tost_lm.parallel.mesh`."""
 
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@ from benchmarks.measure import call_seconds
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.config import OptimConfig, learning_rate
+from tost_lm.optim import OptimConfig, learning_rate
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
 

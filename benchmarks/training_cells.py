@@ -22,13 +22,13 @@ from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.training import COMPILED, LOOP, OURS, PLAIN, PLAIN_COMPILED, WITHOUT
 from tost_lm.config import validate
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
-from tost_lm.optim.config import OptimConfig
+from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.training import hooks, loop

@@ -152,7 +152,7 @@ def _text(run: Run, config: FormsConfig) -> dict[str, Any]:
     from benchmarks.forms import text
     from benchmarks.forms.lm import FormLM
     from tost_lm.data.shards import Shards
-    from tost_lm.optim.config import OptimConfig
+    from tost_lm.optim import OptimConfig
 
     torch.manual_seed(run["seed"])
     T, batch, forms = run["seq_len"], run["batch"], forms_of(run["name"], run["layers"])

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.forms.lm import FormLM
 from tost_lm.data.shards import Shards
-from tost_lm.optim.config import OptimConfig, learning_rate
+from tost_lm.optim import OptimConfig, learning_rate
 from tost_lm.optim.optimizers import build_adamw
 
 WINDOWS = 320

@@ -12,7 +12,7 @@ from launches import train
 from tost_lm.cli.prepare.shards import main as build_shards
 from tost_lm.cli.prepare.tokenizer import main as train_tokenizer
 from tost_lm.config import validate
-from tost_lm.data.config import DataPrepConfig
+from tost_lm.data import DataPrepConfig
 
 os.environ["WANDB_MODE"] = "disabled"
 

@@ -21,7 +21,7 @@ import psutil
 from tost_lm.testing.ranks import PRELOADED
 
 HANG_S = 240.0
-PRELOADED.extend(["launches", "tost_lm.cli.train", "tost_lm.training.loop", "tost_lm.data.mixture"])
+PRELOADED.extend(["launches", "tost_lm.cli.train", "tost_lm.training.loop", "tost_lm.data.loader"])
 
 
 class Launch:

@@ -14,7 +14,7 @@ import pytest
 from launches import train
 from test_stopped_runs import curve
 
-from tost_lm.parallel.watchdog.heartbeat import read_heartbeats
+from tost_lm.parallel.watchdog import read_heartbeats
 
 CHECKOUT = Path(__file__).parents[2]
 KILLS = 20

@@ -21,7 +21,7 @@ from checkpointed_training import (
 
 from tost_lm.checkpointing.format import verify_checkpoint
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.errors import CheckpointError
 from tost_lm.testing import run_on_ranks
 

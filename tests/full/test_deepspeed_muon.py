@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from training_on_layouts import BATCH, build_model, global_batch, micro_batch_size, train_steps
 
-from tost_lm.parallel import zero
+from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import run_on_ranks

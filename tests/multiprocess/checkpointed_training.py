@@ -23,10 +23,10 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.reading import restore
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder, step_folders
 from tost_lm.config import validate
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_writer

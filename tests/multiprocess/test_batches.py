@@ -12,13 +12,11 @@ from torch import Tensor
 from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_size
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Batch, Packing
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Batch, Corpora, Packing
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel import zero
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.hooks import Validation

@@ -27,7 +27,7 @@ from checkpointed_training import (
 from other_forms import OTHER_FORMS
 
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 RecordFault = Callable[[str, int, str], None]

@@ -13,7 +13,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.encoder import Encoder
 from tost_lm.model.encoder_config import EncoderConfig
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.collectives import all_reduce
+from tost_lm.parallel.mesh import all_reduce
 from tost_lm.testing import assert_close, run_on_ranks
 
 LENGTHS = (5, 1, 9, 2, 3, 3, 4, 8)

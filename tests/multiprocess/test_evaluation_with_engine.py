@@ -15,9 +15,8 @@ from tost_lm.evaluation.protocols import Row
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.zero_shot import ProtocolsInTraining, score_rows
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
-from tost_lm.parallel import zero
+from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.config import ParallelConfig
 from tost_lm.parallel.mesh import build_mesh
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks

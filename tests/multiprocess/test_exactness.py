@@ -14,11 +14,9 @@ from tost_lm.model.activation_checkpointing import apply_activation_checkpointin
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.sequence_shard import SequenceSplit
-from tost_lm.parallel.apply import even_split, parallelize, shard_of
-from tost_lm.parallel.collectives import all_reduce, keep_received
-from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.weights import slice_of
+from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.apply import even_split, parallelize, shard_of, slice_of
+from tost_lm.parallel.mesh import Mesh, all_reduce, build_mesh, keep_received
 from tost_lm.parallel.world import start_world
 from tost_lm.testing import assert_close, run_on_ranks
 

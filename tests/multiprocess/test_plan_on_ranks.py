@@ -9,7 +9,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training import plan, plan_activations
 from tost_lm.training.plan_config import PlanConfig

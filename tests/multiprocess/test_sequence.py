@@ -10,9 +10,8 @@ from torch import Tensor
 from tost_lm.ops import TssaState, causal_tssa
 from tost_lm.ops.phases import UniformMemberships
 from tost_lm.ops.sequence_shard import SequenceSplit
-from tost_lm.parallel.collectives import all_gather, all_reduce
-from tost_lm.parallel.config import ParallelConfig
-from tost_lm.parallel.mesh import Axis, build_mesh
+from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.mesh import Axis, all_gather, all_reduce, build_mesh
 from tost_lm.parallel.sequence import RankShard
 from tost_lm.parallel.tensor import SoftmaxOverRanks
 from tost_lm.parallel.world import start_world

@@ -20,7 +20,7 @@ from training_on_layouts import BATCH, VOCAB, T, build_engine
 
 from tost_lm.data.loader import Batch
 from tost_lm.data.prefetch import micro_batches
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import Tiling, tile

@@ -36,7 +36,7 @@ from markdown_it.token import Token
 
 from tost_lm.cli.main import ALL, module_of
 from tost_lm.config import Section, read_toml, validate
-from tost_lm.data.config import DataPrepConfig
+from tost_lm.data import DataPrepConfig
 from tost_lm.evaluation.recall_config import RecallConfig
 from tost_lm.interop.authors import to_authors
 from tost_lm.model import ModelConfig, TostLM

@@ -12,7 +12,7 @@ import pytest
 from programs import ENVIRONMENT
 from two_hosts import INTERFACE, two_hosts
 
-from tost_lm.parallel.watchdog.heartbeat import read_heartbeats
+from tost_lm.parallel.watchdog import read_heartbeats
 
 HOST = os.uname().nodename
 TIMEOUT_S = 5
@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from tost_lm.config import run_program
-from tost_lm.config.section import Section
-from tost_lm.parallel.timeouts import Timeouts
-from tost_lm.parallel.watchdog.watch import watch_ranks
-from tost_lm.parallel.watchdog.heartbeat import Heartbeat
+from tost_lm.config import Section
+from tost_lm.parallel import Timeouts
+from tost_lm.parallel.watchdog import watch_ranks
+from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.parallel.world import start_world, stop_world
 
 

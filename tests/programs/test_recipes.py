@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from forked import CHECKOUT, Forked
 
-from tost_lm.config import read_toml
-from tost_lm.config.recipes import recipes
+from tost_lm.config import read_toml, recipes
 
 
 def tost(*words: str, cwd: Path) -> tuple[int, str, str]:

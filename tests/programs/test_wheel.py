@@ -26,8 +26,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tost_lm.checkpointing.format import write_checkpoint
-from tost_lm.config import validate
-from tost_lm.config.recipes import RECIPES, recipes
+from tost_lm.config import RECIPES, recipes, validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM

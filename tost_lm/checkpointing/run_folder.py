@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkpoint
 from tost_lm.errors import CheckpointError, ConfigError
 

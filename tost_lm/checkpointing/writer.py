@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import (
     CARD,
     PROGRESS,
@@ -40,9 +40,8 @@ from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.parallel import zero
-from tost_lm.parallel.messages import NoMessageError, ThreadMessages
-from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.parallel import Timeouts, zero
+from tost_lm.parallel.agreement import NoMessageError, ThreadMessages
 
 RESUME = "run the same command to resume from the newest complete checkpoint"
 SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured

@@ -123,7 +123,7 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
     from tost_lm.data.tokenizers import find_tokenizer
     from tost_lm.interop.authors import to_authors, write_authors
-    from tost_lm.optim.config import OptimConfig
+    from tost_lm.optim import OptimConfig
 
     checkpoint = find_checkpoint(source)
     recorded = checkpoint / SETTINGS

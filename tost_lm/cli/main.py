@@ -76,7 +76,7 @@ def purpose(source: Path) -> str:
 
 
 def refuse(command: str) -> NoReturn:
-    from tost_lm.config.program import EXIT_BAD_INPUT
+    from tost_lm.config import EXIT_BAD_INPUT
 
     near = get_close_matches(command, [*ALL, "prepare", "eval"], n=1)
     hint = f" (did you mean tost {near[0]}?)" if near else ""

@@ -48,7 +48,7 @@ def print_execution(config: PlanConfig) -> None:
     """Raises TostError if collectives of ranks do not match, or differ from the plan."""
     if not find_spec("deepspeed"):
         raise ConfigError("plan.execute needs deepspeed: pip install 'tost-lm[train]'")
-    from tost_lm.data.mixture import Corpora
+    from tost_lm.data.loader import Corpora
     from tost_lm.training.execute import execute, layout_of
     from tost_lm.training.executed import beside_plan, mismatch
     from tost_lm.training.step import check_vocabulary

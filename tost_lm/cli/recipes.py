@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import Section, run_program
-from tost_lm.config.recipes import recipes
+from tost_lm.config import Section, recipes, run_program
 from tost_lm.errors import ConfigError, did_you_mean
 
 

@@ -25,7 +25,7 @@ from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loggers import loggers_in_use
 
 if TYPE_CHECKING:
-    from tost_lm.data.mixture import Corpora
+    from tost_lm.data.loader import Corpora
     from tost_lm.training.hooks import Evaluation
     from tost_lm.training.start import StartPoint
 
@@ -38,7 +38,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             extra = "tensorboard" if package == "tensorboard" else "train"
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
     start_ranks("train", ranks)
-    from tost_lm.data.mixture import Corpora
+    from tost_lm.data.loader import Corpora
     from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
     from tost_lm.training.step import check_vocabulary
 

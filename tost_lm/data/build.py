@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.encoding import Encoded, encoded_blocks
-from tost_lm.data.processes import available_cores
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.shard_format import (
     BAD_ROWS,
     FORMAT,
@@ -31,10 +29,10 @@ from tost_lm.data.shard_format import (
     dtype_for,
     read_manifest,
 )
-from tost_lm.data.sources import Block, Position, count_rows, fingerprint, read_blocks
-from tost_lm.data.sources.messages import corpus_changed, too_many_bad
-from tost_lm.data.split import Splitter
+from tost_lm.data.sources import Block, Position, Splitter, count_rows, fingerprint, read_blocks
+from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
+from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
 from tost_lm.errors import DataError
 from tost_lm.files import backup_folder, manifest_bytes, publish_folder, restore_backup, write_atomically, write_rows
 from tost_lm.version import VERSION

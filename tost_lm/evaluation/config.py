@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import did_you_mean
-from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel import LaunchConfig
 
 NAME_CHARACTERS = 100
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tost_lm.data.processes import in_processes
 from tost_lm.data.shards import Shards
+from tost_lm.data.workers import in_processes
 
 WORDS = 13
 """Words of an n-gram."""

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, field_validator
 from tost_lm.config import Section
 from tost_lm.errors import did_you_mean
 from tost_lm.evaluation.config import RanksConfig, TextConfig
-from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel import LaunchConfig
 
 COPYING, CONTEXT_GAIN = "copying@text", "context_gain@text"
 MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = "many_shot_seen@own-words", "many_shot_unseen@own-words"

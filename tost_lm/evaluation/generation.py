@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.incremental import decode_ids
+from tost_lm.data.tokenizers.interface import decode_ids
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.model import LMOutput, LMState

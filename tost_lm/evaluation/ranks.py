@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tost_lm.config.section import leaves
+from tost_lm.config import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import RanksConfig
 from tost_lm.evaluation.stop import StopRequest, Terminated
@@ -43,9 +43,9 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False, graceful_stop: 
     if size == 1:
         yield Ranks()
         return
-    from tost_lm.parallel.config import ParallelConfig
+    from tost_lm.parallel import ParallelConfig
     from tost_lm.parallel.mesh import build_mesh
-    from tost_lm.parallel.watchdog.watch import watch_ranks
+    from tost_lm.parallel.watchdog import watch_ranks
     from tost_lm.parallel.world import start_world, stop_world
 
     world, stop, terminated = start_world(pick_device()), StopRequest(), False

@@ -29,7 +29,7 @@ from tost_lm.files import write_atomically
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.config import learning_rate
+from tost_lm.optim import learning_rate
 from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.version import VERSION
 

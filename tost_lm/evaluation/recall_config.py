@@ -4,7 +4,7 @@ from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
 from tost_lm.config import Section
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim.config import OptimConfig, obstacle_to_schedule
+from tost_lm.optim import OptimConfig, obstacle_to_schedule
 
 
 class MqarConfig(Section):

@@ -104,6 +104,6 @@ class SavedPosition:
         """Each tensor of a layer's state on all R tensor ranks, [R, …] on the host."""
         if self._ranks.mesh is None or self._ranks.tensor_ranks == 1:
             return [x[None].cpu() for x in tensors]
-        from tost_lm.parallel.collectives import all_gather
+        from tost_lm.parallel.mesh import all_gather
 
         return [all_gather(x, self._ranks.mesh.tensor)().cpu() for x in tensors]

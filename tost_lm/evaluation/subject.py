@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tost_lm.checkpointing.run_folder import find_checkpoint
-from tost_lm.config import Section, read_toml
-from tost_lm.config.section import leaves
+from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.data_sets import describe_published

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tost_lm.config import Section, validate
-from tost_lm.config.section import leaves, toml_value
+from tost_lm.config import Section, leaves, toml_value, validate
 from tost_lm.evaluation.config import (
     DataSetsConfig,
     HeldoutConfig,
@@ -22,7 +21,7 @@ from tost_lm.evaluation.config import (
     ZeroShotConfig,
 )
 from tost_lm.evaluation.context_config import ContextConfig, ContextTasksConfig
-from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel import LaunchConfig
 
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "zero_shot": ("eval zero-shot", ZeroShotConfig),

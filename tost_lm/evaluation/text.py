@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.incremental import encode_blocks
+from tost_lm.data.tokenizers.interface import encode_blocks
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.evaluation.ranks import Ranks

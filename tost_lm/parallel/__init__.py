@@ -1,1 +1,141 @@
-"""Parallelism over ranks: the only package that uses torch.distributed, megatron-core and DeepSpeed."""
+"""Parallelism over ranks: the only package that uses torch.distributed, megatron-core and DeepSpeed. Here its settings,
+and all timeouts [s] of ranks that wait for each other. They are derived from `run.timeout_seconds` so that they fire in
+order. The watchdog's constants bound how late a failure is noticed. `Timeouts` has those that depend on the run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError
+from tost_lm.model.config import ModelConfig
+
+POLL_S = 0.05  # between two looks at the store while a rank waits for the line
+CHECK_S = 0.25  # between two checks for lost ranks
+ANSWER_S = 1.25  # for a rank to answer: it takes CHECK_S on a machine that is not busy
+READ_S = 0.15  # for the other ranks to read the line before the store ends with this process
+EXIT_S = 0.35  # for the main thread to raise the line before its process is ended
+FAILED_EXIT_S = 10.0  # the same while a rank that failed prints its own error, which run_program may delay by 5 s
+DUMP_S = 1.0  # for the flight record: a file system may hang
+GIL_S = 2.0  # the same while it holds the GIL
+STORE_S = 3.0  # for a response of the store
+SUSPENDED_S = STORE_S + 0.5  # a longer gap between two checks means that this process was suspended
+GRACE_S = 5.0  # between the heartbeat timeout and the backends', which end a process without a line
+START_S = 600.0  # minimum before the first step: imports, compilers and file systems are slow
+CLOSE_S = 60.0  # maximum for loggers at the end, because a time limit may be near
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Of a run with `run.timeout_seconds = heartbeat`."""
+
+    heartbeat: float = 600.0
+    """For a step, and for a rank to write its shard of a checkpoint."""
+
+    @property
+    def start(self) -> float:
+        """For the rendezvous, and for everything before the first step."""
+        return max(self.heartbeat, START_S)
+
+    def of_phase(self, phase: str) -> float:
+        """Of the heartbeat in a phase."""
+        return self.start if phase == "building" else self.heartbeat
+
+    @property
+    def collective(self) -> float:
+        """For a collective: after the watchdog has named the rank that hangs."""
+        return self.heartbeat + GRACE_S
+
+    @property
+    def save(self) -> float:
+        """For a whole checkpoint: the other ranks wait for rank 0, which waits for their shards."""
+        return 2 * self.heartbeat
+
+    @property
+    def close(self) -> float:
+        """For loggers to end, while the other ranks wait."""
+        return min(self.heartbeat / 2, CLOSE_S)
+
+
+ALL_GATHER_RANKS = 16
+"""Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second collective."""
+
+
+class LaunchConfig(Section):
+    """How the ranks of one node are started. Several nodes need torchrun."""
+
+    ranks: int | None = Field(default=None, gt=0)
+    """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""
+
+
+class ParallelConfig(Section):
+    """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Tensor ranks, which split heads, MLP and vocabulary. Megatron's own "sequence parallelism" between them is always on."""
+    sequence: int = Field(default=1, gt=0)
+    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.sequence
+
+    @model_validator(mode="after")
+    def _stage_can_offload(self) -> "ParallelConfig":
+        least = {"none": 0, "optimizer": 2, "all": 3}[self.offload]
+        if self.zero_stage < least:
+            raise ValueError(
+                f"parallel.offload {self.offload!r} needs ZeRO stage {least} or higher: parallel.zero_stage {self.zero_stage}; "
+                f"set parallel.zero_stage = {least} or parallel.offload = 'none'"
+            )
+        return self
+
+    def partitioning_stage(self, replicas: int, *, bfloat16: bool) -> int:
+        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: in float32, stage 0 then
+        updates the weights in place and saves the copies."""
+        return 0 if replicas == 1 and not bfloat16 and self.offload == "none" else self.zero_stage
+
+    def data_ranks(self, world_size: int) -> int:
+        """Number of data ranks. Raises ConfigError if tensor × sequence does not divide the world size."""
+        model_ranks = self.model_ranks
+        if world_size % model_ranks:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"parallel.tensor {self.tensor} × parallel.sequence {self.sequence} = {model_ranks} does not divide the "
+                f"{world_size} ranks of this launch; choose a product of {', '.join(map(str, divisors))} or launch a "
+                f"multiple of {model_ranks} ranks"
+            )
+        return world_size // model_ranks
+
+
+def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` tensor ranks cannot split the model; None: they can."""
+    if obstacle := obstacle_to_split_blocks(model, ranks):
+        return obstacle
+    if model.vocab_size % ranks:
+        padded = -(-model.vocab_size // ranks) * ranks
+        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
+    return None
+
+
+def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
+    if "G" in model.pattern and ranks > 1:
+        return f"the G layers of model.pattern {model.pattern!r} do not support tensor parallelism; set parallel.tensor = 1"
+    if model.heads % ranks:
+        return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
+    if "A" in model.pattern and (model.kv_heads or model.heads) % ranks:
+        return f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+    if model.mlp_width % ranks:
+        return (
+            f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
+            "choose a divisor of them"
+        )
+    return None

@@ -1,13 +1,17 @@
 """Comparison of settings, shards and versions between ranks; every rank gets the same result.
 
-Values travel as JSON in uint8 tensors, not as pickles: no rank executes code that another rank sent.
+Values travel as JSON in uint8 tensors, not as pickles: no rank executes code that another rank sent. Background threads
+of ranks exchange messages through the store, since collectives belong to the main thread.
 """
 
 import json
 import os
 import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -16,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tost_lm.config import Section
-from tost_lm.config.section import leaves
+from tost_lm.config import Section, leaves
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.parallel.watchdog import StoreTimeoutError, TimeoutStore
 
 Facts = Mapping[str, str]
 
@@ -104,3 +108,38 @@ def _mismatch(name: str, values: Sequence[str | None], hosts: Sequence[str]) -> 
 
 def _shown(value: str | None) -> str:
     return "missing" if value is None else value
+
+
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.5  # between two requests of a thread that waits: all ranks share one store
+
+
+class NoMessageError(Exception):
+    """A message did not arrive; the text gives the reason."""
+
+
+class ThreadMessages:
+    """Short texts for all ranks, each under a key and a number; all ranks create it together.
+
+    Both methods raise torch.distributed.DistError if the store is lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store = TimeoutStore(name) if self.size > 1 else None
+
+    def write(self, key: str, number: int, text: str) -> None:
+        """Publish a text."""
+        if self._store:
+            self._store.set(f"{number}/{key}", json.dumps(text))
+
+    def read(self, key: str, number: int, timeout_s: float) -> str:
+        """Wait for another rank's text. Raises NoMessageError after `timeout_s`, or if the main thread has ended."""
+        assert self._store, "a single rank has no messages"
+        deadline, pause = time.monotonic() + timeout_s, MIN_PAUSE_S
+        while threading.main_thread().is_alive() and time.monotonic() < deadline:
+            with suppress(StoreTimeoutError):  # it may recover
+                if text := self._store.get(f"{number}/{key}"):
+                    return json.loads(text)
+            time.sleep(pause)
+            pause = min(1.5 * pause, MAX_PAUSE_S)
+        raise NoMessageError(f"no message within {timeout_s:g} s")

@@ -9,7 +9,7 @@ from types import FrameType
 from uuid import uuid4
 
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel import LaunchConfig
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 

@@ -31,7 +31,7 @@ from tost_lm.parallel.agreement import (
     rank_numbers,
     settings_as_facts,
 )
-from tost_lm.parallel.watchdog.watch import watch_ranks
+from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.parallel.world import start_world, stop_world
 from tost_lm.version import VERSION, git_commit
 

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.sequence_shard import SequenceSplit
-from tost_lm.parallel.collectives import all_gather, all_to_all, reduce_scatter
-from tost_lm.parallel.config import ALL_GATHER_RANKS
-from tost_lm.parallel.mesh import Axis
+from tost_lm.parallel import ALL_GATHER_RANKS
+from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
 
 
 class RankShard:

@@ -17,8 +17,8 @@ from torch.distributed import (
 from torch.distributed.rendezvous import rendezvous
 
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.parallel import Timeouts
 from tost_lm.parallel.agreement import communication_device, rank_numbers
-from tost_lm.parallel.timeouts import Timeouts
 
 # megatron-core and DeepSpeed call deprecated names.
 warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)

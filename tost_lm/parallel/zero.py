@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.optim.optimizers import statistics_of
-from tost_lm.parallel.config import ParallelConfig
+from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.apply import allocate, draw_on_rank, slice_of
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
-from tost_lm.parallel.weights import allocate, draw_on_rank, slice_of
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]

@@ -7,13 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim.config import OptimConfig, obstacle_to_schedule, warmup_steps
-from tost_lm.parallel.config import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
-from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.optim import OptimConfig, obstacle_to_schedule, warmup_steps
+from tost_lm.parallel import LaunchConfig, ParallelConfig, Timeouts, obstacle_to_tensor_ranks
 
 
 class TrainingDataConfig(Section):

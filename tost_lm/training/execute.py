@@ -13,8 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 import numpy as np
 import torch
 
-from tost_lm.data.loader import Batch, BatchShard, TrainingBatches
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.ops.chunked import chunk_tokens

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import psutil
 
-from tost_lm.config.program import EXIT_STOPPED
+from tost_lm.config import EXIT_STOPPED
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "SIGINT", "run.max_minutes")
 SAME_INTERRUPT_S = 1.0

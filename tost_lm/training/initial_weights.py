@@ -18,11 +18,11 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folders
 from tost_lm.config import differences, load_config
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_file
-from tost_lm.optim.config import steps_before_decay, warmup_steps
+from tost_lm.optim import steps_before_decay, warmup_steps
 from tost_lm.training.config import PretrainConfig, TrainingDataConfig
 
 

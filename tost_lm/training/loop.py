@@ -10,20 +10,19 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, run_lock, step_folder
 from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
 from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.config import learning_rate, warmup_steps
+from tost_lm.optim import learning_rate, warmup_steps
 from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.watchdog.heartbeat import Heartbeat
-from tost_lm.parallel.watchdog.watch import watch_ranks
+from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.torch_internals import enable_flight_recorder

@@ -10,7 +10,7 @@ import torch
 
 from tost_lm.errors import TrainingError
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.watchdog.heartbeat import Heartbeat
+from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.parallel.world import World, max_over_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.plan_activations import activation_bytes_per_token, tokens_in_memory

@@ -20,7 +20,7 @@ from tost_lm.model.flops import (
     peak_flops,
     vectors,
 )
-from tost_lm.parallel.config import ALL_GATHER_RANKS
+from tost_lm.parallel import ALL_GATHER_RANKS
 from tost_lm.training.plan_activations import (
     ELEMENT_BYTES,
     exchanged_rows,

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import layers_by_letter
-from tost_lm.parallel.config import ALL_GATHER_RANKS
+from tost_lm.parallel import ALL_GATHER_RANKS
 from tost_lm.sizes import (
     CPU_CHUNK_ELEMENTS,
     SLOT_CHUNK_TOKENS,

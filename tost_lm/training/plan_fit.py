@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from tost_lm.config import differences
-from tost_lm.config.section import leaves
+from tost_lm.config import differences, leaves
 from tost_lm.errors import ConfigError
-from tost_lm.parallel.config import obstacle_to_tensor_ranks
+from tost_lm.parallel import obstacle_to_tensor_ranks
 from tost_lm.training.plan import tiles
 from tost_lm.training.plan_activations import ELEMENT_BYTES
 from tost_lm.training.plan_config import PlanConfig

@@ -10,7 +10,7 @@ from tost_lm.checkpointing.format import SETTINGS, Progress, verify_checkpoint
 from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders
 from tost_lm.config import differences, load_config
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement
 from tost_lm.parallel.zero import draw_weights

@@ -7,13 +7,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.data.loader import BatchShard, TrainingBatches
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel.collectives import all_reduce
-from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.mesh import Mesh, all_reduce
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.tiled import Tiling
 

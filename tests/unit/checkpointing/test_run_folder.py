@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tost_lm.checkpointing.config import CheckpointConfig
+from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import prune, require_disk_space_for_run, run_lock, step_folder
 from tost_lm.config import validate

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tost_lm import config as program_module
 from tost_lm.config import Section, run_program
-from tost_lm.config import program as program_module
 from tost_lm.errors import DataError
 
 

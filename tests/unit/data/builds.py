@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tost_lm.config import validate
-from tost_lm.data import build
-from tost_lm.data.config import CorpusConfig, DataPrepConfig
+from tost_lm.data import CorpusConfig, DataPrepConfig, build
 from tost_lm.data.sources import BadRow, Document, parse, read_blocks
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError

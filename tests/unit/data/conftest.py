@@ -6,7 +6,7 @@ import pytest
 from builds import TEXTS, Built, prep_config
 
 from tost_lm.data.build import build_shards
-from tost_lm.data.tokenizers.sentencepiece_bpe import SentencePieceTokenizer
+from tost_lm.data.tokenizers.interface import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 
 

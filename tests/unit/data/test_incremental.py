@@ -12,8 +12,14 @@ from hf_tokenizers import byte_level, made, prefixed_bpe
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.data.tokenizers.incremental import BLOCK_CHARACTERS, decode_ids, encode_blocks, token_text
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
+from tost_lm.data.tokenizers.interface import (
+    BLOCK_CHARACTERS,
+    ESCAPE,
+    SPACE_MARK,
+    decode_ids,
+    encode_blocks,
+    token_text,
+)
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 
 GPT2_FILES = Path(__file__).parents[3] / "../shared/data/gpt2_bpe"

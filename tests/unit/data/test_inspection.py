@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.data import shards
 from tost_lm.data.shards import Shards, length_histogram, token_counts
-from tost_lm.data.sources.messages import printable
+from tost_lm.data.sources.blocks import printable
 
 
 def test_buckets_count_every_document_once():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hand_made import hand_made
 
-from tost_lm.data.mixture import CYCLE, Corpora, Mixture
+from tost_lm.data.loader import CYCLE, Corpora, Mixture
 from tost_lm.errors import ConfigError, DataError
 
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.data import packing
-from tost_lm.data.packing import Blocks, PackedSamples, group_tokens, pack
-from tost_lm.data.sampler import Segments
+from tost_lm.data import samples
+from tost_lm.data.samples import Blocks, PackedSamples, Segments, group_tokens, pack
 
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -86,9 +85,9 @@ def test_few_documents_are_cut_and_padding_is_small():
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "BLOCK_TOKENS", 16)
-    monkeypatch.setattr(packing, "GROUP_TOKENS", 100)
-    monkeypatch.setattr(packing, "GROUP_SAMPLES", 4)
+    monkeypatch.setattr(samples, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(samples, "GROUP_TOKENS", 100)
+    monkeypatch.setattr(samples, "GROUP_SAMPLES", 4)
 
 
 LENGTHS = np.random.default_rng(3).integers(1, 40, 150).astype(np.int32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.data.sampler import Order, permuted
+from tost_lm.data.samples import Order, permuted
 
 
 @given(st.integers(1, 5000), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4))

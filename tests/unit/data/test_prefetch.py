@@ -17,8 +17,7 @@ import torch
 from hand_made import hand_made
 
 from tost_lm.data import prefetch
-from tost_lm.data.loader import BatchShard, Packing, TrainingBatches
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
 from tost_lm.data.prefetch import prefetched
 from tost_lm.errors import DataError
 

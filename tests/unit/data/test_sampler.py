@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.data.sampler import ConcatenatedSamples, Segments, runs
+from tost_lm.data.samples import ConcatenatedSamples, Segments, runs
 
 
 def labels_of(segments: Segments) -> list[int]:

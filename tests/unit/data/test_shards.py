@@ -14,7 +14,7 @@ from tost_lm.data import shard_format, shards
 from tost_lm.data.build import build_shards
 from tost_lm.data.shard_format import SPLITS, dtype_for, index_size
 from tost_lm.data.shards import Shards
-from tost_lm.data.split import Splitter
+from tost_lm.data.sources import Splitter
 from tost_lm.errors import DataError
 from tost_lm.files import manifest_bytes
 

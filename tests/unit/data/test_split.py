@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tost_lm.data.config import CorpusConfig
-from tost_lm.data.split import Splitter
+from tost_lm.data import CorpusConfig
+from tost_lm.data.sources import Splitter
 from tost_lm.errors import ConfigError, DataError
 
 TEXTS = [f"document {number}" for number in range(20_000)]

@@ -13,8 +13,8 @@ import pytest
 
 from tost_lm.cli.prepare import tokenizer as train_tokenizer
 from tost_lm.config import validate
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.split import Splitter
+from tost_lm.data import DataPrepConfig
+from tost_lm.data.sources import Splitter
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import (
     Sample,

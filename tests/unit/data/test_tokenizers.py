@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK, escape
+from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, escape
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import DataError
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tost_lm.config import differences, to_toml, validate
-from tost_lm.config.section import leaves
+from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import NEEDLE, ReportConfig
 from tost_lm.evaluation.report import write_comparison

@@ -10,8 +10,8 @@ import torch
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.build import build_shards
-from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError

@@ -10,8 +10,7 @@ import pytest
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.main import module_of
-from tost_lm.config import load_config, validate
-from tost_lm.config.recipes import recipes
+from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.evaluation.config import HeldoutConfig, TextConfig
 from tost_lm.evaluation.protocols import find_protocol

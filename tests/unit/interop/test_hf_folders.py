@@ -20,7 +20,7 @@ import tost_lm
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK
+from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import CheckpointError
 from tost_lm.evaluation.generation import generate_text

@@ -4,7 +4,7 @@ import torch
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.config import OptimConfig
+from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
 
 

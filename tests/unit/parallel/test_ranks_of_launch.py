@@ -6,7 +6,7 @@ import pytest
 
 import tost_lm.parallel.launch as module
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.parallel.config import LaunchConfig
+from tost_lm.parallel import LaunchConfig
 from tost_lm.parallel.launch import ranks_of_launch
 
 

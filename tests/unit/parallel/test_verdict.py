@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from tost_lm.parallel.watchdog.heartbeat import HeartbeatRecord, Phase
-from tost_lm.parallel.watchdog.verdict import ANSWERS, GONE, RUNS, RankState, verdict
+from tost_lm.parallel.watchdog import ANSWERS, GONE, RUNS, HeartbeatRecord, Phase, RankState, verdict
 
 
 def record(rank: int, step: int = 7, phase: Phase = "training", ago: float = 12.0, pid: int = 100) -> HeartbeatRecord:

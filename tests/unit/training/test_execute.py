@@ -7,7 +7,7 @@ import pytest
 from hand_made import hand_made
 
 from tost_lm.config import validate
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.training import execute
 from tost_lm.training.execute import layout_of, mesh_of, read_all, require_executable

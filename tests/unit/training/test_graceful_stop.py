@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tost_lm.config.program import EXIT_STOPPED
+from tost_lm.config import EXIT_STOPPED
 from tost_lm.training import graceful_stop as module
 from tost_lm.training.graceful_stop import GracefulStop
 

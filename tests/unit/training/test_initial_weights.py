@@ -9,7 +9,7 @@ from hand_made import hand_made
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError, ConfigError, DataError

@@ -7,8 +7,7 @@ import torch
 from hand_made import EOT, hand_made
 
 from tost_lm.config import validate
-from tost_lm.data.loader import BatchShard, TrainingBatches
-from tost_lm.data.mixture import Corpora
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import prefetched
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL

@@ -32,8 +32,8 @@ PROGRESS_SECONDS = 10.0
 
 
 def main(path: Path, config: ContaminationConfig) -> None:
-    from tost_lm.data.processes import available_cores
     from tost_lm.data.shards import Shards
+    from tost_lm.data.workers import available_cores
     from tost_lm.evaluation.contamination import measure_contamination
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.protocols import READERS
@@ -87,7 +87,7 @@ def progress_of(shards: "Shards") -> Callable[[int], None]:
 
 
 def print_result(shards: "Shards", result: "Contamination") -> None:
-    from tost_lm.data.sources.messages import printable
+    from tost_lm.data.sources.blocks import printable
     from tost_lm.evaluation.contamination import SPLIT
 
     print(f"{shards.folder}:\n{'test set':<18} {'examples':>9} {'of 13 words':>12} {'overlapping':>12}")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.data.config import InspectConfig, InspectShardsConfig
+from tost_lm.data import InspectConfig, InspectShardsConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards, length_histogram, token_counts
-from tost_lm.data.sources.messages import printable
+from tost_lm.data.sources.blocks import printable
 
 BAR = 40
 FREQUENT = 12

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.build import BuildProgress, build_shards, building_folder, identity, recover_folder
-from tost_lm.data.config import DataPrepConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import left_out_files

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.data.config import DataPrepConfig
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
-from tost_lm.data.sources.messages import corpus_changed
+from tost_lm.data.sources.blocks import corpus_changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import (
     model_path,

@@ -1,9 +1,293 @@
-"""Corpora: each is read as blocks of rows in a fixed order, which worker processes parse into documents."""
+"""Corpora: each is read as blocks of rows in a fixed order, which worker processes parse into documents.
 
-from tost_lm.data.sources.blocks import BadRow, Block, Document, Position, parse
-from tost_lm.data.sources.corpus import count_rows, fingerprint, read_blocks
-from tost_lm.data.sources.files import left_out_files
+A corpus as a whole has a fingerprint and a number of rows, and each of its documents a split. The embedded corpus is
+the documentation and sources of the running Python.
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+import xxhash
+
+from tost_lm.data import CorpusConfig
+from tost_lm.data.sources.blocks import (
+    BLOCK_BYTES,
+    BadRow,
+    Block,
+    Document,
+    Position,
+    SourceBlock,
+    blocks_of_rows,
+    parse,
+    printable,
+)
+from tost_lm.data.sources.files import (
+    CorpusFile,
+    array_blocks,
+    corpus_files,
+    format_of,
+    is_array,
+    left_out_files,
+    line_blocks,
+    text_block,
+)
+from tost_lm.data.sources.tables import (
+    arrow_blocks,
+    arrow_rows,
+    hub_blocks,
+    hub_fingerprint,
+    hub_rows,
+    known_rows,
+    parquet_blocks,
+    parquet_rows,
+)
+from tost_lm.errors import ConfigError, DataError
 
 __all__ = [
-    "BadRow", "Block", "Document", "Position", "count_rows", "fingerprint", "left_out_files", "parse", "read_blocks",
-]  # fmt: skip
+    "BadRow",
+    "Block",
+    "Document",
+    "Position",
+    "count_rows",
+    "fingerprint",
+    "left_out_files",
+    "parse",
+    "read_blocks",
+]
+
+
+T = TypeVar("T")
+DOCUMENT_SETTINGS = (
+    "text_field", "text_documents", "hub_subset", "hub_revision", "hub_split", "normalization", "min_characters",
+    "max_characters",
+)  # fmt: skip
+
+
+class Source(NamedTuple):
+    """One file of a corpus, the embedded corpus or a hub dataset."""
+
+    where: str
+    size: int | None
+    """In the unit of `SourceBlock.consumed`; None: unknown."""
+    kind: Literal["lines", "arrow", "text"]
+    unit: Literal["line", "row", "item"]
+    blocks: Callable[[int, int], Iterator[SourceBlock]]
+    """From an offset and a block size in bytes to the blocks."""
+    rows: Callable[[], int] | None = None
+    """Counts the rows, where that is possible without reading all blocks."""
+
+
+def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block. Deterministic.
+
+    Raises:
+        DataError: the source is missing, holds no rows, or a file cannot be read; raised while iterating.
+    """
+    sources = _sources(corpus)
+    first, offset, row, line = start or Position(0, 0, 0, 0)
+    before, total = (sum(source.size or 0 for source in some) for some in (sources[:first], sources))
+    known = all(source.size is not None for source in sources)
+    for file, source in enumerate(sources[first:], start=first):
+        blocks = _read(source, offset, block_bytes)
+        block = next(blocks, None)
+        while block is not None:
+            following = next(blocks, None)
+            first_row, first_line = row, line + (source.unit == "line")
+            row, line = row + block.rows, line + block.lines
+            end, consumed = Position(file, block.offset, row, line), block.consumed
+            if following is None:
+                end, consumed = Position(file + 1, 0, row, 0), source.size or 0
+            fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
+            yield Block(
+                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, source.unit
+            )
+            block = following
+        offset, line, before = 0, 0, before + (source.size or 0)
+    if not row:
+        raise DataError(f"corpus.source {corpus.source}: no rows; set it to files with documents")
+
+
+def count_rows(corpus: CorpusConfig) -> int:
+    """Number of rows of a corpus, bad and empty ones included; texts are not parsed.
+
+    Raises:
+        DataError: the source is missing or a file cannot be read.
+    """
+    rows = 0
+    for source in _sources(corpus):
+        if source.rows:
+            rows += _guarded(source.where, source.rows)
+        else:
+            rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
+    return rows
+
+
+def fingerprint(corpus: CorpusConfig) -> str:
+    """Hex SHA-256 that changes when the documents of a corpus change; the split does not affect it.
+
+    `embedded` is hashed by content; files by relative name, size and modification time; hub datasets by the revision's
+    identity in the datasets library.
+
+    Raises:
+        DataError: the source is missing.
+    """
+    settings = {name: getattr(corpus, name) for name in DOCUMENT_SETTINGS}
+    if corpus.source == "embedded":
+        contents = list(embedded_texts())
+    elif corpus.source.startswith("hub:"):
+        contents = [(corpus.source, hub_fingerprint(corpus))]
+    else:
+        contents = [(file.name, file.size, file.mtime_ns) for file in corpus_files(corpus.source)]
+    digest = hashlib.sha256()
+    for content in (settings, *contents):
+        digest.update(json.dumps(content).encode())
+    return digest.hexdigest()
+
+
+def _sources(corpus: CorpusConfig) -> list[Source]:
+    if corpus.source == "embedded":
+        rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
+
+        def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+            return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
+
+        return [Source("embedded", len(rows), "lines", "row", embedded_blocks, lambda: len(rows))]
+    if corpus.source.startswith("hub:"):
+        blocks = partial(hub_blocks, corpus)
+        return [Source(corpus.source, known_rows(corpus), "arrow", "row", blocks, partial(hub_rows, corpus))]
+    return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
+
+
+def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
+    where, path, size = printable(str(file.path)), file.path, file.size
+    match format_of(path):
+        case "text" if corpus.text_documents == "file":
+            return Source(where, size, "text", "line", partial(text_block, path), lambda: 1)
+        case "text":
+            return Source(where, size, "text", "line", partial(line_blocks, path))
+        case "parquet":
+            blocks = partial(parquet_blocks, path, size, corpus.text_field)
+            return Source(where, size, "arrow", "row", blocks, partial(parquet_rows, path))
+        case "arrow":
+            blocks = partial(arrow_blocks, path, size, corpus.text_field)
+            return Source(where, size, "arrow", "row", blocks, partial(arrow_rows, path))
+        case "json" if _guarded(where, lambda: is_array(path)):
+            return Source(where, size, "lines", "item", partial(array_blocks, path))
+    return Source(where, size, "lines", "line", partial(line_blocks, path))
+
+
+def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    blocks = source.blocks(offset, block_bytes)
+    while (block := _guarded(source.where, lambda: next(blocks, None))) is not None:
+        yield block
+
+
+def _guarded(where: str, call: Callable[[], T]) -> T:
+    """The result of `call`; a failure to read the file becomes one line."""
+    try:
+        return call()
+    except ImportError as error:
+        raise DataError(f"{where}: cannot be read without the package {error.name}: pip install {error.name}") from None
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow raises these too
+        lines = str(error).strip().splitlines()
+        problem = lines[0] if lines else type(error).__name__
+        raise DataError(f"{where}: cannot be read: {problem}; correct, replace or remove the file") from None
+
+
+NOT_EMBEDDED = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3",
+    "pydoc_data",  # read as topics
+}  # fmt: skip
+
+
+def embedded_texts() -> Iterator[str]:
+    """Every document, always in the same order.
+
+    Raises:
+        DataError: this Python has no sources or documentation; raised while iterating.
+    """
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        topics = {}
+    for key in sorted(topics):
+        yield topics[key]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - NOT_EMBEDDED
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not topics or not sources:
+        raise DataError(
+            f"corpus.source embedded: no sources or documentation of Python in {root}; use another Python, or set "
+            "corpus.source to your own text"
+        )
+    for path in sorted(sources):
+        try:
+            with tokenize.open(path) as file:
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        yield text
+
+
+NANOGPT_FRACTION = 0.0005
+NANOGPT_SEED = 2357
+
+
+class Splitter:
+    """Assigns the documents of a corpus to splits; picklable.
+
+    With `hash` the split depends on the text alone: equal texts are in one split, added documents move no other, and a
+    larger held-out fraction takes documents from train only. With `nanogpt` it depends on the row number.
+    """
+
+    def __init__(self, corpus: CorpusConfig, rows: int | None):
+        """`rows`: number of rows in the corpus, bad and empty ones included; `hash` does not need it.
+
+        Raises:
+            ConfigError: too few rows for split `nanogpt`.
+            DataError: split `nanogpt` without the package datasets.
+        """
+        self._valid_rows: frozenset[int] | None = None
+        if corpus.split == "nanogpt":
+            if rows is None:
+                raise ValueError("split nanogpt needs the number of rows")
+            self._valid_rows = _nanogpt_rows(rows)
+        # integers, because a hash near 2**64 becomes 1.0 as a float
+        self._valid_below = math.ceil(corpus.valid_fraction * 2**64)
+        self._test_from = 2**64 - math.ceil(corpus.test_fraction * 2**64)
+
+    def split_of(self, row: int, text: str) -> Literal["train", "valid", "test"]:
+        """The split of the document in row `row` of the corpus."""
+        if self._valid_rows is not None:
+            return "valid" if row in self._valid_rows else "train"
+        point = xxhash.xxh3_64_intdigest(text.encode())
+        if point < self._valid_below:
+            return "valid"
+        return "test" if point >= self._test_from else "train"
+
+
+def _nanogpt_rows(rows: int) -> frozenset[int]:
+    """The validation rows of nanoGPT, drawn by `datasets.Dataset.train_test_split` as nanoGPT calls it."""
+    if rows < 2:
+        raise ConfigError(f"corpus.split nanogpt: too few rows to divide: {rows}; set corpus.split=hash")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("corpus.split nanogpt: needs the package datasets: pip install datasets") from None
+    import numpy as np
+    import pyarrow
+
+    numbers = datasets.Dataset(pyarrow.table({"row": np.arange(rows)}), fingerprint=f"rows-{rows}")
+    sides = numbers.train_test_split(test_size=NANOGPT_FRACTION, seed=NANOGPT_SEED, shuffle=True, keep_in_memory=True)
+    return frozenset(sides["test"]["row"])

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.config import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock
-from tost_lm.data.sources.messages import listed, too_long
+from tost_lm.data import CorpusConfig
+from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 
 ROW_OVERHEAD = 16

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from tost_lm.data.config import DataPrepConfig
+from tost_lm.data import DataPrepConfig
 from tost_lm.data.sources import fingerprint
-from tost_lm.data.tokenizers.characters import CharacterTokenizer
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
-from tost_lm.data.tokenizers.interface import Tokenizer
-from tost_lm.data.tokenizers.sentencepiece_bpe import SentencePieceTokenizer
+from tost_lm.data.tokenizers.interface import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
 from tost_lm.errors import DataError
 

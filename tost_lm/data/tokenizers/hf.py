@@ -10,9 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tost_lm.data.tokenizers.interface import Tokenizer
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK, escape
-from tost_lm.data.tokenizers.sentencepiece_bpe import UNESCAPED as SENTENCEPIECE_UNESCAPED
+from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
+from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.errors import DataError
 
 if TYPE_CHECKING:

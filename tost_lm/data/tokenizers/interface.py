@@ -1,9 +1,15 @@
-"""The interface of all tokenizers."""
+"""The interface of all tokenizers, their bounded-memory use on texts of any length, and the two kinds of our own
+format: characters, as in the released code's character-level runs, and lossless SentencePiece.
+"""
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from tost_lm.errors import DataError
 from tost_lm.files import sha256_bytes
 
 if TYPE_CHECKING:
@@ -39,3 +45,191 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of any ids in [0, vocab_size). The end-of-text id gives ''; invalid UTF-8 becomes U+FFFD."""
+
+
+class CharacterTokenizer(Tokenizer):
+    """One id per character. It has no end-of-text id: texts start after a newline, or after id 0 if there is none.
+
+    `model_bytes` are a JSON string of the characters in the order of their ids.
+    """
+
+    file_name = "characters.json"
+    has_eot = False
+
+    def __init__(self, model_bytes: bytes) -> None:
+        """Raises DataError if the bytes are not a JSON string of distinct characters."""
+        super().__init__(model_bytes)
+        try:
+            characters = json.loads(model_bytes)
+        except ValueError:
+            characters = None
+        if not isinstance(characters, str) or not 0 < len(characters) == len(set(characters)):
+            raise DataError("not a JSON string of distinct characters; give another tokenizer")
+        self._characters, self.vocab_size = characters, len(characters)
+        self._ids = {character: i for i, character in enumerate(characters)}
+        self.eot = self._ids.get("\n", 0)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises DataError for a character outside the vocabulary."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            raise DataError(
+                f"character outside the model's vocabulary: {error.args[0]!r}; remove it from the text"
+            ) from None
+
+    def encode_array(self, text: str) -> "np.ndarray":
+        import numpy as np
+
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self._characters[i] for i in ids)
+
+
+# SentencePiece writes a space as U+2581 and decodes U+2581 as a space, so U+2581 in a text is escaped.
+SPACE_MARK = "\u2581"
+ESCAPE = "\U000f2581"
+ESCAPED = {ESCAPE: ESCAPE + "0", SPACE_MARK: ESCAPE + "1"}
+UNESCAPED = {escaped: character for character, escaped in ESCAPED.items()}
+TO_ESCAPE = re.compile("|".join(ESCAPED))
+TO_UNESCAPE = re.compile("|".join(UNESCAPED))
+
+# SentencePiece is slow on long texts, so they are cut before spaces.
+SHORT_TEXTS = re.compile(r".{500,}?[^ ](?= )|.+", re.DOTALL)
+TEXTS_AT_ONCE = 256  # bounds memory: SentencePiece returns Python lists, 50 bytes an id
+PROBE = " a  b\t\n\0\ufb01é漢😀" + SPACE_MARK + " "
+TRAIN = "train one with tost prepare tokenizer"
+PIECE_BEYOND_WORD = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model with byte fallback; special pieces in a text are plain text."""
+
+    file_name = "tokenizer.model"
+
+    def __init__(self, model_bytes: bytes) -> None:
+        """Raises DataError if the bytes are not a lossless SentencePiece model with an end-of-text piece."""
+        import sentencepiece
+
+        super().__init__(model_bytes)
+        try:
+            # SentencePiece accepts empty bytes as a model and then logs on every call.
+            if not model_bytes:
+                raise RuntimeError
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+        except RuntimeError:
+            raise DataError(f"not a SentencePiece model; {TRAIN}") from None
+        self.vocab_size = self._model.vocab_size()
+        self.eot = self._model.eos_id()
+        if self.eot < 0:
+            raise DataError(f"the SentencePiece model has no end-of-text piece (eos_id is -1); {TRAIN}")
+        if self.decode(self._model.encode(escape(PROBE))) != PROBE:
+            raise DataError(f"the SentencePiece model is not lossless (spaces, rare or normalized characters); {TRAIN}")
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        first, second, spaced, both = self._model.encode(["a", "b", " b", "a b"], num_threads=1)
+        self.adds_space = first + second == both
+        # True for the models trained here, except with some user symbols.
+        self._cuts_at_spaces = first + spaced == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> "np.ndarray":
+        import numpy as np
+
+        text = escape(text)
+        short = (found[0] for found in SHORT_TEXTS.finditer(text)) if self._cuts_at_spaces else iter([text])
+        arrays = [np.empty(0, np.uint32)]
+        while texts := list(islice(short, TEXTS_AT_ONCE)):
+            ids = self._model.encode(texts, num_threads=1)
+            arrays.append(np.fromiter(chain.from_iterable(ids), np.uint32))
+        return np.concatenate(arrays)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text = self._model.decode([int(i) for i in ids])
+        if ESCAPE not in text:
+            return text
+        return TO_UNESCAPE.sub(lambda found: UNESCAPED[found[0]], text)
+
+
+def escape(text: str) -> str:
+    """Escape the characters that SentencePiece does not decode to themselves."""
+    if SPACE_MARK not in text and ESCAPE not in text:
+        return text
+    return TO_ESCAPE.sub(lambda found: ESCAPED[found[0]], text)
+
+
+BLOCK_CHARACTERS = 1 << 18
+REPLACEMENT = "\ufffd"
+MAX_INCOMPLETE = 3  # replacement characters of an incomplete UTF-8 sequence, at most
+MAX_PENDING_IDS = 64  # this many ids without a complete character are not UTF-8
+
+
+def encode_blocks(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator["np.ndarray"]:
+    """Token ids of the concatenated `blocks`, as arrays of any length, without the end-of-text id.
+
+    The ids equal `tokenizer.encode` of the whole text if the text has spaces and the tokenizer cuts at them. The text
+    is cut before a space that follows a non-space character. GPT-2 always cuts there; so does any other tokenizer
+    unless one of its tokens crosses a word boundary (a user symbol may). A block without such a space is cut at its
+    end, where one token may become two, and a tokenizer that puts a space before a text puts one.
+    """
+    pending, space = "", ""
+    for block in blocks:
+        text = pending + block
+        cut = _last_boundary(text)
+        if not cut and len(text) >= BLOCK_CHARACTERS:
+            cut = len(text)
+        if cut:
+            yield tokenizer.encode_array(text[:cut].removeprefix(space))
+            space = " " if tokenizer.adds_space else ""  # it puts back the space before a cut
+        pending = text[cut:]
+    if pending:
+        yield tokenizer.encode_array(pending.removeprefix(space))
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of token ids, in complete characters; the concatenation equals `tokenizer.decode` of all ids.
+
+    Yields one string (possibly empty) for each id and one at the end. After 64 ids without a complete last character,
+    it yields the decoded text with its replacement characters.
+    """
+    context: list[int] = []  # ids before `pending`, because a tokenizer may trim the beginning of a text
+    pending: list[int] = []
+    emitted = 0
+    for i in ids:
+        pending.append(i)
+        text = _decode_after(tokenizer, context, pending)
+        complete = len(text) if len(pending) >= MAX_PENDING_IDS else _complete_characters(text)
+        yield text[emitted:complete]
+        emitted = complete
+        if complete == len(text):
+            context, pending, emitted = pending, [], 0
+    yield _decode_after(tokenizer, context, pending)[emitted:]
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one id after other text: '' for the end-of-text id, U+FFFD for an incomplete character."""
+    return _decode_after(tokenizer, tokenizer.encode("a"), [token])
+
+
+def _last_boundary(text: str) -> int:
+    """Index of the last space after a non-space character and before any character; 0: none."""
+    end = len(text) - 1
+    while (space := text.rfind(" ", 1, end)) > 0:
+        if not text[space - 1].isspace():
+            return space
+        end = space
+    return 0
+
+
+def _decode_after(tokenizer: Tokenizer, context: list[int], ids: list[int]) -> str:
+    """The text that `ids` add to the text of `context`."""
+    return tokenizer.decode([*context, *ids])[len(tokenizer.decode(context)) :]
+
+
+def _complete_characters(text: str) -> int:
+    """Number of leading characters that later ids cannot change."""
+    if text.endswith(ESCAPE):
+        return len(text) - 1
+    return len(text) - min(MAX_INCOMPLETE, len(text) - len(text.rstrip(REPLACEMENT)))

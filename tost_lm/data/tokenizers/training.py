@@ -17,11 +17,10 @@ from typing import IO, NamedTuple
 
 import xxhash
 
-from tost_lm.data.config import DataPrepConfig
-from tost_lm.data.sources import BadRow, count_rows, parse, read_blocks
-from tost_lm.data.sources.messages import too_many_bad
-from tost_lm.data.split import Splitter
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPE, SPACE_MARK, escape
+from tost_lm.data import DataPrepConfig
+from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_blocks
+from tost_lm.data.sources.blocks import too_many_bad
+from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, escape
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes, sha256_file, write_atomically
 from tost_lm.version import VERSION

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tost_lm.data.tokenizers.incremental import token_text
+from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis, concentration
 from tost_lm.evaluation.analysis.tokens import visible

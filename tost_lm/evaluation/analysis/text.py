@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.incremental import token_text
+from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.errors import DataError
 
 WORD_CLASSES: Mapping[str, str] = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.data.tokenizers.incremental import decode_ids, token_text
+from tost_lm.data.tokenizers.interface import decode_ids, token_text
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles
 from tost_lm.evaluation.analysis.memberships import (
     MIN_DEVIATION,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.config.section import leaves
+from tost_lm.config import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.report.charts import (
     POSITION,

@@ -11,9 +11,9 @@ from uuid import UUID
 import numpy as np
 
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources.corpus import embedded_texts
+from tost_lm.data.sources import embedded_texts
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.incremental import encode_blocks
+from tost_lm.data.tokenizers.interface import encode_blocks
 from tost_lm.errors import DataError
 from tost_lm.evaluation.text import TextFile
 

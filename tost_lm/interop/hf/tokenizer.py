@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
-from tost_lm.data.tokenizers.sentencepiece_bpe import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
+from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 
 GPT2_EOT = "<|endoftext|>"
 

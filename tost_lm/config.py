@@ -1,0 +1,335 @@
+"""Typed settings: from TOML and overrides to a frozen, validated tree; and the command line of all programs.
+
+    tost COMMAND CONFIG|RUN [section.key=value …] [--help] [--dry-run]
+
+This module does not import torch.
+"""
+
+import difflib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tost_lm.errors import ConfigError, TostError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SCRIPTS = ("launch.sh", "train.sbatch", "hostfile")
+
+
+def recipes() -> dict[str, Path]:
+    """File by name: recipes without `.toml`, then the scripts of `configs/cluster`."""
+    named = {path.stem: path for path in sorted(RECIPES.glob("*/*.toml"))}
+    return named | {name: RECIPES / "cluster" / name for name in SCRIPTS}
+
+
+def find_recipe(path: Path) -> Path:
+    """The file of a recipe if `path` is its name; any other path unchanged.
+
+    Raises:
+        ConfigError: the working folder has a file of this name, too.
+    """
+    if (recipe := recipes().get(str(path))) is None:
+        return path
+    for file in (path, path.with_name(f"{path.name}.toml")):
+        if file.exists():
+            raise ConfigError(
+                f"{path}: is a recipe, and {file} exists here; write {file.absolute()} for the file, or move it away "
+                "to use the recipe"
+            )
+    return recipe
+
+
+class Section(BaseModel):
+    """A frozen group of settings. The docstring of each field is its text in `--help`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_config(section: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
+    """Read a TOML file, apply `section.key=value` overrides and validate the tree.
+
+    Raises:
+        ConfigError: the file cannot be read, or settings are invalid (one line for each).
+    """
+    tree = read_toml(path) if path else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate(section, tree, where=str(path) if path else "command line")
+
+
+def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> AnySection:
+    """Build `section` from plain values. Raises ConfigError with a line for each problem that starts with `where`."""
+    try:
+        # JSON mode is strict about types, but accepts lists and nested tables in the form of TOML.
+        return section.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        lines = [f"{where}: {_explain(section, problem)}" for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The class of a field that is a section, also of one that may be left out (`Section | None`); None: a setting."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def to_toml(config: Section) -> str:
+    """The whole tree as TOML, including defaults, in the order of the fields."""
+    lines: list[str] = []
+    tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json"))]
+    for name, table in tables:
+        if name:
+            lines += ["", f"[{name}]"]
+        for key, value in table.items():
+            key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+            if isinstance(value, dict):
+                tables.append((f"{name}.{key}" if name else key, value))
+            elif value is not None:
+                lines.append(f"{key} = {toml_value(value)}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def differences(old: Section, new: Section) -> list[str]:
+    """One line `path: old → new` for each setting that differs between two configurations of one class."""
+    old_values, new_values = (dict(leaves(tree.model_dump(mode="json"))) for tree in (old, new))
+    pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
+    in_words = lambda value: "not set" if value is None else toml_value(value)
+    return [f"{path}: {in_words(a)} → {in_words(b)}" for path, (a, b) in pairs.items() if a != b]
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of each setting of a nested tree."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def toml_value(value: Any) -> str:
+    """A string, number, boolean or list in TOML, which is JSON but for one control character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tree of a TOML file. Raises ConfigError that names the file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        files = {p.name: p for p in path.parent.glob("*.toml")} | {name: Path(name) for name in recipes()}
+        near = difflib.get_close_matches(path.name, files, n=1)
+        hint = f" (did you mean {files[near[0]]}?)" if near else "; tost recipes lists those by name"
+        raise ConfigError(f"{path}: no such configuration file{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a TOML file: {error}; write it in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    *parents, key = path.split(".")
+    if not equals or not all([*parents, key]):
+        raise ConfigError(f"not a setting: {override}; write section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted string
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{override}: {parent} is a setting, not a section; see --help")
+    tree[key] = value
+
+
+def _explain(section: type[Section], problem: Any) -> str:
+    if problem["type"] == "json_invalid":
+        return "a setting is not valid Unicode; write it in UTF-8"
+    location = [key for key in problem["loc"] if isinstance(key, str)]
+    path = ".".join(location) or "configuration"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_beside(section, location)
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = ".".join([*location[:-1], near[0]]) if near else _elsewhere(section, location[-1])
+        return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
+    if problem["type"] == "missing":
+        return f"{path}: must be set; --help describes it"
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")  # the message of a validator names its settings
+    return f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+
+
+def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
+    for key in location[:-1]:
+        inner = section_of(section.model_fields[key].annotation)
+        assert inner
+        section = inner
+    return list(section.model_fields)
+
+
+def _elsewhere(section: type[Section], key: str) -> str | None:
+    """The path of a key with this name in another section of the tree."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner and key in inner.model_fields:
+            return f"{name}.{key}"
+    return None
+
+
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+ALONE_S = 5.0  # after it a rank prints an error that rank 0 has not printed
+
+
+def run_program(
+    main: Callable[[Any, AnySection], None],
+    *,
+    name: str,
+    doc: str,
+    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN CONFIG", "FOLDER", "SOURCE"],
+    config: type[AnySection],
+    prompt: str | None = None,
+    arguments: Sequence[str] | None = None,
+) -> NoReturn:
+    """Read the command line, build the configuration, call `main(path, config)` and exit.
+
+    Args:
+        name: the command, `tost train`, or the module of a program that is no command.
+        positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
+            optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
+            `RUN…`, `path` is a list, and with `RUN CONFIG` the checkpoint.
+            `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
+        prompt: the setting that a second positional argument sets, unless that has the form of a setting.
+
+    `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
+    problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = name if name.startswith("tost ") else f"python -m {name}"
+    if "torch" not in sys.modules:
+        # OpenMP threads that wait busily slow down every operation when another process uses the cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8
+    try:
+        if "--help" in words or "-h" in words:
+            print(help_text(command, doc, f"{positional} [PROMPT]" if prompt else positional, config))
+            sys.exit(0)
+        paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
+        file = None
+        if "CONFIG" in positional and paths:
+            paths[-1] = file = find_recipe(paths[-1])
+        settings = load_config(config, file, overrides)
+        if dry_run:
+            print(to_toml(settings), end="")
+        elif positional == "RUN…":
+            main(paths, settings)
+        else:
+            main(paths[0] if paths else None, settings)
+    except TostError as error:
+        _exit_with_lines(error)
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\ninterrupted; run the same command to resume", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
+        sys.exit(EXIT_BROKEN_PIPE)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _exit_with_lines(TostError(f"{error.filename}: {error.strerror}"))
+    sys.exit(0)
+
+
+def help_text(command: str, doc: str, positional: str, config: type[Section]) -> str:
+    """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
+    lines = [doc.strip(), "", f"usage: {command} {positional} [section.key=value …] [--help] [--dry-run]", ""]
+    lines += _setting_lines(config, "")
+    return "\n".join(lines)
+
+
+def _parse(
+    command: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
+) -> tuple[list[Path], list[str], bool]:
+    flags = [word for word in words if word.startswith("-")]
+    unknown = [flag for flag in flags if flag != "--dry-run"]
+    if unknown:
+        raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
+    rest = [word for word in words if word not in flags]
+    names = positional.split()
+    paths = list(takewhile(lambda word: "=" not in word, rest[: None if positional == "RUN…" else len(names)]))
+    if len(paths) < len(names):
+        if positional.startswith("["):
+            return [], rest, bool(flags)
+        raise ConfigError(f"{names[len(paths)]} is missing; write {command} {positional} before any section.key=value")
+    looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
+    if prompt and looks_like_setting and looks_like_setting[1] not in sections:
+        as_prompt = shlex.quote(f"{prompt}={toml_value(rest[1])}")
+        raise ConfigError(
+            f"{looks_like_setting[1]}: unknown key (known: {', '.join(sections)}); as a prompt, write it as {as_prompt}"
+        )
+    if prompt and len(rest) > 1 and not looks_like_setting:
+        if any(word.startswith(f"{prompt}=") for word in rest[2:]):
+            raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
+        rest[1] = f"{prompt}={toml_value(rest[1])}"
+    return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
+
+
+def _exit_with_lines(error: TostError) -> NoReturn:
+    rank = int(os.environ.get("RANK", "0"))
+    alone = rank > 0 and error.printed_here is None
+    if alone:
+        # Usually all ranks have the same error, and the launcher stops them when rank 0 has printed it.
+        time.sleep(ALONE_S)
+    if error.printed_here is not False:
+        for line in str(error).splitlines():
+            print(f"error: {f'rank {rank}: ' if alone else ''}{line}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if inner := section_of(field.annotation):
+            yield from _setting_lines(inner, f"{prefix}{name}.")
+        else:
+            kind = _type_name(field.annotation)
+            default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+            yield f"  {prefix}{name}  ({kind}, {default})\n      {field.description}"
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(_type_name(inner) for inner in get_args(annotation) if inner is not NoneType)
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) is list:
+        return f"list[{_type_name(get_args(annotation)[0])}]"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
