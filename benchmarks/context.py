@@ -14,7 +14,7 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation.context_config import CONTEXT_GAIN, COPYING, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES, TASKS
+from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES, TASKS
 from tost_lm.markdown import with_error
 
 STEPS = {COPYING: 200, CONTEXT_GAIN: 200, MANY_SHOT_SEEN: 600, MANY_SHOT_UNSEEN: 600, PASSAGES: 300}

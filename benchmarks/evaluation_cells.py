@@ -12,7 +12,7 @@ from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS
 from benchmarks.measure import interleaved_seconds
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.likelihood import BATCH_TOKENS, Request, score_requests
 from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.protocols.missing_word import passages

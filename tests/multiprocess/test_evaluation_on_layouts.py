@@ -8,8 +8,7 @@ from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
-from tost_lm.evaluation.generation import Sampling, generate
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel, Sampling, generate
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.grid import Scores, model_scorer
 from tost_lm.evaluation.retrieval.tasks import Example

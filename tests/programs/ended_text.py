@@ -4,8 +4,8 @@ import math
 import os
 
 from tost_lm.cli.eval import text
-from tost_lm.evaluation import saved_position
-from tost_lm.evaluation.saved_position import Position, SavedPosition
+from tost_lm.evaluation import text as text_module
+from tost_lm.evaluation.text import Position, SavedPosition
 
 write_if_due = SavedPosition.write_if_due
 
@@ -17,6 +17,6 @@ def write_and_end(self: SavedPosition, position: Position) -> None:
 
 
 if __name__ == "__main__":
-    saved_position.SAVE_EVERY_S, saved_position.LARGEST_SHARE = 0.0, math.inf
+    text_module.SAVE_EVERY_S, text_module.LARGEST_SHARE = 0.0, math.inf
     SavedPosition.write_if_due = write_and_end
     text.run()

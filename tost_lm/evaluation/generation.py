@@ -1,18 +1,57 @@
-"""Text generation from the model's state: one token at a time, in constant memory for TSSA layers."""
+"""The interface of a model in evaluation, ours on one or several ranks or one of another library; and text generation
+from the model's state: one token at a time, in constant memory for TSSA layers.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import decode_ids
 from tost_lm.errors import CheckpointError, ConfigError, TostError
-from tost_lm.evaluation.language_model import LanguageModel
 from tost_lm.model import LMOutput, LMState
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
+
+
+class ModelFacts(Protocol):
+    """Facts about a model beside its weights."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that it was trained to read at once, the default window."""
+        ...
+
+    @property
+    def position_limit(self) -> int | None:
+        """Maximum number of tokens; None: unlimited."""
+        ...
+
+    @property
+    def pattern(self) -> str:
+        """Types of its layers."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Window of its softmax layers; None: unlimited."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """A model in evaluation mode. All ranks of one copy of the model call it with the same arguments."""
+
+    @property
+    def config(self) -> ModelFacts: ...
+
+    def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
+        """As `TostLM`, but with labels there may be no state."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
 
 Choose = Callable[[Tensor], Tensor]
 """Maps logits [B, V] to the next token of each sequence [B]."""

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.evaluation.generation import continuations, greedy
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel, continuations, greedy
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.model.streaming import TILE_TOKENS, prefill
 from tost_lm.ops.cross_entropy import IGNORED_LABEL

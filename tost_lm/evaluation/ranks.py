@@ -18,7 +18,7 @@ from tost_lm.evaluation.stop import StopRequest, Terminated
 from tost_lm.evaluation.subject import Subject, pick_device
 
 if TYPE_CHECKING:
-    from tost_lm.evaluation.language_model import LanguageModel
+    from tost_lm.evaluation.generation import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
 PROGRESS_EVERY_S = 60.0

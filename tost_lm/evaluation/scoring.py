@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.likelihood import disjoint_windows, score_requests
 from tost_lm.evaluation.ranks import Ranks
 

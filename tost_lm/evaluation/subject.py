@@ -27,7 +27,7 @@ from tost_lm.version import VERSION, git_commit
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
-    from tost_lm.evaluation.language_model import LanguageModel
+    from tost_lm.evaluation.generation import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
 HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"

@@ -1,18 +1,30 @@
-"""What `tost eval suite` checks before it runs its first program."""
+"""What `tost eval suite` checks before it runs its first program; and its table: all results of a model, with published
+ones and what may be compared.
+"""
 
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.evaluation.context import tasks as context_tasks
+from tost_lm.evaluation import context as context_tasks
+from tost_lm.evaluation import retrieval
+from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.data_sets import find_set_file
 from tost_lm.evaluation.hugging_face import HuggingFaceSubject, find_subject
 from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.retrieval import catalog
-from tost_lm.evaluation.subject import HELDOUT, Subject
-from tost_lm.evaluation.suite_config import Step
+from tost_lm.evaluation.published import PUBLISHED, condition, verdict, why_not_comparable
+from tost_lm.evaluation.report.page import to_html, to_markdown
+from tost_lm.evaluation.report.record import EvaluatedModel
+from tost_lm.evaluation.report.retrieval import HEADLINES, SHOWN, mean_score
+from tost_lm.evaluation.subject import HELDOUT, TEXT, Subject
+from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, FACTS, Step
 from tost_lm.evaluation.text import TextFile
+from tost_lm.files import write_atomically
+from tost_lm.markdown import escape, format_result, table
 
 
 def check_steps(path: Path, steps: Sequence[Step]) -> Subject:
@@ -57,9 +69,9 @@ def _checks(step: Step, subject: Subject) -> Iterator[Callable[[], object]]:
 def _make_tasks(step: Step, subject: Subject) -> None:
     config, tokenizer = step.config, subject.tokenizer()
     haystack = getattr(config, step.section).haystack
-    text = partial(catalog.find_text, haystack, config.heldout.shards, subject, tokenizer, step.section)
+    text = partial(retrieval.find_text, haystack, config.heldout.shards, subject, tokenizer, step.section)
     if step.section == "retrieval":
-        catalog.make_tasks(config, tokenizer, text)
+        retrieval.make_tasks(config, tokenizer, text)
     else:
         context_tasks.make_tasks(config.context, tokenizer, text)
 
@@ -69,3 +81,192 @@ def _reject_hugging_face(step: Step, subject: Subject) -> None:
         f"{subject.checkpoint}: a Hugging Face model, which tost {step.command} does not read; leave out "
         f"[{step.section}]"
     )
+
+
+NOTHING = "–"
+OWN_TEXT, OWN_SENTENCES = "no: the text is our own", "no: the sentences are our own"
+
+
+class Row(NamedTuple):
+    """A line of the table; a line with an empty task continues the line above with another published result."""
+
+    task: str
+    metric: str
+    result: str
+    reference: str
+    """Chance level, result of the control, or a baseline."""
+    examples: str
+    length: str
+    published: str = NOTHING
+    comparable: str = NOTHING
+
+
+HEADER = ("task", "metric", "result", "chance, control", "examples", "length in tokens", "published", "comparable")
+
+
+def write_suite(subject: Subject, steps: Sequence[Step], failed: Mapping[str, int], target: str) -> Path:
+    """Write suite.md and suite.html into the folder `eval` of the subject. Returns the path of suite.html.
+
+    Args:
+        failed: exit codes of the programs that failed, by command. Their results are not shown.
+        target: the model as the programs are given it.
+    """
+    title = f"Evaluation of {subject.home.resolve().name}"
+    markdown = to_markdown(_sections(title, subject, steps, failed, target))
+    folder = subject.home / "eval"
+    write_atomically(folder / "suite.md", markdown)
+    write_atomically(folder / "suite.html", to_html(markdown, {}, title))
+    return folder / "suite.html"
+
+
+def _sections(
+    title: str, subject: Subject, steps: Sequence[Step], failed: Mapping[str, int], target: str
+) -> Iterator[str]:
+    rows = [row for step in steps for row in _rows_of(step, subject, failed.get(step.command))]
+    hashes = subject.hashes()
+    yield f"# {escape(title)}"
+    yield (
+        f"Checkpoint `{subject.checkpoint.name}` (SHA-256 {hashes['checkpoint_sha256'][:12]}), tokenizer (SHA-256 "
+        f"{hashes['tokenizer_sha256'][:12]})."
+    )
+    yield table(HEADER, rows)
+    yield (
+        "± is the standard error over examples. A published result is comparable if protocol, test set file and "
+        "window length are the same and, for metrics per token, the tokenizer. The published results have no standard "
+        "error. Each program writes its results with all metrics to `eval/TASK/results.json`:"
+    )
+    yield "\n".join(f"- `tost {step.command} {shlex.join([target, *step.overrides])}`" for step in steps)
+
+
+def _rows_of(step: Step, subject: Subject, failure: int | None) -> Iterator[Row]:
+    for task in _tasks_of(step):
+        if failure is not None:
+            yield Row(task, NOTHING, f"tost {step.command} failed (exit code {failure})", *[NOTHING] * 3)
+            continue
+        results = EvaluatedModel(subject.home).results(task)
+        assert results is not None, f"{task}: the program has ended without results"
+        yield from ROWS[HELDOUT if task == HELDOUT else step.section](task, results, subject)
+
+
+def _tasks_of(step: Step) -> list[str]:
+    """The names under which a program writes results."""
+    config = step.config
+    if step.section == "zero_shot":
+        return list(dict.fromkeys(config.zero_shot.protocols))
+    if step.section in ("retrieval", "context"):
+        return getattr(config, step.section).tasks
+    return [POSITIONS if step.section == "positions" else TEXT]
+
+
+def _of_protocol(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    """The cited metric, and those that have published results: a line for each of these."""
+    totals, published = results["model"], [row for row in PUBLISHED if row.protocol == task]
+    for measure in dict.fromkeys([results["headline"], *(row.measure for row in published)]):
+        has_chance = "chance" in totals and measure.endswith("accuracy")
+        own = (
+            task, _in_words(measure), _result(measure, totals, totals["examples"]),
+            f"chance {totals['chance']:.2%}" if has_chance else NOTHING,
+            f"{totals['examples']:,}", f"{results['window_tokens']:,}",
+        )  # fmt: skip
+        others = [
+            (
+                f"{row.model}: {row.shown_value} ({row.source})",
+                verdict(why_not_comparable(row, results), condition(results)),
+            )
+            for row in published
+            if row.measure == measure
+        ]
+        yield Row(*own, *(others[0] if others else (NOTHING, NOTHING)))
+        yield from (Row("", "", "", "", "", "", *other) for other in others[1:])
+
+
+def _of_heldout(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    totals, key = results["model"], "bits_per_byte"
+    best = min(results["baselines"], key=lambda baseline: baseline[key])
+    window = read_model_config(subject.checkpoint).max_positions
+    reference = f"{best['name']} {best[key]:.4f}"
+    result, examples = _result(key, totals, totals["documents"]), f"{totals['documents']:,}"
+    yield Row(task, _in_words(key), result, reference, examples, f"{window:,}", comparable=OWN_TEXT)
+
+
+def _of_retrieval(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    """A line for each length, over all depths."""
+    key, cells = HEADLINES[task], results["cells"]
+    for length in sorted({cell["length"] for cell in cells}):
+        means = _over_cells([cell for cell in cells if cell["length"] == length], (key, f"control_{key}"))
+        yield _of_cells(task, key, means, results["chance"], f"{length:,}")
+
+
+def _of_context(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    """Two lines for each cell: the cited score, and the gain over the control."""
+    for cell in results["cells"]:
+        facts = ", ".join(f"{name} {cell[name]:,}" for name in FACTS if name in cell)
+        length = f"{cell['length']:,}" + (f" ({facts})" if facts else "")
+        yield _of_cells(task, SHOWN[task][0], cell, results["chance"], length)
+        gain = _result("gain_over_control", cell, cell["samples"])
+        examples = f"{cell['samples']:,}"
+        yield Row(task, "gain over control (nats per token)", gain, NOTHING, examples, length, comparable=_own(task))
+
+
+def _of_cells(task: str, key: str, cell: Mapping[str, Any], chance: float, length: str) -> Row:
+    reference = f"chance {chance:.2%}, control {format_result(f'control_{key}', cell)}"
+    result, examples = _result(key, cell, cell["samples"]), f"{cell['samples']:,}"
+    return Row(task, _in_words(key), result, reference, examples, length, comparable=_own(task))
+
+
+def _over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Means over the examples of cells, with the standard errors of independent examples."""
+    samples = sum(cell["samples"] for cell in cells)
+    means: dict[str, Any] = {"samples": samples}
+    for key in keys:
+        errors = [cell[f"{key}_standard_error"] for cell in cells]
+        means[key] = mean_score(cells, key)
+        means[f"{key}_standard_error"] = (
+            None
+            if None in errors
+            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
+        )
+    return means
+
+
+def _of_positions(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    """The last positions within the trained length, and the last ones beyond it."""
+    buckets, key = results["by_position"], "nats_per_token"
+    for is_trained, place in ((True, "within"), (False, "beyond")):
+        if last := [bucket for bucket in buckets if bucket["trained"] == is_trained][-1:]:
+            totals = {key: last[0][key], f"{key}_standard_error": last[0]["standard_error"]}
+            length = f"up to {last[0]['end']:,}, {place} the trained length"
+            result, examples = _result(key, totals, results["sequences"]), f"{results['sequences']:,}"
+            yield Row(task, _in_words(key), result, NOTHING, examples, length, comparable=OWN_TEXT)
+
+
+def _of_text(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
+    totals, key = results["model"], "bits_per_byte"
+    result, length = _result(key, totals, 1), f"{totals['tokens']:,}"
+    yield Row(task, _in_words(key), result, NOTHING, "1", length, comparable=OWN_TEXT)
+
+
+ROWS: dict[str, Callable[[str, dict[str, Any], Subject], Iterator[Row]]] = {
+    HELDOUT: _of_heldout,
+    "zero_shot": _of_protocol,
+    "retrieval": _of_retrieval,
+    "context": _of_context,
+    "positions": _of_positions,
+    "text": _of_text,
+}
+"""The lines of a task with results, by protocol or section."""
+
+
+def _result(key: str, totals: Mapping[str, Any], examples: int) -> str:
+    """A result as it is cited, with its standard error, or that it has none, as with a single example."""
+    if examples > 1 and totals.get(f"{key}_standard_error") is not None:
+        return format_result(key, totals)
+    return f"{format_result(key, {key: totals[key]})} (no standard error)"
+
+
+def _own(task: str) -> str:
+    return OWN_TEXT if task in (COPYING, CONTEXT_GAIN) else OWN_SENTENCES
+
+
+def _in_words(key: str) -> str:
+    return key.replace("_", " ")

@@ -1,10 +1,12 @@
-"""Settings of `tost eval suite`: those of the programs that it runs."""
+"""Settings of `tost eval context`, and of `tost eval suite`: those of the programs that it runs."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section, leaves, toml_value, validate
+from tost_lm.errors import did_you_mean
 from tost_lm.evaluation.config import (
     DataSetsConfig,
     HeldoutConfig,
@@ -20,8 +22,78 @@ from tost_lm.evaluation.config import (
     TextFileConfig,
     ZeroShotConfig,
 )
-from tost_lm.evaluation.context_config import ContextConfig, ContextTasksConfig
 from tost_lm.parallel import LaunchConfig
+
+COPYING, CONTEXT_GAIN = "copying@text", "context_gain@text"
+MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = "many_shot_seen@own-words", "many_shot_unseen@own-words"
+PASSAGES = "passages@own-words"
+TASKS = (COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
+"""All tasks, in the order of tables. A changed task gets a new name."""
+FACTS = ("distance", "removed", "shots", "passages")
+"""Keys that the cells of a task have beside its scores."""
+LABELS = 8
+MAX_PASSAGES = 1000
+
+
+class ContextTasksConfig(Section):
+    """Settings of all tasks."""
+
+    tasks: list[str] = Field(default=list(TASKS), min_length=1)
+    """Names of tasks."""
+    lengths: list[PositiveInt] = Field(default_factory=list)
+    """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.max_positions."""
+    target_tokens: int = Field(default=32, gt=0)
+    """Tokens that are scored in an example of copying and context_gain."""
+    shots: list[PositiveInt] = Field(default_factory=list)
+    """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.max_positions."""
+    passages: list[PositiveInt] = Field(default_factory=list)
+    """Passages before the question, at most 1,000; empty: 1, 2, 4, … as far as they fit model.max_positions."""
+    samples: int = Field(default=32, gt=0)
+    """Examples per cell."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the texts, labels and facts."""
+    haystack: Path | None = None
+    """A UTF-8 file with one long document for copying and context_gain; default: the held-out documents, or Python's documentation if there are none."""
+    samples_folder: Path = Path("data/context")
+    """Folder of generated examples, which models with the same tokenizer share. It may be deleted."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
+        for name in tasks:
+            if name not in TASKS:
+                hint = did_you_mean(name, TASKS)
+                raise ValueError(f"context.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
+        return list(dict.fromkeys(tasks))
+
+    @field_validator("lengths", "shots", "passages")
+    @classmethod
+    def _in_order(cls, numbers: list[int]) -> list[int]:
+        return sorted(set(numbers))
+
+    @field_validator("shots")
+    @classmethod
+    def _check_shots(cls, shots: list[int]) -> list[int]:
+        if shots and min(shots) < LABELS:
+            raise ValueError(f"context.shots: {min(shots)} is less than the {LABELS} labels; raise it")
+        return shots
+
+    @field_validator("passages")
+    @classmethod
+    def _check_passages(cls, passages: list[int]) -> list[int]:
+        if passages and max(passages) > MAX_PASSAGES:
+            raise ValueError(f"context.passages: {max(passages)} is more than {MAX_PASSAGES}; lower it")
+        return passages
+
+
+class ContextConfig(Section):
+    """Settings of `tost eval context`."""
+
+    context: ContextTasksConfig = Field(default_factory=ContextTasksConfig)
+    heldout: TextConfig = Field(default_factory=TextConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    parallel: RanksConfig = Field(default_factory=RanksConfig)
+
 
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "zero_shot": ("eval zero-shot", ZeroShotConfig),

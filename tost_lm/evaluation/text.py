@@ -1,29 +1,138 @@
-"""A text file of any size, read in blocks, and its score as one stream (protocol text@bpb)."""
+"""The score of one long text, read as a stream: of a text file of any size (protocol text@bpb), and by position, far
+beyond the trained length, of held-out text (protocol positions).
+
+The position in the stream is saved: after an interruption the evaluation resumes with equal bits.
+
+Shape suffixes: S tokens of a sequence, N sequences, P position buckets.
+"""
 
 import codecs
 import ctypes
 import hashlib
+import io
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
+import xxhash
+from torch import Tensor
 
+from tost_lm.config import read_toml
+from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import encode_blocks
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.config import SequencesConfig
+from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.saved_position import Position, SavedPosition
 from tost_lm.evaluation.scoring import rates
-from tost_lm.model.streaming import TILE_TOKENS, TokenStream
+from tost_lm.evaluation.subject import Subject, differing
+from tost_lm.files import write_atomically
+from tost_lm.model import ModelConfig
+from tost_lm.model.block import STATE_OF
+from tost_lm.model.output import LMState
+from tost_lm.model.positions import position_ends
+from tost_lm.model.streaming import TILE_TOKENS, StreamingModel, TokenStream
 
 if TYPE_CHECKING:
     from tost_lm.model import LMState
+
+SAVE_EVERY_S = 10.0
+LARGEST_SHARE = 0.05
+"""Of the time, for saving: the state of softmax layers without a window may be large."""
+LETTER_OF = {kind: letter for letter, kind in STATE_OF.items()}
+DIGEST_BYTES = 16
+
+
+class Position(NamedTuple):
+    """A position in a text."""
+
+    tokens: int = 0
+    """Number of tokens scored so far."""
+    nats: float = 0.0
+    """Their sum."""
+    state: LMState | None = None
+    """The model's state before the last of them; None at the beginning."""
+
+
+class SavedPosition:
+    """The file of the last saved position. All ranks make the same calls; rank 0 writes, and all ranks read.
+
+    The file has the XXH3-128 of its content in front, and the states of all tensor ranks. It fits any number of
+    sequence ranks.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], ranks: Ranks):
+        """
+        Args:
+            identity: everything that the result depends on.
+        """
+        self.path, self._ranks = path, ranks
+        self._identity = identity | {"parallel": {"tensor": ranks.tensor_ranks}}
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+
+    def read(self, model: "LanguageModel") -> Position:
+        """The saved position, which is reported on stdout. Without a file it is the beginning, as with the file of
+        another identity or a damaged one, which are named."""
+        position, problem = self._read(next(model.parameters()).device)
+        found = self._ranks.gather(position.tokens)
+        if len(set(found)) > 1:
+            position, problem = Position(), "not the same on all nodes"
+        if problem:
+            print(f"{self.path}: {problem}; scoring starts at the beginning", flush=True)
+        elif position.tokens:
+            print(f"resuming after {position.tokens:,} tokens", flush=True)
+        return position
+
+    def write_if_due(self, position: Position) -> None:
+        """Save the position every SAVE_EVERY_S seconds, or more rarely if that takes more than LARGEST_SHARE."""
+        started = time.monotonic()
+        if not self._ranks.gather(started >= self._next_save)[0]:
+            return
+        assert position.state
+        layers = [(LETTER_OF[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
+        if self._ranks.rank == 0:
+            buffer = io.BytesIO()
+            torch.save((self._identity, position.tokens, position.nats, layers), buffer)
+            data = buffer.getvalue()
+            write_atomically(self.path, xxhash.xxh3_128_digest(data) + data)
+        ended = time.monotonic()
+        self._next_save = ended + max(SAVE_EVERY_S, (ended - started) / LARGEST_SHARE)
+
+    def remove(self) -> None:
+        """Remove the file, after the result is written; rank 0 calls it."""
+        self.path.unlink(missing_ok=True)
+
+    def _read(self, device: torch.device) -> tuple[Position, str | None]:
+        """The position, and what is wrong with the file."""
+        if not self.path.is_file():
+            return Position(), None
+        content = self.path.read_bytes()
+        digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        if digest != xxhash.xxh3_128_digest(data):
+            return Position(), "damaged"
+        identity, tokens, nats, layers = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        if identity != self._identity:
+            return Position(), f"saved with another {differing(identity, self._identity)}"
+        rank = self._ranks.mesh.tensor.rank if self._ranks.mesh else 0
+        states = tuple(STATE_OF[letter](*(x_R[rank] for x_R in tensors)) for letter, tensors in layers)
+        return Position(tokens, nats, LMState(states, (tokens,))), None
+
+    def _of_all_tensor_ranks(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Each tensor of a layer's state on all R tensor ranks, [R, …] on the host."""
+        if self._ranks.mesh is None or self._ranks.tensor_ranks == 1:
+            return [x[None].cpu() for x in tensors]
+        from tost_lm.parallel.mesh import all_gather
+
+        return [all_gather(x, self._ranks.mesh.tensor)().cpu() for x in tensors]
+
 
 BLOCK_BYTES, ID_BYTES = 1 << 18, 4
 
@@ -162,3 +271,89 @@ def _decoded(path: Path, digest: Any) -> Iterator[str]:
             if not data:
                 return
             yield text
+
+
+class Lengths(NamedTuple):
+    """Sequence lengths in tokens."""
+
+    trained: int
+    """Length of the training sequences."""
+    read: int
+    """Length of the sequences that are read."""
+    limit: int | None
+    """The model's positions, if they are fewer than `positions.times` asks for; else None."""
+
+    @classmethod
+    def of(cls, subject: Subject, model: ModelConfig, times: int) -> "Lengths":
+        """Lengths for a checkpoint. Without a run's config.toml, the trained length is model.max_positions."""
+        recorded = subject.home / "config.toml"
+        trained = read_toml(recorded)["train"]["seq_len"] if recorded.is_file() else model.max_positions
+        wanted, limit = times * model.max_positions, model.position_limit
+        return cls(trained, wanted, None) if limit is None or wanted <= limit else cls(trained, limit, limit)
+
+    @property
+    def ends(self) -> list[int]:
+        """Ends (exclusive) of the position buckets: 8, 16, 32, …, the trained length, and the length read."""
+        return sorted({*position_ends(self.read), min(self.trained, self.read)})
+
+
+class HeldoutText:
+    """The held-out documents as packed training reads them: concatenated, each with its end of text."""
+
+    def __init__(self, shards: Shards, settings: SequencesConfig, lengths: Lengths) -> None:
+        """Raises DataError when the text is shorter than one sequence."""
+        self._text, self._tokens = Concatenation(shards.token_arrays("valid")), lengths.read
+        self.sequences = min(settings.sequences, (len(self._text) - 1) // self._tokens)
+        """Number of sequences, at most `positions.sequences`."""
+        if not self.sequences:
+            raise DataError(
+                f"{shards.folder}: its held-out text has {len(self._text):,} tokens, less than a sequence of "
+                f"{self._tokens:,}; lower positions.times, or give more text (heldout.shards=FOLDER)"
+            )
+
+    def sequence(self, number: int) -> np.ndarray:
+        """The ids of a sequence and the id after it, int64 [S + 1]."""
+        return self._text.read(np.array([number * self._tokens]), np.array([self._tokens + 1]), np.int64)
+
+
+def mean_nats(model: StreamingModel, ids: np.ndarray, ends: Sequence[int], ranks: Ranks | None = None) -> np.ndarray:
+    """Mean nats per token of each position bucket of one sequence, float64 [P]. Memory holds only the model's state.
+
+    Args:
+        model: in evaluation mode.
+        ids: [S + 1]; each id but the first is predicted from all before it.
+        ends: ends of the buckets, the last one S.
+        ranks: all of one copy of the model call it; None: only this one.
+    """
+    nats_P, read = np.zeros(len(ends)), 0
+    for nats_T in (ranks or Ranks()).each(TokenStream(model, ids)):
+        bucket_T = np.searchsorted(ends, np.arange(read, read + len(nats_T)), side="right")
+        nats_P += np.bincount(bucket_T, weights=nats_T.numpy(), minlength=len(ends))
+        read += len(nats_T)
+    return nats_P / np.diff(ends, prepend=0)
+
+
+def measure(ranks: Ranks, model: StreamingModel, text: HeldoutText, ends: Sequence[int]) -> np.ndarray:
+    """`mean_nats` of all sequences, [N, P], on every rank. The copies of the model share the sequences."""
+    results, numbers = {}, range(ranks.copy, text.sequences, ranks.copies)
+    for number in ranks.each(numbers, lambda: f"{len(results):,} of {len(numbers):,} sequences read"):
+        results[number] = mean_nats(model, text.sequence(number), ends, ranks).tolist()
+    ranks.wait_for_copies()
+    together = {number: nats for pairs in ranks.gather(list(results.items())) for number, nats in pairs}
+    return np.array([together[number] for number in range(text.sequences)])
+
+
+def by_position(nats_NP: np.ndarray, ends: Sequence[int], trained: int) -> list[dict[str, Any]]:
+    """A row for each position bucket: its end, mean nats per token, standard error over the sequences (None if there
+    is only one), and whether the model was trained on its positions."""
+    sequences = len(nats_NP)
+    errors = nats_NP.std(0, ddof=1) / sequences**0.5 if sequences > 1 else [None] * len(ends)
+    return [
+        {
+            "end": end,
+            "nats_per_token": float(mean),
+            "standard_error": None if error is None else float(error),
+            "trained": end <= trained,
+        }
+        for end, mean, error in zip(ends, nats_NP.mean(0), errors, strict=True)
+    ]

@@ -18,7 +18,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation.config import DataSetsConfig
 from tost_lm.evaluation.data_sets import SetFile, describe_published, find_set_file
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.likelihood import Likelihoods, continue_greedily, score_requests
 from tost_lm.evaluation.protocols import Example, Protocol, Row, find_protocol, is_gpt2_tokenizer
 from tost_lm.evaluation.ranks import Ranks

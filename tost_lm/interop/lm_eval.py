@@ -23,8 +23,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from tost_lm.errors import CheckpointError, ConfigError, DataError
-from tost_lm.evaluation.generation import Continuation, Sampling
-from tost_lm.evaluation.language_model import LanguageModel
+from tost_lm.evaluation.generation import Continuation, LanguageModel, Sampling
 from tost_lm.evaluation.likelihood import Likelihoods, Request, disjoint_windows, left_truncated, score_requests
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.subject import Subject

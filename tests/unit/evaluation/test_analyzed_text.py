@@ -9,7 +9,7 @@ import torch
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.evaluation.analysis.text import WORD_CLASSES, read_text, unigram_information, word_classes
+from tost_lm.evaluation.analysis.layers import WORD_CLASSES, read_text, unigram_information, word_classes
 
 
 def test_it_is_held_out_text_after_the_context(shards: Shards):

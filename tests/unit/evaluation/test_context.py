@@ -12,11 +12,11 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.context.copying import CUE_TOKENS
-from tost_lm.evaluation.context.counted import CountedTask
-from tost_lm.evaluation.context.many_shot import INTRO, KINDS, NAMES
-from tost_lm.evaluation.context.tasks import cell_lengths, make_tasks
-from tost_lm.evaluation.context_config import (
+from tost_lm.evaluation.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, CountedTask, cell_lengths, make_tasks
+from tost_lm.evaluation.retrieval.grid import Scorer, Scores, score_cell
+from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
+from tost_lm.evaluation.retrieval.tasks import Example, Task
+from tost_lm.evaluation.suite_config import (
     CONTEXT_GAIN,
     COPYING,
     MANY_SHOT_SEEN,
@@ -26,9 +26,6 @@ from tost_lm.evaluation.context_config import (
     ContextConfig,
     ContextTasksConfig,
 )
-from tost_lm.evaluation.retrieval.grid import Scorer, Scores, score_cell
-from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
-from tost_lm.evaluation.retrieval.tasks import Example, Task
 
 DOCUMENTS = [
     "".join(f"Book {book}, page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
@@ -152,7 +149,7 @@ def test_labels_are_permuted_and_independent_of_the_words_in_the_control(tokeniz
 
 def read_shots(tokenizer: Tokenizer, example: Example) -> tuple[list[tuple[str, str]], str]:
     """The words and labels of a text, and the word of its question."""
-    text = tokenizer.decode(example.prompt.tolist()).split(INTRO)[1]
+    text = tokenizer.decode(example.prompt.tolist()).split(SHOTS_INTRO)[1]
     return re.findall(r"(\w+) ([A-H])\n", text), text.rsplit("\n", 1)[1]
 
 

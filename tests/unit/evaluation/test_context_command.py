@@ -8,7 +8,8 @@ from pathlib import Path
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.context import main
 from tost_lm.config import validate
-from tost_lm.evaluation.context_config import (
+from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.suite_config import (
     CONTEXT_GAIN,
     COPYING,
     MANY_SHOT_SEEN,
@@ -17,7 +18,6 @@ from tost_lm.evaluation.context_config import (
     TASKS,
     ContextConfig,
 )
-from tost_lm.evaluation.report import write_report
 from tost_lm.markdown import escape
 
 

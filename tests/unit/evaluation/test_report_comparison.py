@@ -15,8 +15,8 @@ from tost_lm.errors import ConfigError
 from tost_lm.evaluation.config import NEEDLE, ReportConfig
 from tost_lm.evaluation.report import write_comparison
 from tost_lm.evaluation.report.comparison import comparison_sections
-from tost_lm.evaluation.report.groups import Mean, compared_settings, group_runs, read_runs
 from tost_lm.evaluation.report.page import Page, to_markdown
+from tost_lm.evaluation.report.record import Mean, compared_settings, group_runs, read_runs
 from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS
 from tost_lm.model import TostLM
 from tost_lm.training.config import PretrainConfig

@@ -15,14 +15,14 @@ from matplotlib.text import Text
 from tost_lm.evaluation.analysis.ablations import ablations_chart
 from tost_lm.evaluation.analysis.coding_rate import change_chart, steps_chart
 from tost_lm.evaluation.analysis.influence import influence_chart
+from tost_lm.evaluation.analysis.layers import WORD_CLASSES
 from tost_lm.evaluation.analysis.memberships import position_chart as memberships_chart
 from tost_lm.evaluation.analysis.stream import information_chart
 from tost_lm.evaluation.analysis.subspaces import overlap_chart
-from tost_lm.evaluation.analysis.text import WORD_CLASSES
 from tost_lm.evaluation.analysis.tokens import classes_chart, explained_chart
-from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.groups import Curve, position_curves_chart, step_chart
+from tost_lm.evaluation.report.page import Chart
 from tost_lm.evaluation.report.protocols import extrapolation_chart
+from tost_lm.evaluation.report.record import Curve, position_curves_chart, step_chart
 from tost_lm.evaluation.report.retrieval import needle_chart, tasks_chart
 from tost_lm.evaluation.report.training import loss_chart, optimizer_chart, position_chart
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tost_lm.evaluation.report.charts import Chart
-from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.page import Chart, Page
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.training import (
     events,

@@ -14,9 +14,8 @@ from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.evaluation.config import HeldoutConfig, TextConfig
 from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.report.suite import HEADER, write_suite
 from tost_lm.evaluation.subject import HELDOUT, Subject
-from tost_lm.evaluation.suite import check_steps
+from tost_lm.evaluation.suite import HEADER, check_steps, write_suite
 from tost_lm.evaluation.suite_config import PROGRAMS, Step, SuiteConfig, steps_of
 
 LAMBADA, WIKITEXT, PIQA = "lambada_openai@lm-eval", "wikitext2@hf-stride1024", "piqa@lm-eval"

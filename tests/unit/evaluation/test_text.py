@@ -12,8 +12,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.config import GenerateConfig, ScoreTextConfig
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.saved_position import SavedPosition
-from tost_lm.evaluation.text import BLOCK_BYTES, Report, TextFile, score_text
+from tost_lm.evaluation.text import BLOCK_BYTES, Report, SavedPosition, TextFile, score_text
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -72,8 +71,8 @@ def kill_after(tokens: int) -> Report:
 def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
     """Makes the saved position of a text; it is saved after each tile of 100 tokens."""
     monkeypatch.setattr("tost_lm.evaluation.text.TILE_TOKENS", 100)
-    monkeypatch.setattr("tost_lm.evaluation.saved_position.SAVE_EVERY_S", 0)
-    monkeypatch.setattr("tost_lm.evaluation.saved_position.LARGEST_SHARE", math.inf)
+    monkeypatch.setattr("tost_lm.evaluation.text.SAVE_EVERY_S", 0)
+    monkeypatch.setattr("tost_lm.evaluation.text.LARGEST_SHARE", math.inf)
     return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
 
 

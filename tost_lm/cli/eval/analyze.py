@@ -100,8 +100,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
     """The model and its held-out text. Raises DataError if that is too short."""
     import tost_lm
+    from tost_lm.evaluation.analysis.layers import read_text, unigram_information
     from tost_lm.evaluation.analysis.memberships import Analysis, fitting_contexts
-    from tost_lm.evaluation.analysis.text import read_text, unigram_information
     from tost_lm.evaluation.subject import pick_device
 
     device, settings = pick_device(), config.memberships

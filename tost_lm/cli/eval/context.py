@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.context_config import ContextConfig
 from tost_lm.evaluation.stop import terminable
+from tost_lm.evaluation.suite_config import ContextConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: ContextConfig) -> None:
-    from tost_lm.evaluation.context.tasks import cell_lengths, make_tasks, settings_of
+    from tost_lm.evaluation.context import cell_lengths, make_tasks, settings_of
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.retrieval.catalog import find_text
+    from tost_lm.evaluation.retrieval import find_text
     from tost_lm.evaluation.retrieval.grid import measure_tasks
 
     start_ranks("eval context", ranks_of_launch(config.parallel.model_ranks, config.launch))

@@ -24,9 +24,9 @@ from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 def main(path: Path, config: PositionsConfig) -> None:
     from tost_lm.checkpointing.format import read_model_config
-    from tost_lm.evaluation.positions import HeldoutText, Lengths, by_position, measure
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.evaluation.subject import Subject
+    from tost_lm.evaluation.text import HeldoutText, Lengths, by_position, measure
 
     started = time.monotonic()
     start_ranks("eval positions", ranks_of_launch(config.parallel.model_ranks, config.launch))

@@ -40,7 +40,7 @@ from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 def main(path: Path, config: RetrievalConfig) -> None:
     from tost_lm.evaluation.hugging_face import find_subject
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.retrieval.catalog import find_text, make_tasks
+    from tost_lm.evaluation.retrieval import find_text, make_tasks
     from tost_lm.evaluation.retrieval.grid import lengths_of, measure_tasks
 
     start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))

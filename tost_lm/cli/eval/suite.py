@@ -48,7 +48,7 @@ def main(path: Path, config: SuiteConfig) -> None:
         if code := run_command(words):
             failed[step.command] = code
 
-    from tost_lm.evaluation.report.suite import write_suite
+    from tost_lm.evaluation.suite import write_suite
 
     page = write_suite(subject, steps, failed, target)
     print(f"\nwrote {page.with_suffix('.md')} and {page.name}")

@@ -32,8 +32,7 @@ def main(path: Path, config: ScoreTextConfig) -> None:
         subject = Subject.find(path)
 
         from tost_lm.evaluation.generation import state_bytes
-        from tost_lm.evaluation.saved_position import SavedPosition
-        from tost_lm.evaluation.text import TextFile, score_text
+        from tost_lm.evaluation.text import SavedPosition, TextFile, score_text
 
         text = TextFile.check(config.text.file, "text.file")
         identity = subject.identity(config, None) | {"text_sha256": text.sha256}

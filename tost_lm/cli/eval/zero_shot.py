@@ -36,7 +36,7 @@ from tost_lm.files import write_rows
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
-    from tost_lm.evaluation.language_model import LanguageModel
+    from tost_lm.evaluation.generation import LanguageModel
     from tost_lm.evaluation.ranks import Ranks
     from tost_lm.evaluation.subject import Subject
 

@@ -26,8 +26,16 @@ from tost_lm.checkpointing.reading import load
 from tost_lm.errors import CheckpointError
 from tost_lm.evaluation.analysis.layers import LayerTile, project, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
-from tost_lm.evaluation.report.charts import CONTRAST, DARK, Chart, layers_chart, line_data, new_figure, number_ticks
-from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.page import (
+    CONTRAST,
+    DARK,
+    Chart,
+    Page,
+    layers_chart,
+    line_data,
+    new_figure,
+    number_ticks,
+)
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import CODING_RATE
 from tost_lm.markdown import escape, table, with_error

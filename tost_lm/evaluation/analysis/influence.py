@@ -13,8 +13,9 @@ from torch import Tensor
 from tost_lm.errors import DataError
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
-from tost_lm.evaluation.report.charts import (
+from tost_lm.evaluation.report.page import (
     Chart,
+    Page,
     add_layer_legend,
     draw_layers,
     layer_columns,
@@ -23,7 +24,6 @@ from tost_lm.evaluation.report.charts import (
     new_figure,
     position_axis,
 )
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import INFLUENCE
 from tost_lm.markdown import table, with_error

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.analysis.layers import LayerTile, observe_layers, run_in_tiles, tssa_mixers
-from tost_lm.evaluation.analysis.text import HeldoutText
-from tost_lm.evaluation.report.charts import Chart, layers_chart
+from tost_lm.evaluation.analysis.layers import HeldoutText, LayerTile, observe_layers, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.report.comparison import CONCENTRATION
-from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.page import Chart, Page, layers_chart
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import MEMBERSHIPS
 from tost_lm.markdown import table

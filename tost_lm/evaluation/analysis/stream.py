@@ -16,17 +16,17 @@ from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis, concentration
 from tost_lm.evaluation.analysis.tokens import visible
-from tost_lm.evaluation.report.charts import (
+from tost_lm.evaluation.report.page import (
     LIGHTEST,
     SHAPES,
     Chart,
+    Page,
     line_data,
     log_value_axis,
     new_panels,
     number_ticks,
     shade,
 )
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import STREAM
 from tost_lm.markdown import table

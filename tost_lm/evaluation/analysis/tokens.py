@@ -18,26 +18,25 @@ import torch
 from torch import Tensor
 
 from tost_lm.data.tokenizers.interface import decode_ids, token_text
-from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles
+from tost_lm.evaluation.analysis.layers import WORD_CLASSES, LayerTile, run_in_tiles, word_classes
 from tost_lm.evaluation.analysis.memberships import (
     MIN_DEVIATION,
     Analysis,
     ByPosition,
     explained_fraction,
 )
-from tost_lm.evaluation.analysis.text import WORD_CLASSES, word_classes
-from tost_lm.evaluation.report.charts import (
+from tost_lm.evaluation.report.page import (
     CONTRAST,
     DARK,
     SHAPES,
     Chart,
+    Page,
     line_data,
     new_figure,
     new_panels,
     number_ticks,
     select_layers,
 )
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import analysis_section
 from tost_lm.evaluation.subject import TOKENS
 from tost_lm.files import write_atomically

@@ -46,8 +46,8 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
     """
     require_packages()
     from tost_lm.evaluation.report.comparison import comparison_sections
-    from tost_lm.evaluation.report.groups import group_runs, read_runs
     from tost_lm.evaluation.report.page import Page, log_to_wandb
+    from tost_lm.evaluation.report.record import group_runs, read_runs
 
     runs = read_runs(folders)
     if (target / "config.toml").exists():

@@ -9,8 +9,8 @@ import numpy as np
 
 from tost_lm.config import validate
 from tost_lm.evaluation.config import NEEDLE, TASKS
-from tost_lm.evaluation.report.charts import column
-from tost_lm.evaluation.report.groups import (
+from tost_lm.evaluation.report.page import Page, column
+from tost_lm.evaluation.report.record import (
     Curve,
     Group,
     Mean,
@@ -22,7 +22,6 @@ from tost_lm.evaluation.report.groups import (
     seed,
     step_chart,
 )
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.retrieval import mean_score
 from tost_lm.evaluation.report.retrieval import of_groups as retrieval_of_groups
 from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, TEXT

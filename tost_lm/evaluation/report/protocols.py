@@ -9,8 +9,7 @@ import numpy as np
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.data_sets import describe_published
-from tost_lm.evaluation.report.charts import CONTRAST, DARK, Chart, column, line_data, new_figure, position_axis
-from tost_lm.evaluation.report.page import Page
+from tost_lm.evaluation.report.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file

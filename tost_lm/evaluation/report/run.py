@@ -6,11 +6,11 @@ from pathlib import Path
 from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
 from tost_lm.errors import DataError
+from tost_lm.evaluation.contamination import contamination
 from tost_lm.evaluation.report import protocols, retrieval, training
-from tost_lm.evaluation.report.contamination import contamination
-from tost_lm.evaluation.report.context import context
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
+from tost_lm.evaluation.report.retrieval import context
 from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.evaluation.report.charts import (
+from tost_lm.evaluation.report.page import (
     CONTRAST,
     DARK,
     LIGHT,
     POSITION,
     Chart,
+    Page,
     column,
     line_data,
     log_value_axis,
@@ -22,10 +23,8 @@ from tost_lm.evaluation.report.charts import (
     shade,
     step_axis,
 )
-from tost_lm.evaluation.report.groups import mean_curve, step_chart
-from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import missing_line
-from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.record import RunRecord, mean_curve, step_chart
 from tost_lm.markdown import table
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}

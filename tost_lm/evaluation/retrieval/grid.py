@@ -30,13 +30,11 @@ from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.context_config import FACTS
-from tost_lm.evaluation.generation import continuations, greedy
-from tost_lm.evaluation.language_model import LanguageModel, ModelFacts
+from tost_lm.evaluation.generation import LanguageModel, ModelFacts, continuations, greedy
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.samples import StoredExamples, stored_examples
-from tost_lm.evaluation.retrieval.tasks import Example, Task
+from tost_lm.evaluation.retrieval.tasks import Example, StoredExamples, Task, stored_examples
 from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.suite_config import FACTS
 from tost_lm.files import write_atomically
 from tost_lm.markdown import with_error
 from tost_lm.model import LMOutput

@@ -14,7 +14,7 @@ import xxhash
 from tost_lm.config import validate
 from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.catalog import find_text, make_tasks
+from tost_lm.evaluation.retrieval import find_text, make_tasks
 from tost_lm.evaluation.retrieval.grid import Cell, Grid, Scores, identity_of
 from tost_lm.evaluation.retrieval.needles import NeedleTask
 from tost_lm.evaluation.retrieval.tasks import Example

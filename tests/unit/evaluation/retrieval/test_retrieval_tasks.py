@@ -23,7 +23,7 @@ from tost_lm.evaluation.config import (
     WORD_LISTS,
     RetrievalConfig,
 )
-from tost_lm.evaluation.retrieval.catalog import find_text
+from tost_lm.evaluation.retrieval import find_text
 from tost_lm.evaluation.retrieval.grid import lengths_of
 from tost_lm.evaluation.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
 from tost_lm.evaluation.retrieval.needles import FORMS
