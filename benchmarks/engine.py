@@ -16,8 +16,7 @@ from tost_lm.model import ModelConfig
 from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel import ParallelConfig
-from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
 from tost_lm.parallel.zero import build_engine, own_state
 from tost_lm.training.tiled import TiledLM
 

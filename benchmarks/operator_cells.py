@@ -16,7 +16,7 @@ from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOF
 from tost_lm.model.config import CONV_TAPS, ModelConfig
 from tost_lm.model.slots import initial_log_rates, memberships
 from tost_lm.ops import TssaState, causal_tssa, naive
-from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.ops.slots import slot_memory
 

@@ -17,8 +17,7 @@ from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
-from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.world import World, max_over_ranks, start_world
+from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, start_world
 from tost_lm.parallel.zero import build_engine
 from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES

@@ -13,8 +13,7 @@ from training_on_layouts import BATCH, build_model, global_batch, micro_batch_si
 
 from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.mesh import build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.testing import run_on_ranks
 
 LR, GRAD_CLIP = 1e-3, 0.5  # as of train_steps with "muon"

@@ -23,8 +23,7 @@ from tost_lm.evaluation.text import TextFile, score_text
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import ShardedInference, parallelize
-from tost_lm.parallel.mesh import build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 SHORT, LONG = 1 << 16, 1 << 21

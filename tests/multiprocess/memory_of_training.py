@@ -11,14 +11,12 @@ import torch.distributed as dist
 from tost_lm.checkpointing.reading import restore
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.zero import draw_weights
 from tost_lm.testing import Traffic
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.loop import build_training_engine
-from tost_lm.training.memory import tiling_of
-from tost_lm.training.step import train_step
+from tost_lm.training.step import tiling_of, train_step
 
 Settings = dict[str, dict[str, Any]]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

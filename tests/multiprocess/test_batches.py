@@ -20,8 +20,7 @@ from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.hooks import Validation
-from tost_lm.training.memory import tiling_of
-from tost_lm.training.step import build_batches, train_step
+from tost_lm.training.step import build_batches, tiling_of, train_step
 
 STEPS = 3
 POSITION_ENDS = [8, 16, T]

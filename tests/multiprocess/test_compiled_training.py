@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from training_on_layouts import Record, train_on_layout
 
 from tost_lm.config import validate
-from tost_lm.model.compilation import compile_blocks
+from tost_lm.model.transforms import compile_blocks
 from tost_lm.parallel import ParallelConfig
 from tost_lm.testing import run_on_ranks
 from tost_lm.training.step import train_step

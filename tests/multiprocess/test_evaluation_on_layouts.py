@@ -18,8 +18,7 @@ from tost_lm.model.streaming import TokenStream, in_tiles, prefill
 from tost_lm.ops import cross_entropy
 from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import ShardedInference, parallelize
-from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.testing import assert_close, run_on_ranks
 
 MODELS: list[dict[str, Any]] = [

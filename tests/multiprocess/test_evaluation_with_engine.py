@@ -14,11 +14,10 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.evaluation.protocols import Row
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.zero_shot import ProtocolsInTraining, score_rows
-from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.mesh import build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile

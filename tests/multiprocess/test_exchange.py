@@ -10,7 +10,7 @@ from torch import Tensor
 from toy_mixer import rank_shard
 
 from tost_lm.model import ModelConfig
-from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel import sequence
 from tost_lm.testing import run_on_ranks
 from tost_lm.testing.conformance import layer_adapter

@@ -20,8 +20,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from tost_lm import parallel
 from tost_lm.errors import LostRankError
 from tost_lm.parallel import Timeouts
+from tost_lm.parallel.mesh import start_world
 from tost_lm.parallel.watchdog import Heartbeat, read_heartbeats, watch_ranks
-from tost_lm.parallel.world import start_world
 from tost_lm.testing import run_on_ranks
 
 HOST = os.uname().nodename

@@ -10,15 +10,14 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.ops.layout import SequenceSplit
 from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import MuonWithAdamW, parameter_groups
 from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.parallel.apply import checkpoint_context, local_slice, parallelize, shard_of, slice_of
-from tost_lm.parallel.mesh import Mesh, build_mesh
-from tost_lm.parallel.world import start_world
+from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.testing import assert_as_accurate
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import Tile, TiledLM, Tiling, tile

@@ -32,7 +32,7 @@ from tost_lm.config import Section
 from tost_lm.parallel import Timeouts
 from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.parallel.watchdog import Heartbeat
-from tost_lm.parallel.world import start_world, stop_world
+from tost_lm.parallel.mesh import start_world, stop_world
 
 
 class NoSettings(Section):

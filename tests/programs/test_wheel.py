@@ -46,7 +46,7 @@ EXTRAS = {
     "tost_lm.training.graceful_stop": {"psutil"},
     "tost_lm.training.hooks": {"psutil"},
     "tost_lm.training.loop": {"psutil"},
-    "tost_lm.training.memory": {"psutil"},
+    "tost_lm.training.step": {"psutil"},
 }
 """Prefixes of modules that cannot be imported without a package of an extra."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"

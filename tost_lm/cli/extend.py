@@ -28,7 +28,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_file, write_atomically
-from tost_lm.model.extension_config import ExtendConfig, ExtensionConfig
+from tost_lm.model.config import ExtendConfig, ExtensionConfig
 from tost_lm.version import VERSION
 
 

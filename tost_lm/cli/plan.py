@@ -27,7 +27,7 @@ from tost_lm.training.plan_config import PlanConfig, results_file
 from tost_lm.training.plan_memory import checkpoint_bytes, peak_moment
 
 if TYPE_CHECKING:
-    from tost_lm.training.executed import Comparison, ExecutedClass
+    from tost_lm.training.execute import Comparison, ExecutedClass
 
 Row = tuple[str, str, str]
 """Quantity, value, details."""
@@ -49,8 +49,7 @@ def print_execution(config: PlanConfig) -> None:
     if not find_spec("deepspeed"):
         raise ConfigError("plan.execute needs deepspeed: pip install 'tost-lm[train]'")
     from tost_lm.data.loader import Corpora
-    from tost_lm.training.execute import execute, layout_of
-    from tost_lm.training.executed import beside_plan, mismatch
+    from tost_lm.training.execute import beside_plan, execute, layout_of, mismatch
     from tost_lm.training.step import check_vocabulary
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
@@ -105,7 +104,7 @@ def _comparison_row(one: "Comparison") -> Row:
 
 
 def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
-    from tost_lm.training.executed import in_loops
+    from tost_lm.training.execute import in_loops
 
     rows: list[Row] = [(f"class {number}: collectives in order", "group", "bytes of a rank")]
     for times, messages in in_loops(one.messages):

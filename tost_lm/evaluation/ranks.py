@@ -44,9 +44,8 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False, graceful_stop: 
         yield Ranks()
         return
     from tost_lm.parallel import ParallelConfig
-    from tost_lm.parallel.mesh import build_mesh
+    from tost_lm.parallel.mesh import build_mesh, start_world, stop_world
     from tost_lm.parallel.watchdog import watch_ranks
-    from tost_lm.parallel.world import start_world, stop_world
 
     world, stop, terminated = start_world(pick_device()), StopRequest(), False
     with (

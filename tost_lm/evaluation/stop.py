@@ -55,7 +55,7 @@ class StopRequest:
             pass
 
     def _agree(self, state: int) -> int:
-        from tost_lm.parallel.world import max_over_ranks
+        from tost_lm.parallel.mesh import max_over_ranks
 
         agreed = max_over_ranks(_STOPPING if self._is_requested else state)
         if agreed == _STOPPING:

@@ -36,8 +36,7 @@ from tost_lm.evaluation.scoring import rates
 from tost_lm.evaluation.subject import Subject, differing
 from tost_lm.files import write_atomically
 from tost_lm.model import ModelConfig
-from tost_lm.model.block import STATE_OF
-from tost_lm.model.output import LMState
+from tost_lm.model.block import STATE_OF, LMState
 from tost_lm.model.positions import position_ends
 from tost_lm.model.streaming import TILE_TOKENS, StreamingModel, TokenStream
 

@@ -10,10 +10,10 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder_config import EncoderConfig
 
 if TYPE_CHECKING:
+    from tost_lm.model.block import LMOutput as LMOutput
+    from tost_lm.model.block import LMState as LMState
     from tost_lm.model.encoder import Encoder as Encoder
     from tost_lm.model.lm import TostLM as TostLM
-    from tost_lm.model.output import LMOutput as LMOutput
-    from tost_lm.model.output import LMState as LMState
 
 __all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM"]
 

@@ -1,11 +1,12 @@
-"""The transformer block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x)).
+"""The transformer block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x)); and the output of a model of blocks: loss,
+state after the tokens, and logits on request.
 
 The residual stream x is float32 or wider whatever the weights' dtype, as under autocast. In bfloat16 it would round
 away what a branch with a small γ adds.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,3 +130,34 @@ class Block(nn.Module):
 
 def _layer_scale(config: ModelConfig) -> nn.Module:
     return LayerScale(config.width, config.layer_scale) if config.layer_scale else nn.Identity()
+
+
+class LMState(NamedTuple):
+    """The model's state after some tokens of N documents."""
+
+    layers: tuple[MixerState, ...]
+    """The state of each layer, N rows."""
+    positions: tuple[int, ...]
+    """Number of tokens so far, [N]; rows may differ."""
+
+
+class LMOutput(NamedTuple):
+    """The output of one call of the model."""
+
+    loss: Tensor | None
+    """Mean nats per counted label, and `z_loss`; None without labels."""
+    nats: Tensor | None
+    """Loss of each token [B, T], 0 where the label is not counted; float32 or float64, without gradient."""
+    is_top: Tensor | None
+    """Whether no token has a larger logit than the label [B, T], False where it is not counted; None with gradients."""
+    state: LMState | None
+    """The state after the last token; None if not requested."""
+    compute_logits: Callable[[], Tensor]
+    """Computes the logits. With tensor or sequence ranks, all ranks must call it."""
+    z_loss: Tensor | None = None
+    """The z-loss in `loss`, without gradient; 0 without a coefficient (`Head.z_loss`) or without gradients."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, T, V], computed on each access: a call whose logits are not read never allocates them."""
+        return self.compute_logits()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.config import ModelConfig
-from tost_lm.model.extension_config import ExtensionConfig
+from tost_lm.model.config import ExtensionConfig, ModelConfig
 
 INTERPOLATED = "interpolated linearly: position p has the value at p · {old} / {new}"
 CHOICES: dict[str, dict[str, str]] = {

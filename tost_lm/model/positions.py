@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import to_device
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
 from tost_lm.ops.registered import handle_for
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 SINUSOIDAL_BASE = 10000.0
 FIRST_BIN = 8

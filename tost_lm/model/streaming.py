@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tost_lm.model.output import LMOutput, LMState
+from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.slots import SlotState
 from tost_lm.ops import TssaState
 from tost_lm.ops.naive import running_dtype

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tost_lm.ops import chunked, chunked_phases, naive
 from tost_lm.ops.autograd import CausalTssa, Passes
-from tost_lm.ops.layout import document_layout, int64_tensor
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout, int64_tensor
 from tost_lm.ops.naive import Membership, TssaState
-from tost_lm.ops.phased_backend import PhasedBackend
-from tost_lm.ops.phases import HeadsOfRows, HeadSoftmax, LocalSoftmax, UniformMemberships
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
+from tost_lm.ops.phases import HeadsOfRows, HeadSoftmax, LocalSoftmax, PhasedBackend, UniformMemberships
 
 
 @dataclass(frozen=True)

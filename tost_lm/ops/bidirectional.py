@@ -22,10 +22,9 @@ from torch.autograd.function import once_differentiable
 from tost_lm.ops import bidirectional_chunked
 from tost_lm.ops.autograd import one_thread
 from tost_lm.ops.backends import obstacle_to_triton
-from tost_lm.ops.layout import Layout, document_layout
+from tost_lm.ops.layout import Layout, LocalDocuments, document_layout
 from tost_lm.ops.naive import MASS_FLOOR, NORM_FLOOR, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax
-from tost_lm.ops.sequence_shard import LocalDocuments
 
 
 def tssa(

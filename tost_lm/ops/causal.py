@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from tost_lm.ops.backends import BACKENDS, CHUNKED, TRITON, Backend, Call
+from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 
 def causal_tssa(

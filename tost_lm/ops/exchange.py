@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import cached_on_device, int64_tensor, to_device
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, cached_on_device, int64_tensor, to_device
 
 
 class Advance(Protocol):

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv1d, pad
 
 from tost_lm.ops.exchange import Shift, exchange
+from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.ops.sequence_shard import LocalDocuments, SequenceShard
 
 CPU_ROWS = 1024
 """Tokens that a CPU convolves at once: they stay in its cache."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder import Encoder
 from tost_lm.model.initialization import Normal, draw, draw_seed, initial_values
 from tost_lm.model.lm import TostLM
-from tost_lm.model.output import LMOutput, LMState
-from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Axis, Mesh, all_gather, keep_received
 from tost_lm.parallel.sequence import RankShard
 

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_any, tree_leaves
 
-from tost_lm.parallel.world import World, start_world
+from tost_lm.parallel.mesh import World, start_world
 from tost_lm.testing.traffic import Traffic
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "buffers"]

@@ -31,8 +31,8 @@ from tost_lm.parallel.agreement import (
     rank_numbers,
     settings_as_facts,
 )
+from tost_lm.parallel.mesh import start_world, stop_world
 from tost_lm.parallel.watchdog import watch_ranks
-from tost_lm.parallel.world import start_world, stop_world
 from tost_lm.version import VERSION, git_commit
 
 LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # large enough to measure bandwidth, not latency

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.ops.sequence_shard import SequenceSplit
 from tost_lm.parallel import ALL_GATHER_RANKS
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
 
 
 class RankShard:
-    """This rank's shard of every sequence (a `tost_lm.ops.sequence_shard.SequenceShard`)."""
+    """This rank's shard of every sequence (a `tost_lm.ops.layout.SequenceShard`)."""
 
     def __init__(self, axis: Axis, split: SequenceSplit):
         self.axis, self.split = axis, split

@@ -22,7 +22,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim import OptimConfig, warmup_steps
 from tost_lm.training.config import PretrainConfig, TrainConfig
-from tost_lm.training.redaction import redact_text, redact_tree
+from tost_lm.training.loggers import redact_text, redact_tree
 
 USAGE = """\
 import tost_lm

@@ -1,8 +1,11 @@
-"""The pre-training loop: build model, data and hooks, then train step by step."""
+"""The pre-training loop: build model, data and hooks, then train step by step; with traces of some steps, for
+chrome://tracing and Perfetto.
+"""
 
 from functools import partial
+from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,18 +15,16 @@ from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import prefetched
-from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
-from tost_lm.model.compilation import compile_blocks
 from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
+from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim import learning_rate, warmup_steps
 from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
-from tost_lm.parallel.mesh import Mesh, build_mesh
+from tost_lm.parallel.mesh import Mesh, World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
-from tost_lm.parallel.world import World, start_world, stop_world
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.torch_internals import enable_flight_recorder
 from tost_lm.training import hooks
@@ -31,13 +32,54 @@ from tost_lm.training.card import model_card
 from tost_lm.training.config import PretrainConfig
 from tost_lm.training.graceful_stop import GracefulStop, StopRequestedError
 from tost_lm.training.hooks import Evaluation, Hook, Run, Save, SpikeGuard, StopGracefully, Validation
-from tost_lm.training.memory import explain_out_of_memory, tiling_of, with_tile_size
 from tost_lm.training.metrics import Metrics, NullMetrics, write_run_folder
-from tost_lm.training.profiling import Profiler
 from tost_lm.training.start import StartPoint, rename_old_run, require_same_checkpoints, start_engine
-from tost_lm.training.step import build_batches, train_step
+from tost_lm.training.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
 from tost_lm.training.tiled import TiledLM, Tiling
 from tost_lm.version import VERSION
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+
+class Profiler:
+    """Traces the steps from `steps[0]` to `steps[1]`, both included, on each rank; None: none.
+
+    Steps are counted from 1, as in the log. A launch that covers only some of them traces these.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int, device: torch.device) -> None:
+        self._steps, self._folder, self._rank, self._device = steps, folder, rank, device
+        self._trace: profile | None = None
+        self._first = self._last = 0
+
+    def before_step(self, step: int) -> None:
+        if self._steps and self._trace is None and self._steps[0] <= step <= self._steps[1]:
+            from torch.profiler import ProfilerActivity, profile
+
+            cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._trace = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self._trace.start()
+            self._first = step
+
+    def after_step(self, step: int) -> None:
+        self._last = step
+        if self._steps and step == self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace, if there is one, atomically: rank_00000_steps_10-12.json.gz."""
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # include the last step's kernels
+        trace.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank_{self._rank:05d}_steps_{self._first}-{self._last}.json.gz"
+        temp_path = path.with_name(f".{path.name}")
+        trace.export_chrome_trace(str(temp_path))
+        temp_path.replace(path)
 
 
 def train(

@@ -31,9 +31,9 @@ from tost_lm.training.loggers import (
     evaluation_values,
     loggers_in_use,
     merge_by_step,
+    redact_command,
     validation_values,
 )
-from tost_lm.training.redaction import redact_command
 from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]

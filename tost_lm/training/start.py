@@ -1,21 +1,174 @@
-"""Where a run starts: at its newest valid checkpoint, at one that it branches from, or with initial weights."""
+"""Where a run starts: at its newest valid checkpoint, at one that it branches from, or with initial weights.
+
+Initial weights are those of a second phase of pre-training. A branch, and a run with another number of steps, change
+their schedule after some steps.
+"""
 
 import gc
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tost_lm.checkpointing.format import SETTINGS, Progress, verify_checkpoint
+from tost_lm.checkpointing.format import (
+    MANIFEST,
+    SETTINGS,
+    Progress,
+    StoredTensors,
+    read_model_config,
+    verify_checkpoint,
+)
 from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders
 from tost_lm.config import differences, load_config
 from tost_lm.data.loader import Corpora
-from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
+from tost_lm.data.tokenizers import find_tokenizer
+from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, TostError
+from tost_lm.files import sha256_file
+from tost_lm.optim import steps_before_decay, warmup_steps
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement
 from tost_lm.parallel.zero import draw_weights
-from tost_lm.training.config import PretrainConfig
-from tost_lm.training.initial_weights import InitialWeights, find_initial_weights, require_same_rates
+from tost_lm.training.config import PretrainConfig, TrainingDataConfig
+
+
+class InitialWeights(NamedTuple):
+    """A checkpoint folder."""
+
+    folder: Path
+    manifest_sha256: str
+    """Identifies the weights, because the manifest has a hash of each file."""
+    progress: Progress | None = None
+    """Where a branch continues; None: the run starts at step 0 with a new optimizer."""
+
+
+def find_initial_weights(
+    config: PretrainConfig,
+    corpora: Corpora,
+    warn: Callable[[str], None] = print,
+    verify: Callable[[Path], None] = verify_checkpoint,
+) -> InitialWeights | None:
+    """The checkpoint of `train.initial_weights` or `train.branch_from`; None: neither is set.
+
+    `verify` raises CheckpointError for a damaged checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: its model differs from [model] (a line for each difference), or as `_find_branch_point`.
+        DataError: its tokenizer is not that of the shards.
+    """
+    branch, path = config.train.branch_from is not None, config.train.branch_from or config.train.initial_weights
+    if path is None:
+        return None
+    what = f"train.{'branch_from' if branch else 'initial_weights'} {path}"
+    if branch and not path.is_dir():
+        raise ConfigError(f"{what}: no such folder; give the step folder to branch from")
+    if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
+        raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
+    folder = find_checkpoint(path, warn, verify)
+    # The fields that a preset fills in are compared, not its name.
+    theirs, ours = (model.model_copy(update={"preset": None}) for model in (read_model_config(folder), config.model))
+    if changed := differences(theirs, ours):
+        raise ConfigError(
+            f"{what}: its model differs from [model]; set [model] to the same values "
+            "(tost extend extends the context)\n" + "\n".join(f"model.{line}" for line in changed)
+        )
+    if sha256_file(find_tokenizer(folder)) != corpora.tokenizer().sha256:
+        raise DataError(
+            f"{what}: its tokenizer is not that of the shards in "
+            f"{', '.join(map(str, config.data.folders))}; build the shards with its tokenizer"
+        )
+    progress = _find_branch_point(config, corpora, folder) if branch else None
+    return InitialWeights(folder, sha256_file(folder / MANIFEST), progress)
+
+
+def _find_branch_point(config: PretrainConfig, corpora: Corpora, folder: Path) -> Progress:
+    """Where a branch from the checkpoint `folder` starts.
+
+    Raises:
+        ConfigError: the checkpoint has no optimizer state or is after the last step of the branch, its run has other
+            settings than those that a branch may change (a line for each), or other learning rates so far.
+    """
+    what = f"train.branch_from {folder}"
+    if not StoredTensors(folder, "optimizer"):
+        raise ConfigError(
+            f"{what}: has no optimizer state; set train.initial_weights instead, to start with a new optimizer"
+        )
+    theirs = Progress.read(folder)
+    if theirs.step >= config.train.steps:
+        raise ConfigError(
+            f"{what}: is after step {theirs.step}, and train.steps is {config.train.steps}; set more steps"
+        )
+    ours = replace(
+        theirs, wandb_run_id="", shards_fingerprint=corpora.fingerprint, tokenizer_sha256=corpora.tokenizer().sha256
+    )
+    if not (folder / SETTINGS).is_file():
+        if config.optim.kind != "adamw":
+            raise ConfigError(f'{what}: has the state of AdamW; set optim.kind = "adamw"')
+        return ours  # converted from the released code, whose settings and data order are not known here
+    trunk = load_config(PretrainConfig, folder / SETTINGS)
+    if changed := differences(_settings_of_all_branches(trunk), _settings_of_all_branches(config)):
+        raise ConfigError(
+            f"{what}: its run has other settings; undo the change, or start a new schedule from its weights with "
+            "train.initial_weights\n" + "\n".join(changed)
+        )
+    require_same_rates(trunk, config, theirs.step, what, folder.parent.parent)
+    if theirs.shards_fingerprint == corpora.fingerprint and trunk.data.packing == config.data.packing:
+        return ours
+    return replace(ours, data_start=theirs.step, recent=(), validation_loss=None)
+
+
+def require_same_rates(old: PretrainConfig, new: PretrainConfig, step: int, what: str, run_folder: Path) -> None:
+    """Raises ConfigError unless `new` has the learning rates of `old` in the first `step` steps.
+
+    Args:
+        old: settings of the run in `run_folder`; they differ from `new` in the schedule and train.steps at most.
+        what: the beginning of the message.
+    """
+    if _schedule(old) == _schedule(new):
+        return
+    stable = steps_before_decay(old.optim, old.train.steps)
+    if step > stable:
+        fix = "undo the change, or start a new schedule from its weights: run.name=NEW train.initial_weights=…"
+        earlier = [folder for folder in step_folders(run_folder) if folder.name <= f"step_{stable:08d}"]
+        if old.optim.schedule == "wsd" and earlier:
+            fix = f"branch from a checkpoint before the decay: run.name=NEW train.branch_from={earlier[-1]}"
+        raise ConfigError(
+            f"{what}: the learning rate of its run (optim.schedule {old.optim.schedule}) decays after step {stable}, "
+            f"and the checkpoint is after step {step}; {fix}"
+        )
+    was, now = (warmup_steps(config.optim, config.train.steps) for config in (old, new))
+    if was != now:
+        raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
+    stable = steps_before_decay(new.optim, new.train.steps)
+    if step > stable:
+        fix = f"set train.steps to at least {step + new.train.steps - stable}"
+        if new.optim.schedule in ("cosine", "linear"):
+            fix = "set optim.schedule to wsd or constant"
+        raise ConfigError(
+            f"{what}: optim.schedule {new.optim.schedule} would decay or end after step {stable}, and the checkpoint "
+            f"is after step {step}; {fix}"
+        )
+
+
+def _schedule(config: PretrainConfig) -> tuple[object, ...]:
+    optim, steps = config.optim, config.train.steps
+    return optim.schedule, optim.min_lr, optim.decay_steps, warmup_steps(optim, steps), steps
+
+
+def _settings_of_all_branches(config: PretrainConfig) -> PretrainConfig:
+    """The settings that a branch has in common with its run; all others have fixed values."""
+    trained = config.what_is_trained()
+    schedule = {"schedule": "constant", "decay_steps": None, "min_lr": 0.0, "warmup_steps": None}
+    length = {"steps": 1, "branch_from": None, "initial_weights": None}
+    return trained.model_copy(
+        update={
+            "data": TrainingDataConfig(folder=Path("any")),
+            "optim": trained.optim.model_copy(update=schedule),
+            "train": trained.train.model_copy(update=length),
+        }
+    )
+
 
 MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
 """Settings that may change if the learning rates of the steps so far do not."""

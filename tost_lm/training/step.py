@@ -1,19 +1,97 @@
-"""The batches of this rank, and one optimizer step on its micro-batches."""
+"""The batches of this rank, and one optimizer step on its micro-batches, in the memory of the rank: the largest tile
+that fits into it, and an out-of-memory error in one line.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel.mesh import Mesh, all_reduce
+from tost_lm.parallel.mesh import Mesh, World, all_reduce, max_over_ranks
+from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.tiled import Tiling
+from tost_lm.training.plan_activations import activation_bytes_per_token, tokens_in_memory
+from tost_lm.training.plan_memory import largest_tile, weights_and_optimizer
+from tost_lm.training.tiled import Tiling, tile
+
+TORCH_MESSAGES = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
+USABLE = 0.8
+"""Usable fraction of free memory; the plan does not count all memory."""
+
+
+def tiling_of(config: PretrainConfig, mesh: Mesh) -> Tiling:
+    """The tiling of a configuration that `with_tile_size` returned.
+
+    Raises:
+        ConfigError: a tile has fewer tokens than there are sequence ranks.
+    """
+    assert config.memory.tile_tokens != "auto"
+    truncated = config.train.truncate_tokens is not None
+    tile_tokens = config.train.truncate_tokens or config.memory.tile_tokens
+    on_host = config.memory.offload_tile_states
+    return tile(mesh, config.row_tokens, tile_tokens, truncated=truncated, states_on_host=on_host)
+
+
+def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
+    """The configuration with a number for memory.tile_tokens = auto, the same on all ranks. Call it before the model
+    is built.
+
+    Raises:
+        ConfigError: some rank has less free memory than the smallest tile needs by the plan.
+    """
+    if config.memory.tile_tokens != "auto":
+        return config
+    free = -max_over_ranks(-_free_bytes(world))
+    return largest_tile(config, world.size, free * USABLE)
+
+
+def _free_bytes(world: World) -> int:
+    """Free memory of this rank's GPU, or an equal fraction of the host's free memory for each of its ranks."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
+@contextmanager
+def explain_out_of_memory(config: PretrainConfig, heartbeat: Heartbeat) -> Iterator[None]:
+    """Raises TrainingError in place of an out-of-memory error."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not full and not any(text in str(error) for text in TORCH_MESSAGES):
+            raise
+        where = f"{heartbeat.last.phase}, step {heartbeat.last.step}"
+        raise TrainingError(
+            f"rank {heartbeat.last.rank} ({socket.gethostname()}) is out of memory ({where}): {_needs(config)}"
+        ) from None
+
+
+def _needs(config: PretrainConfig) -> str:
+    model = sum(weights_and_optimizer(config, int(os.environ.get("WORLD_SIZE", "1")))) / 1e9
+    kept = activation_bytes_per_token(config) * tokens_in_memory(config) / 1e9
+    rows, tokens = config.train.micro_batch_size, config.tile_tokens // config.parallel.sequence
+    if model > kept:
+        fix = "use a smaller model (model.width, layers, vocab_size, max_positions) or increase parallelism"
+    else:
+        fix = (
+            "lower train.micro_batch_size or memory.tile_tokens, enable memory.activation_checkpointing, or increase "
+            "parallelism"
+        )
+    return (
+        f"weights and optimizer take {model:,.2f} GB, and the activations of {rows} × {tokens} tokens {kept:,.2f} GB; "
+        f"{fix} (parallel.sequence, parallel.tensor, parallel.zero_stage); tost plan shows all memory"
+    )
 
 
 def build_batches(

@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tost_lm.errors import ConfigError
+from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
-from tost_lm.model.output import LMOutput, LMState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.ops.sequence_shard import SequenceShard, SequenceSplit
 from tost_lm.parallel.apply import shard_of
 from tost_lm.parallel.mesh import Mesh
 

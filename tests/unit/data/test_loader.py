@@ -14,7 +14,7 @@ from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
 from tost_lm.data.prefetch import micro_batches
 from tost_lm.data.shards import Concatenation
 from tost_lm.errors import ConfigError
-from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.ops.layout import SequenceSplit
 
 IGNORED, T, BATCH = -100, 20, 8
 LENGTHS = [1 + 37 * i % 49 for i in range(60)]

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
-from tost_lm.model.output import LMState
+from tost_lm.model.block import LMState
+from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.testing import assert_close
 
 B, T, C, H, VOCAB = 2, 26, 32, 4, 64

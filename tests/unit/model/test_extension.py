@@ -16,7 +16,7 @@ from tost_lm.cli.extend import extend
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.extension_config import ExtensionConfig
+from tost_lm.model.config import ExtensionConfig
 from tost_lm.testing import assert_as_accurate
 
 OLD, NEW = 1024, 8192

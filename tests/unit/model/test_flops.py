@@ -16,7 +16,7 @@ from tost_lm.model.config import CONV_TAPS
 from tost_lm.model.flops import flops_per_token, parameters, peak_flops
 from tost_lm.model.slots import memberships
 from tost_lm.ops import causal_tssa
-from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.ops.slots import slot_memory
 

@@ -21,15 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tost_lm.ops import bidirectional, cross_entropy_triton
+from tost_lm.ops import bidirectional, cross_entropy_triton, slots
 from tost_lm.ops import triton as phases
-from tost_lm.ops.layout import document_layout
+from tost_lm.ops.layout import LocalDocuments, document_layout
 from tost_lm.ops.phases import Scoring
-from tost_lm.ops.sequence_shard import LocalDocuments
-from tost_lm.ops.slots import memory
 from tost_lm.ops.slots import triton as slot_kernels
 from tost_lm.ops.triton import bidirectional as bidirectional_kernels
-from tost_lm.ops.triton import scan, tiles
+from tost_lm.ops.triton import tiles
 
 kernels = []
 run = JITFunction.run
@@ -94,8 +92,8 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     scoring = Scoring(membership, torch.zeros(H, dtype=dtype), bias_BHT, torch.zeros(N, dtype=torch.int64))
     before = sums_KHD, sums_KHD, sums_KH
     phases.energy(w, layout)
-    long = document_layout((0, (scan.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
-    scan.sums(torch.zeros(len(long.start_K), H, D), long)
+    long = document_layout((0, (tiles.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
+    tiles.sums(torch.zeros(len(long.start_K), H, D), long)
     phases.memberships(w, layout, scoring, sums_KHD)
     phases.output(w, layout, pi_MH, sums_KHD, sums_KH)
     phases.output_backward(w, w, layout, pi_MH, sums_KHD, sums_KH)
@@ -110,10 +108,10 @@ def call_bidirectional(dtype: torch.dtype, H: int, D: int, ends: list[int]) -> N
 
 
 def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
-    memory._kernels = lambda write, value: slot_kernels
+    slots._kernels = lambda write, value: slot_kernels
     read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
     local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
-    y, _ = memory.slot_memory(read, write, value, torch.zeros(H), local=local)
+    y, _ = slots.slot_memory(read, write, value, torch.zeros(H), local=local)
     y.sum().backward()
     # As sequence ranks do before their reads.
     initial_nHSE = torch.zeros(len(ends), H, S, D + 1, dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.ops import causal_tssa
-from tost_lm.ops.sequence_shard import SequenceSplit
+from tost_lm.ops.layout import SequenceSplit
 from tost_lm.testing import assert_close
 
 SLICES, H, D = 1024, 2, 3

@@ -9,7 +9,7 @@ from agreement import draw_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.ops import backends, chunked_phases, triton
-from tost_lm.ops.phased_backend import PhasedBackend
+from tost_lm.ops.phases import PhasedBackend
 
 PRODUCT = re.compile(r"mm|mv|matmul|dot|einsum|linear|conv")
 

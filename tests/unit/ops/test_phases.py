@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from random_calls import calls
 
 from tost_lm.ops import backends, causal_tssa, chunked_phases
-from tost_lm.ops.phased_backend import PhasedBackend
-from tost_lm.ops.phases import LocalSoftmax
+from tost_lm.ops.phases import LocalSoftmax, PhasedBackend
 
 
 @given(calls())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tost_lm.ops.sequence_shard import LocalDocuments
-from tost_lm.ops.slots import SlotSums, chunks, memory, slot_memory, slot_memory_naive
+from tost_lm.ops import slots
+from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.slots import SlotSums, chunks, slot_memory, slot_memory_naive
 from tost_lm.testing import assert_as_accurate
 
 pytest.importorskip("triton")
@@ -53,7 +54,7 @@ class Call:
         """The results with all inputs in `dtype`."""
         leaves = [x.detach().to(dtype).requires_grad_() for x in self.inputs]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "_kernels", lambda write, value: backend)
+            patch.setattr(slots, "_kernels", lambda write, value: backend)
             y, state = slot_memory(
                 *leaves[:4], local=self.local, initial_state=SlotSums(*leaves[4:]), output_final_state=True
             )
@@ -148,7 +149,7 @@ def test_a_nan_reaches_only_later_tokens_of_its_document():
 def test_kernels_run_on_gpus_in_up_to_float32():
     def kernels(device: str, dtype: torch.dtype, S: int, D: int) -> ModuleType | None:
         with FakeTensorMode():
-            return memory._kernels(*(torch.empty(1, 1, 1, X, device=device, dtype=dtype) for X in (S, D)))
+            return slots._kernels(*(torch.empty(1, 1, 1, X, device=device, dtype=dtype) for X in (S, D)))
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert kernels("cuda", dtype, 64, 256) is triton

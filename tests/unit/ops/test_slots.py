@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.ops import short_conv as short_conv_module
-from tost_lm.ops.sequence_shard import LocalDocuments
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
 from tost_lm.testing import assert_as_accurate

@@ -22,7 +22,7 @@ from tost_lm.testing import assert_as_accurate
 
 pytest.importorskip("triton")
 from tost_lm.ops.triton import backward, forward, tiles
-from tost_lm.ops.triton.scan import sums
+from tost_lm.ops.triton.tiles import sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

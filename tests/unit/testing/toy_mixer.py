@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.ops.sequence_shard import SequenceShard, SequenceSplit
+from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.parallel.mesh import Axis
 from tost_lm.parallel.sequence import RankShard
 from tost_lm.testing.conformance import MixerAdapter

@@ -11,9 +11,8 @@ from tost_lm.data.loader import Corpora
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.training import execute
 from tost_lm.training.execute import layout_of, mesh_of, read_all, require_executable
-from tost_lm.training.memory import tiling_of
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.step import build_batches
+from tost_lm.training.step import build_batches, tiling_of
 
 LENGTHS = [40, 3, 17, 90, 8, 21, 64, 5, 130, 33, 12, 77]
 

@@ -16,7 +16,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.initial_weights import find_initial_weights
+from tost_lm.training.start import find_initial_weights
 
 MODEL: dict[str, Any] = {"preset": "tost-base", "layers": 1, "heads": 1, "width": 4, "vocab_size": 300}
 

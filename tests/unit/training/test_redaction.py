@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.config import Section
 from tost_lm.training.config import PretrainConfig
-from tost_lm.training.redaction import MARK, is_secret, redact_command, redact_text, redact_tree
+from tost_lm.training.loggers import MARK, is_secret, redact_command, redact_text, redact_tree
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from other_forms import OTHER_FORMS
 
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.activation_checkpointing import apply_activation_checkpointing
+from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.testing import assert_as_accurate, assert_close
 from tost_lm.training.tiled import tiled_loss

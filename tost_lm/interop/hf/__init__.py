@@ -18,9 +18,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.interop.hf.config import TostConfig
 from tost_lm.interop.hf.export import export
-from tost_lm.interop.hf.model import TostForCausalLM
+from tost_lm.interop.hf.model import TostConfig, TostForCausalLM
 
 __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from tost_lm.model.output import LMState
+from tost_lm.model.block import LMState
 from tost_lm.model.softmax import KeyValueState
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, Scoring, Sums
 from tost_lm.ops.triton.forward import new_sums
-from tost_lm.ops.triton.scan import sums
 from tost_lm.ops.triton.tiles import (
     ENERGY_FLOOR,
     MASS_FLOOR,
@@ -37,6 +36,7 @@ from tost_lm.ops.triton.tiles import (
     stack,
     store_token,
     sum_of_thread,
+    sums,
     tokens_before,
     tokens_of_chunk,
 )

@@ -16,7 +16,6 @@ from torch import Tensor
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton import forward
 from tost_lm.ops.triton.forward import new_sums
-from tost_lm.ops.triton.scan import sums
 from tost_lm.ops.triton.tiles import (
     INTERPRETED,
     STEP,
@@ -26,6 +25,7 @@ from tost_lm.ops.triton.tiles import (
     load_sums,
     load_token,
     store_token,
+    sums,
     tokens_of_chunk,
 )
 from tost_lm.ops.triton.tiles import chunk_tokens as chunk_tokens

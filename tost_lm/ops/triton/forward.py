@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, Scoring, Sums
-from tost_lm.ops.triton.scan import sums
 from tost_lm.ops.triton.tiles import (
     MASS_FLOOR,
     RUN_TIME,
@@ -29,6 +28,7 @@ from tost_lm.ops.triton.tiles import (
     softmax_between,
     stack,
     store_token,
+    sums,
     tokens_before,
     tokens_of_chunk,
 )

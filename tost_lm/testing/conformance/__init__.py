@@ -11,7 +11,238 @@ reports which of these equalities hold:
 Shapes: B rows, T tokens, C channels, N documents (N = B unless packed), R sequence ranks.
 """
 
-from tost_lm.testing.conformance.adapter import MixerAdapter, concatenate_rows, layer_adapter
-from tost_lm.testing.conformance.checks import EQUALITIES, Equality, Report, check
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tost_lm.ops.layout import SequenceSplit
+from tost_lm.testing.conformance import equalities
+from tost_lm.testing.conformance.adapter import (
+    TOKENS,
+    MixerAdapter,
+    State,
+    Subject,
+    concatenate_rows,
+    cotangent,
+    layer_adapter,
+    leaf,
+    named,
+)
+from tost_lm.testing.ranks import run_on_ranks
 
 __all__ = ["EQUALITIES", "Equality", "MixerAdapter", "Report", "check", "concatenate_rows", "layer_adapter"]
+
+
+RANKS = 3
+
+
+class _Case(NamedTuple):
+    """Tokens in one or more tiles, each of them split over the ranks; states are carried between tiles."""
+
+    what: str
+    x_BTC: Tensor
+    splits: tuple[tuple[int, ...], ...]
+    """Tokens of each rank in each tile, [R]."""
+    offsets: tuple[tuple[int, ...] | None, ...]
+    """Of the documents in each tile."""
+    initial: State | None
+    output_state: bool
+
+
+def rank_differences(subject: Subject, T: int) -> Iterator[tuple[float, str]]:
+    """Rows and packed documents on 3 ranks against one process."""
+    cases = list(_cases(subject, T))
+    expected = [_results(subject, case, None) for case in cases]
+    for found in run_on_ranks(_on_rank, RANKS, subject.adapter, subject.seed, cases):
+        for case, ours, theirs in zip(cases, found, expected, strict=True):
+            yield from subject.differences(ours, theirs, case.what)
+
+
+def _on_rank(adapter: MixerAdapter, seed: int, cases: list[_Case]) -> list[dict[str, Tensor]]:
+    subject = Subject(adapter, seed)
+    return [_results(subject, case, dist.get_rank()) for case in cases]
+
+
+def _cases(subject: Subject, T: int) -> Iterator[_Case]:
+    """Shards of 1 and 2 tokens among long ones; documents that cross a cut, end at it and lie within a shard."""
+    adapter = subject.adapter
+    whole = (T // 2 - 1, 2, T - T // 2 - 1)
+    yield _Case(f"rows on ranks of {whole}", subject.tokens(2, T), (whole,), (None,), None, False)
+    if adapter.has_state:
+        n = T // 2
+        splits = ((n - 3, 1, 2), (1, 2, T - n - 3))
+        yield _Case(f"rows in tiles on {splits}", subject.tokens(2, T), splits, (None, None), None, True)
+        yield _Case("rows that continue", subject.tokens(2, T), (whole,), (None,), subject.states(2), True)
+    if adapter.has_documents:
+        documents = (0, 2, whole[0], whole[0] + 1, T - 3, T)
+        packed = subject.tokens(1, T)
+        yield _Case(f"documents at {documents} on {whole}", packed, (whole,), (documents,), None, False)
+        short = (1, 2, T - 3)
+        yield _Case(f"documents at {documents} on {short}", packed, (short,), (documents,), None, False)
+        if adapter.has_state:
+            states = subject.states(len(documents) - 1)
+            yield _Case(f"documents that continue, on {short}", packed, (short,), (documents,), states, True)
+
+
+def _results(subject: Subject, case: _Case, rank: int | None) -> dict[str, Tensor]:
+    """Outputs, final states, and gradients of a loss on the outputs; summed over ranks, except for the states.
+
+    Gradients of states only pass from tile to tile: a mixer may keep the whole gradient on each rank, or a part.
+    """
+    x_BTC, state, outputs = leaf(case.x_BTC), case.initial, None
+    for start, lengths, offsets in zip(_starts(case), case.splits, case.offsets, strict=True):
+        split = SequenceSplit((sum(lengths),), 0) if rank is None else SequenceSplit(lengths, rank)
+        shard = None if rank is None else subject.adapter.shard(split)  # pyright: ignore[reportOptionalCall]
+        columns = slice(start + split.start, start + split.end)
+        y, state = subject(x_BTC[:, columns], state, offsets, shard, case.output_state)
+        if outputs is None:
+            outputs = y.new_zeros(*x_BTC.shape[:2], *y.shape[2:])
+        outputs = outputs.index_copy(1, torch.arange(columns.start, columns.stop, device=y.device), y)
+    assert outputs is not None
+    outputs.backward(cotangent("outputs", outputs))
+    found = {"outputs": outputs.detach()}
+    for name, x in ({TOKENS: x_BTC} | subject.parameters).items():
+        found[f"gradient of {name}"] = torch.zeros_like(x) if x.grad is None else x.grad
+    subject.mixer.zero_grad()
+    if rank is not None:
+        for x in found.values():
+            dist.all_reduce(x)
+    return found | {name: x.detach() for name, x in named("final state", state).items()}
+
+
+def _starts(case: _Case) -> list[int]:
+    """The first token of each tile."""
+    return [0, *accumulate(map(sum, case.splits[:-1]))]
+
+
+@dataclass(frozen=True)
+class Equality:
+    """One line of a report."""
+
+    name: str
+    result: Literal["holds", "fails", "not offered"]
+    error: float | None
+    """The largest relative difference; infinite where a call failed or a number is not finite. None: not offered."""
+    bound: float
+    """The largest difference that holds."""
+    reason: str
+    """Where the largest difference is, what a call raised, or why the mixer does not offer the equality."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which equalities hold for a mixer. It prints as a Markdown table."""
+
+    mixer: str
+    equalities: tuple[Equality, ...]
+
+    def with_result(self, result: Literal["holds", "fails", "not offered"]) -> list[str]:
+        """The names of the equalities with this result."""
+        return [equality.name for equality in self.equalities if equality.result == result]
+
+    def require(self) -> None:
+        """Raises AssertionError with the lines of the equalities that fail. Those not offered are accepted."""
+        failed = [f"{e.name}: {e.reason} ({_number(e.error)})" for e in self.equalities if e.result == "fails"]
+        if failed:
+            raise AssertionError(f"{self.mixer}:\n" + "\n".join(failed))
+
+    def __str__(self) -> str:
+        lines = [f"| {self.mixer} | result | error | bound | where or why |", "|---|---|---|---|---|"]
+        for e in self.equalities:
+            lines.append(f"| {e.name} | {e.result} | {_number(e.error)} | {_number(e.bound)} | {e.reason} |")
+        return "\n".join(lines)
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.0e}" if x else "0"
+
+
+MIN_TOKENS = 16
+
+
+class _Test(NamedTuple):
+    differences: Callable[[Subject, int], equalities.Differences]
+    obstacle: Callable[[MixerAdapter], str | None]
+    """Why the mixer does not offer the equality; None: it does."""
+    bound: float | None = None
+    """None: that of the mixer."""
+
+
+def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
+    """Compare a mixer with itself in every way that the same tokens can be processed.
+
+    Each equality compares outputs, final states, and the gradients of tokens, parameters and initial states. Sequence
+    ranks are real gloo ranks (`tost_lm.testing.run_on_ranks`). All tokens and weights are drawn.
+
+    Args:
+        tokens: T, at least 16. Larger than the chunks of a kernel to include their boundaries.
+        seed: of weights, tokens and cuts.
+
+    Returns:
+        A line for each of `EQUALITIES`. A call that raises counts as a failure, with its message.
+
+    Raises:
+        ValueError: too few tokens.
+    """
+    if tokens < MIN_TOKENS:
+        raise ValueError(f"too few tokens to cut: {tokens}; use {MIN_TOKENS} or more")
+    return Report(adapter.name, tuple(_examine(name, test, adapter, tokens, seed) for name, test in _TESTS.items()))
+
+
+def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: int) -> Equality:
+    bound = test.bound or adapter.bound
+    if obstacle := test.obstacle(adapter):
+        return Equality(name, "not offered", None, bound, obstacle)
+    try:
+        error, where = max(test.differences(Subject(adapter, seed), tokens))
+    except Exception as problem:  # whatever a mixer raises is its result
+        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+        return Equality(name, "fails", math.inf, bound, f"{type(problem).__name__}: {lines[-1] if lines else ''}")
+    return Equality(name, "holds" if error <= bound else "fails", error, bound, where)
+
+
+def _always(adapter: MixerAdapter) -> None:
+    return None
+
+
+def _without_state(adapter: MixerAdapter) -> str | None:
+    return None if adapter.has_state else "no state"
+
+
+def _without_documents(adapter: MixerAdapter) -> str | None:
+    return None if adapter.has_documents else "no packed documents"
+
+
+def _without_ranks(adapter: MixerAdapter) -> str | None:
+    return None if adapter.shard else "no sequence ranks"
+
+
+def _without_float64(adapter: MixerAdapter) -> str | None:
+    return None if adapter.dtype == torch.float64 else f"computed in {adapter.dtype}, not in float64"
+
+
+def _without_window(adapter: MixerAdapter) -> str | None:
+    return None if adapter.window else "no window"
+
+
+_TESTS = {
+    "later tokens change no earlier output": _Test(equalities.later_tokens, _always),
+    "state in and out equals one call": _Test(equalities.state_in_and_out, _without_state),
+    "one token at a time equals one call": _Test(equalities.single_tokens, _without_state),
+    "packed documents are independent": _Test(equalities.packed_documents, _without_documents),
+    "tiles equal whole rows": _Test(equalities.tiles, _without_state),
+    "sequence ranks equal one": _Test(rank_differences, _without_ranks),
+    "gradients equal finite differences": _Test(
+        equalities.finite_differences, _without_float64, equalities.SLOPE_BOUND
+    ),
+    "the window has its exact length": _Test(equalities.window, _without_window),
+    "a NaN reaches later tokens of its document alone": _Test(equalities.nan_containment, _always),
+}
+EQUALITIES = tuple(_TESTS)
+"""The names of the equalities, in the order of a report."""

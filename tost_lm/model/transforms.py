@@ -1,4 +1,11 @@
-"""Activation checkpointing: the backward computes blocks, or tiles of their MLPs, again instead of storing them."""
+"""Transforms of a model's blocks for training, in place: activation checkpointing and `torch.compile`.
+
+With activation checkpointing, the backward computes blocks, or tiles of their MLPs, again instead of storing them.
+
+Compilation makes a few fused kernels of what surrounds the token mixer. The mixer is one operator of the graph
+(`tost_lm.ops.registered`), so a block is one graph, and blocks of a kind share it. Graphs differ by layer kind, shapes,
+whether gradients are computed, and whether there are states.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
+from tost_lm.torch_internals import allow_graphs, missing_compiler
 
 OPTIONS: Any = {"use_reentrant": False, "preserve_rng_state": False}  # blocks draw no random numbers
 
@@ -42,3 +51,26 @@ def apply_activation_checkpointing(
 def _in_tiles(tile_tokens: int, compute: Callable[[Tensor], Tensor], x_BTC: Tensor) -> Tensor:
     # Split, not sliced: the backward of each slice would allocate a tensor of all tokens.
     return torch.cat([checkpoint(compute, tile, **OPTIONS) for tile in x_BTC.split(tile_tokens, 1)], 1)
+
+
+GRAPHS = 64
+"""Graphs of a process, at most: of a few kinds of layers, with and without gradients and states, in rows and tiles of a
+few sizes. Beyond torch's limit of 8, a whole graph would be an error."""
+
+
+def compile_blocks(model: TostLM) -> TostLM:
+    """Compile each block of a model, in place. Outputs and gradients change by rounding only.
+
+    Call it after `apply_activation_checkpointing`, not with tensor ranks. The first calls take about ten seconds for
+    each graph.
+
+    Raises:
+        ConfigError: there is no compiler for the device of the model.
+    """
+    if missing := missing_compiler(model.embedding.weight.device):
+        raise ConfigError(f"train.compile needs {missing}; install it, or set train.compile = false")
+    allow_graphs(GRAPHS)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.compute = torch.compile(block.compute, fullgraph=True)
+    return model
