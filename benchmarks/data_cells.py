@@ -60,7 +60,7 @@ def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
 
 def gpt2_json(gpt2: Path, path: Path) -> dict[str, Any]:
     """Write GPT-2's tokenizer as a tokenizer.json; returns the settings that name it."""
-    from tost_lm.interop.hf.export import GPT2_EOT, fast_tokenizer
+    from tost_lm.interop.hf import GPT2_EOT, fast_tokenizer
 
     tokenizer: Any = fast_tokenizer(gpt2_tokenizer(gpt2))
     tokenizer.backend_tokenizer.save(str(path))

@@ -17,8 +17,7 @@ from tost_lm.model.config import CONV_TAPS, ModelConfig
 from tost_lm.model.slots import initial_log_rates, memberships
 from tost_lm.ops import TssaState, causal_tssa, naive
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.short_conv import short_conv
-from tost_lm.ops.slots import slot_memory
+from tost_lm.ops.slots import short_conv, slot_memory
 
 WARM_UP_TOKENS = 64
 COPIED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}

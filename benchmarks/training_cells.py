@@ -31,9 +31,8 @@ from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
 from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.parallel.checksums import Checksums
-from tost_lm.training import hooks, loop
-from tost_lm.training.config import PretrainConfig
-from tost_lm.training.graceful_stop import GracefulStop
+from tost_lm.parallel.graceful_stop import GracefulStop
+from tost_lm.training import PretrainConfig, hooks, loop
 from tost_lm.training.start import find_start_point
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import TiledLM, tile

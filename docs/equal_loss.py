@@ -17,7 +17,7 @@ from benchmarks.forms.tables import T_QUANTILES
 from tost_lm.config import load_config
 from tost_lm.files import read_rows
 from tost_lm.markdown import table
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 Losses = dict[str, dict[int, dict[int, float]]]
 """Last validation loss by optim.kind, seed and tokens."""

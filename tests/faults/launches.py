@@ -146,7 +146,7 @@ def _rank_main(
 
     from tost_lm.cli.train import run
     from tost_lm.config import load_config
-    from tost_lm.training.config import PretrainConfig
+    from tost_lm.training import PretrainConfig
 
     torch.set_num_threads(1)
     inject(rank)

@@ -8,7 +8,7 @@ from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_memory import peak_moment
 
 SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower

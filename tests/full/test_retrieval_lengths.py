@@ -10,7 +10,7 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.evaluation.config import TASKS, RetrievalConfig
+from tost_lm.evaluation import TASKS, RetrievalConfig
 from tost_lm.evaluation.retrieval import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
 

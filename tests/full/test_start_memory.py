@@ -12,7 +12,7 @@ from tost_lm.config import validate
 from tost_lm.interop.authors import MOMENTS
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_memory import weights_and_optimizer
 
 RANKS, SHARDS = 2, 3

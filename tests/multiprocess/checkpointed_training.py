@@ -28,7 +28,7 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
 from tost_lm.parallel import ParallelConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loop import build_writer
 
 RUN = Path("runs/r")

@@ -18,7 +18,7 @@ from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import ParallelConfig, zero
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.hooks import Validation
 from tost_lm.training.step import build_batches, tiling_of, train_step
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
 from tost_lm.evaluation.generation import LanguageModel, Sampling, generate
+from tost_lm.evaluation.likelihood import score_documents
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.grid import Scores, model_scorer
 from tost_lm.evaluation.retrieval.tasks import Example
-from tost_lm.evaluation.scoring import score_documents
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_tiles, prefill
 from tost_lm.ops import cross_entropy

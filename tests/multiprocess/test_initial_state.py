@@ -29,7 +29,7 @@ from tost_lm.parallel.apply import slice_of
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
 from tost_lm.parallel.zero import draw_weights
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loop import build_training_engine
 
 SEED = 5

@@ -15,7 +15,7 @@ from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
 from tost_lm.testing import Traffic, run_on_ranks
-from tost_lm.testing.traffic import Sent
+from tost_lm.testing.ranks import Sent
 
 H, C = 2, 8
 KIND, OTHER_KIND = "all_gather_into_tensor", "all_to_all_single"

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tost_lm import parallel
 from tost_lm.errors import LostRankError, TostError
+from tost_lm.parallel.graceful_stop import GracefulStop
 from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.graceful_stop import GracefulStop
 
 
 class SumOverRanksInBackward(torch.autograd.Function):

@@ -40,7 +40,7 @@ from tost_lm.data import DataPrepConfig
 from tost_lm.evaluation.recall_config import RecallConfig
 from tost_lm.interop.authors import to_authors
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 UNTESTED = {"text", "mermaid"}
 LANGUAGES = {"bash", "python", "toml", *UNTESTED}

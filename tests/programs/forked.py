@@ -85,7 +85,7 @@ def free_port() -> int:
 def _server() -> Any:
     os.environ.update(ENVIRONMENT, DS_ACCELERATOR="cpu")  # the server passes it on to the programs
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "pytest", "tost_lm.training.loop", "tost_lm.evaluation.scoring"])
+    context.set_forkserver_preload([*PRELOADED, "pytest", "tost_lm.training.loop", "tost_lm.evaluation.likelihood"])
     return context
 
 

@@ -43,7 +43,7 @@ EXTRAS = {
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
     "tost_lm.training.execute": {"psutil"},
-    "tost_lm.training.graceful_stop": {"psutil"},
+    "tost_lm.parallel.graceful_stop": {"psutil"},
     "tost_lm.training.hooks": {"psutil"},
     "tost_lm.training.loop": {"psutil"},
     "tost_lm.training.step": {"psutil"},

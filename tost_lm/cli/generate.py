@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.config import GenerateConfig
+from tost_lm.evaluation import GenerateConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for the report

@@ -28,7 +28,7 @@ def main(path: None, config: Section) -> None:
         raise ConfigError("lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'")
     from lm_eval.__main__ import cli_evaluate
 
-    from tost_lm.evaluation.config import RanksConfig
+    from tost_lm.evaluation import RanksConfig
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.interop.lm_eval import HarnessModel
 

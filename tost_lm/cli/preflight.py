@@ -16,7 +16,7 @@ from typing import NoReturn
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_memory import checkpoint_bytes
 
 

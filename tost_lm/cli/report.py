@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import ReportConfig
+from tost_lm.evaluation import ReportConfig
 
 
 def main(paths: list[Path], config: ReportConfig) -> None:

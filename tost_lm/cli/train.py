@@ -21,7 +21,7 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import loggers_in_use
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
     start_ranks("train", ranks)
     from tost_lm.data.loader import Corpora
-    from tost_lm.training.graceful_stop import GracefulStop, exit_stopped
+    from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped
     from tost_lm.training.step import check_vocabulary
 
     graceful_stop = GracefulStop(config.run.max_minutes)

@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tost_lm.data.shards import Shards
 from tost_lm.data.workers import in_processes
 from tost_lm.errors import DataError
-from tost_lm.evaluation.config import DataSetsConfig, protocol_of
+from tost_lm.evaluation import DataSetsConfig, protocol_of
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.markdown import table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.config import DataSetsConfig
+from tost_lm.evaluation import DataSetsConfig
 from tost_lm.files import sha256_bytes, write_atomically
 
 DOWNLOADS = Path("data/test_sets")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tost_lm.config import leaves
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import RanksConfig
-from tost_lm.evaluation.stop import StopRequest, Terminated
+from tost_lm.evaluation import RanksConfig
 from tost_lm.evaluation.subject import Subject, pick_device
+from tost_lm.parallel.graceful_stop import StopRequest, Terminated
 
 if TYPE_CHECKING:
     from tost_lm.evaluation.generation import LanguageModel

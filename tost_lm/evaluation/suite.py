@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.evaluation import POSITIONS, retrieval
 from tost_lm.evaluation import context as context_tasks
-from tost_lm.evaluation import retrieval
-from tost_lm.evaluation.config import POSITIONS
 from tost_lm.evaluation.data_sets import find_set_file
 from tost_lm.evaluation.hugging_face import HuggingFaceSubject, find_subject
 from tost_lm.evaluation.protocols import find_protocol

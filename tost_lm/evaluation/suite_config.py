@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section, leaves, toml_value, validate
 from tost_lm.errors import did_you_mean
-from tost_lm.evaluation.config import (
+from tost_lm.evaluation import (
     DataSetsConfig,
     HeldoutConfig,
     NeedleConfig,

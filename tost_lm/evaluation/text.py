@@ -29,10 +29,10 @@ from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import encode_blocks
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.config import SequencesConfig
+from tost_lm.evaluation import SequencesConfig
 from tost_lm.evaluation.generation import LanguageModel
+from tost_lm.evaluation.likelihood import rates
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.scoring import rates
 from tost_lm.evaluation.subject import Subject, differing
 from tost_lm.files import write_atomically
 from tost_lm.model import ModelConfig

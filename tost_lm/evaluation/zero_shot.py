@@ -16,7 +16,7 @@ import numpy as np
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.evaluation.config import DataSetsConfig
+from tost_lm.evaluation import DataSetsConfig
 from tost_lm.evaluation.data_sets import SetFile, describe_published, find_set_file
 from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.likelihood import Likelihoods, continue_greedily, score_requests

@@ -16,8 +16,7 @@ from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops.naive import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
-from tost_lm.ops.short_conv import short_conv
-from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_step
+from tost_lm.ops.slots import SlotSums, short_conv, slot_memory, slot_memory_step
 
 INITIAL_TEMP = 2.0
 SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 4.0, 512.0

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_any, tree_leaves
 
 from tost_lm.parallel.mesh import World, start_world
-from tost_lm.testing.traffic import Traffic
+from tost_lm.testing.ranks import Traffic
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "buffers"]
 """Use of memory. Activations are all that the model's forward and backward allocate, the loss included; buffers are

@@ -3,8 +3,7 @@
 Tensors are compared as floating-point results: by norm, not element by element.
 """
 
-from tost_lm.testing.ranks import run_on_ranks
-from tost_lm.testing.traffic import Traffic
+from tost_lm.testing.ranks import Traffic, run_on_ranks
 
 __all__ = ["FLOAT32_REORDERED", "Traffic", "assert_as_accurate", "assert_close", "run_on_ranks"]
 import math

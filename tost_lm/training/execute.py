@@ -28,7 +28,7 @@ from tost_lm.parallel.fake_rank import FakeRank, fake_world, ranks_of_group
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
 from tost_lm.parallel.zero import own_state, summed_gradients
 from tost_lm.sizes import SLOT_CHUNK_TOKENS
-from tost_lm.testing.traffic import Sent
+from tost_lm.testing.ranks import Sent
 from tost_lm.training import plan
 from tost_lm.training.loop import build_training_engine
 from tost_lm.training.plan_config import PlanConfig

@@ -22,10 +22,10 @@ from tost_lm.errors import TrainingError
 from tost_lm.model.positions import position_ends
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.graceful_stop import REASONS, GracefulStop, StopRequestedError
 from tost_lm.parallel.mesh import Mesh, all_reduce, max_over_ranks
 from tost_lm.parallel.watchdog import Heartbeat
-from tost_lm.training.config import PretrainConfig
-from tost_lm.training.graceful_stop import REASONS, GracefulStop, StopRequestedError
+from tost_lm.training import PretrainConfig
 from tost_lm.training.metrics import Metrics, NullMetrics
 from tost_lm.training.step import Outcome
 from tost_lm.training.tiled import Tiling

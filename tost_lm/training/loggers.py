@@ -21,7 +21,7 @@ from typing import Any
 
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
-from tost_lm.training.config import PretrainConfig, RunConfig
+from tost_lm.training import PretrainConfig, RunConfig
 
 MARK = "[redacted]"
 SECRET_WORDS = {"key", "keys", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd"}

@@ -23,14 +23,13 @@ from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.parallel.agreement import require_agreement, settings_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.graceful_stop import GracefulStop, StopRequestedError
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.torch_internals import enable_flight_recorder
-from tost_lm.training import hooks
+from tost_lm.training import PretrainConfig, hooks
 from tost_lm.training.card import model_card
-from tost_lm.training.config import PretrainConfig
-from tost_lm.training.graceful_stop import GracefulStop, StopRequestedError
 from tost_lm.training.hooks import Evaluation, Hook, Run, Save, SpikeGuard, StopGracefully, Validation
 from tost_lm.training.metrics import Metrics, NullMetrics, write_run_folder
 from tost_lm.training.start import StartPoint, rename_old_run, require_same_checkpoints, start_engine

@@ -23,7 +23,7 @@ from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
 from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import (
     Row,
     TensorBoardSink,

@@ -41,7 +41,7 @@ from tost_lm.sizes import (
     TRITON_CHUNK_TOKENS,
     TRITON_SLOT_CHUNK_TOKENS,
 )
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

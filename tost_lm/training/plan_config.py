@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 

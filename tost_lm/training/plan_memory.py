@@ -42,7 +42,7 @@ from typing import NamedTuple, TypeVar
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import block_matrices, layers_by_letter, parameters
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_activations import (
     ELEMENT_BYTES,
     activation_bytes_per_token,

@@ -29,7 +29,7 @@ from tost_lm.files import sha256_file
 from tost_lm.optim import steps_before_decay, warmup_steps
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement
 from tost_lm.parallel.zero import draw_weights
-from tost_lm.training.config import PretrainConfig, TrainingDataConfig
+from tost_lm.training import PretrainConfig, TrainingDataConfig
 
 
 class InitialWeights(NamedTuple):

@@ -19,7 +19,7 @@ from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh, World, all_reduce, max_over_ranks
 from tost_lm.parallel.watchdog import Heartbeat
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_activations import activation_bytes_per_token, tokens_in_memory
 from tost_lm.training.plan_memory import largest_tile, weights_and_optimizer
 from tost_lm.training.tiled import Tiling, tile

@@ -12,8 +12,8 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
-from tost_lm.evaluation.config import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord

@@ -11,7 +11,7 @@ from tost_lm.cli.eval.contamination import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import CheckpointError
-from tost_lm.evaluation.config import ContaminationConfig
+from tost_lm.evaluation import ContaminationConfig
 from tost_lm.evaluation.contamination import contamination
 from tost_lm.evaluation.report.page import to_html
 from tost_lm.evaluation.report.record import RunRecord

@@ -14,7 +14,7 @@ from tost_lm.cli.eval.positions import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
-from tost_lm.evaluation.config import PositionsConfig
+from tost_lm.evaluation import PositionsConfig
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.record import RunRecord

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tost_lm.evaluation import scoring
-from tost_lm.evaluation.scoring import BASELINES, ByteNgrams, first_bytes
+from tost_lm.evaluation import likelihood
+from tost_lm.evaluation.likelihood import BASELINES, ByteNgrams, first_bytes
 
 TRAINING = [b"abracadabra", b"", b"a", b"ab", b"banana band", bytes(range(250, 256)) * 2, b"\0\0\0\0"]
 HELDOUT = [b"abba", b"n", b"", b"xyz banana", b"\xff\xfe\0\0\0", b"cadab"]
@@ -26,7 +26,7 @@ def plain_probability(training: list[bytes], context: bytes, byte: int) -> float
 
 @pytest.mark.parametrize("tile_bytes", [1, 3, 1000])
 def test_equals_plain_python(monkeypatch, tile_bytes):
-    monkeypatch.setattr(scoring, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(likelihood, "TILE_BYTES", tile_bytes)
     ngrams = ByteNgrams(TRAINING)
     assert ngrams.bytes == sum(map(len, TRAINING))
     for document in HELDOUT:

@@ -27,8 +27,7 @@ from tost_lm.evaluation.generation import generate_text
 from tost_lm.evaluation.hugging_face import HuggingFaceSubject, find_subject
 from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.subject import Subject
-from tost_lm.interop.hf import TostForCausalLM, export
-from tost_lm.interop.hf.export import fast_tokenizer
+from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
 from tost_lm.testing import FLOAT32_REORDERED
 
 DATA = Path(__file__).parents[4] / "shared/data"

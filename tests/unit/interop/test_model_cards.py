@@ -18,8 +18,8 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import sha256_file, write_rows
 from tost_lm.interop.hf import export
+from tost_lm.training import PretrainConfig
 from tost_lm.training.card import model_card
-from tost_lm.training.config import PretrainConfig
 
 SHA256 = "a" * 64
 

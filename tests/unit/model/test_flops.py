@@ -17,8 +17,7 @@ from tost_lm.model.flops import flops_per_token, parameters, peak_flops
 from tost_lm.model.slots import memberships
 from tost_lm.ops import causal_tssa
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.short_conv import short_conv
-from tost_lm.ops.slots import slot_memory
+from tost_lm.ops.slots import short_conv, slot_memory
 
 B, T = 2, 12
 

@@ -20,7 +20,7 @@ from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.model.gated import RECURRENT_TOKENS, GatedMixer
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.testing import assert_as_accurate
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_memory import moments
 from tost_lm.training.tiled import tiled_loss
 

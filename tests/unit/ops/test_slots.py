@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.ops import short_conv as short_conv_module
+from tost_lm.ops import slots as short_conv_module
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.short_conv import short_conv
-from tost_lm.ops.slots import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
+from tost_lm.ops.slots import SlotSums, short_conv, slot_memory, slot_memory_naive, slot_memory_step
 from tost_lm.testing import assert_as_accurate
 
 H, S, V = 3, 5, 7

@@ -11,7 +11,7 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.model.flops import parameters
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 CHECKOUT = Path(__file__).parents[3]
 COMPARE = CHECKOUT / "configs/pretrain/compare"

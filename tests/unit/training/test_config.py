@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import ConfigError
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 
 BASE = """
 [model]

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tost_lm.config import EXIT_STOPPED
-from tost_lm.training import graceful_stop as module
-from tost_lm.training.graceful_stop import GracefulStop
+from tost_lm.parallel import graceful_stop as module
+from tost_lm.parallel.graceful_stop import GracefulStop
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_the_limit_counts_from_the_launch_and_leaves_time_to_save():
 def test_under_torchrun_the_launch_is_torchruns_own():
     code = "import time; time.sleep(1.5); import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     child = (
-        "import os, psutil, tost_lm.training.graceful_stop as d; print(d._launched(), psutil.Process().create_time());"
+        "import os, psutil, tost_lm.parallel.graceful_stop as d; print(d._launched(), psutil.Process().create_time());"
         "os.environ['TORCHELASTIC_RUN_ID'] = 'x'; print(d._launched(), psutil.Process(os.getppid()).create_time())"
     )
     done = subprocess.run([sys.executable, "-c", code, child], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.start import find_initial_weights
 
 MODEL: dict[str, Any] = {"preset": "tost-base", "layers": 1, "heads": 1, "width": 4, "vocab_size": 300}

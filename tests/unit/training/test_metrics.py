@@ -13,7 +13,7 @@ import torch
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.model.flops import flops_per_token
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.hooks import Run, SpikeGuard, count_skips
 from tost_lm.training.metrics import Metrics
 from tost_lm.training.step import Outcome

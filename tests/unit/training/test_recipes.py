@@ -10,7 +10,7 @@ from tost_lm.config import differences, load_config
 from tost_lm.data import DataPrepConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim import learning_rate
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_fit import memory_problem
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tost_lm.config import Section
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import MARK, is_secret, redact_command, redact_text, redact_tree
 
 

@@ -11,7 +11,7 @@ from tost_lm.config import validate
 from tost_lm.model import TostLM
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.model.transforms import apply_activation_checkpointing
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_activations import activation_bytes_per_token
 
 B, T, C = 2, 512, 256

@@ -11,7 +11,7 @@ from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.metrics import drop_rows_after, write_run_folder
 from tost_lm.training.start import StartPoint, find_start_point, rename_old_run, require_same_checkpoints
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.metrics import Metrics
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'tost-lm[tensorboard]'")

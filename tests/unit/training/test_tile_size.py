@@ -8,8 +8,7 @@ import torch
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh
-from tost_lm.training import plan, plan_fit
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig, plan, plan_fit
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_memory import largest_tile, peak_moment
 from tost_lm.training.tiled import tile

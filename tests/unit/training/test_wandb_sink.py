@@ -17,7 +17,7 @@ from pydantic import Field
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.training.config import PretrainConfig
+from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import history, truncate_runs
 from tost_lm.training.metrics import Metrics, write_run_folder
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import AnalyzeConfig
+from tost_lm.evaluation import AnalyzeConfig
 from tost_lm.markdown import with_error
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import read_toml, run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.config import ContaminationConfig, protocol_of
+from tost_lm.evaluation import ContaminationConfig, protocol_of
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards

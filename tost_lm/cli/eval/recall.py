@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.evaluation.recall_config import RecallConfig
-from tost_lm.evaluation.stop import terminable
+from tost_lm.parallel.graceful_stop import terminable
 
 
 def main(path: Path, config: RecallConfig) -> None:

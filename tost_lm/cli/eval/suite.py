@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.evaluation.stop import terminable
 from tost_lm.evaluation.suite_config import SuiteConfig, steps_of
+from tost_lm.parallel.graceful_stop import terminable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.config import ZeroShotConfig
-from tost_lm.evaluation.stop import terminable
+from tost_lm.evaluation import ZeroShotConfig
 from tost_lm.files import write_rows
+from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def score_heldout(
     if ranks.reusable(subject, HELDOUT, identity):
         return None
 
-    from tost_lm.evaluation.scoring import score_documents
+    from tost_lm.evaluation.likelihood import score_documents
 
     tokenizer = shards.tokenizer()
     documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
@@ -89,7 +89,7 @@ def score_heldout(
     )
 
     def finish() -> None:
-        from tost_lm.evaluation.scoring import BASELINES, ByteNgrams, first_bytes
+        from tost_lm.evaluation.likelihood import BASELINES, ByteNgrams, first_bytes
 
         totals = scores.totals()
         print("counting byte n-grams of the training text", flush=True)

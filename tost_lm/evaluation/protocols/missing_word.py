@@ -12,7 +12,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.evaluation.likelihood import Likelihoods, Request, left_truncated
+from tost_lm.evaluation.likelihood import Likelihoods, Request, bootstrap_error, left_truncated
 from tost_lm.evaluation.protocols.interface import (
     Example,
     Protocol,
@@ -23,7 +23,6 @@ from tost_lm.evaluation.protocols.interface import (
     wrong_format,
 )
 from tost_lm.evaluation.protocols.perplexity import with_error
-from tost_lm.evaluation.scoring import bootstrap_error
 
 
 class LastWord(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.evaluation.data_sets import PUBLISHED_BYTES, unpacked
-from tost_lm.evaluation.likelihood import Likelihoods, Request, disjoint_windows, strided_windows
+from tost_lm.evaluation.likelihood import Likelihoods, Request, bootstrap_error, disjoint_windows, strided_windows
 from tost_lm.evaluation.protocols.interface import (
     GPT2_EOT,
     Example,
@@ -26,7 +26,6 @@ from tost_lm.evaluation.protocols.interface import (
     to_array,
     wrong_format,
 )
-from tost_lm.evaluation.scoring import bootstrap_error
 
 LARGEST_EXPONENT = 700.0
 

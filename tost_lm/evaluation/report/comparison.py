@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import validate
-from tost_lm.evaluation.config import NEEDLE, TASKS
+from tost_lm.evaluation import NEEDLE, TASKS
 from tost_lm.evaluation.report.page import Page, column
 from tost_lm.evaluation.report.record import (
     Curve,

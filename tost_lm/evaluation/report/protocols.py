@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tost_lm.checkpointing.format import read_model_config
-from tost_lm.evaluation.config import POSITIONS
+from tost_lm.evaluation import POSITIONS
 from tost_lm.evaluation.data_sets import describe_published
 from tost_lm.evaluation.report.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.evaluation.report.record import EvaluatedModel

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.evaluation.config import NEEDLE, OWN_WORDS, TASKS
+from tost_lm.evaluation import NEEDLE, OWN_WORDS, TASKS
 from tost_lm.evaluation.report.page import Chart, Page, new_figure, new_panels, position_axis, tabular
 from tost_lm.evaluation.report.protocols import checkpoint_line, missing_line
 from tost_lm.evaluation.report.record import EvaluatedModel, Group, Mean

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.config import NEEDLE, QUESTIONS, VARIABLE_TRACKING, WORD_LISTS, RetrievalConfig
+from tost_lm.evaluation import NEEDLE, QUESTIONS, VARIABLE_TRACKING, WORD_LISTS, RetrievalConfig
 from tost_lm.evaluation.retrieval.haystacks import Text
 from tost_lm.evaluation.retrieval.needles import NeedleTask, NiahTask, Questions, VariableTracking
 from tost_lm.evaluation.retrieval.tasks import Task

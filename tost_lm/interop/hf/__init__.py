@@ -17,11 +17,162 @@ except ModuleNotFoundError as error:
         f"tost_lm.interop.hf needs transformers ({error}): pip install 'tost-lm[hf]'", name=error.name
     ) from None
 
+import base64
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tost_lm.checkpointing.format import CARD, write_failure
+from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
+from tost_lm.errors import CheckpointError
+from tost_lm.evaluation.subject import Subject
+from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.interop.hf.export import export
-from tost_lm.interop.hf.model import TostConfig, TostForCausalLM
+from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
+from tost_lm.training.card import model_card
 
 __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 
 AutoConfig.register(TostConfig.model_type, TostConfig)
 AutoModelForCausalLM.register(TostConfig, TostForCausalLM)
+
+GPT2_EOT = "<|endoftext|>"
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
+    """A tokenizer that starts every text with the end-of-text token, as documents in training, and pads on the left.
+
+    Special tokens in a text are plain text. Invalid UTF-8 may decode to more U+FFFD than with our tokenizer.
+
+    Returns:
+        None for a tokenizer without an equivalent: character-level, or a SentencePiece model that is not BPE with byte
+        pieces or that puts a space before a text. `tost prepare tokenizer` makes none of these.
+    """
+    if isinstance(tokenizer, Gpt2Tokenizer):
+        pipeline, eot = _gpt2(tokenizer), GPT2_EOT
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        pipeline, eot = _sentencepiece(tokenizer)
+    elif isinstance(tokenizer, HfTokenizer):
+        pipeline, eot = _plain(tokenizer), tokenizer.eot_token
+    else:
+        return None
+    if pipeline is None:
+        return None
+    # `add_bos_token` is stored in tokenizer.json, as its post-processor.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=pipeline, bos_token=eot, eos_token=eot, pad_token=eot, add_bos_token=True, padding_side="left",
+        split_special_tokens=True, clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def _plain(tokenizer: HfTokenizer) -> Pipeline:
+    pipeline = Pipeline.from_str(tokenizer.tokenizer_json)
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    return pipeline
+
+
+def _gpt2(tokenizer: Gpt2Tokenizer) -> Pipeline:
+    lines = (line.split() for line in tokenizer.model_bytes.splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    characters = bytes_to_unicode()
+
+    def printable(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = [_last_merge(token, ranks) for token in ranks if len(token) > 1]
+    vocab = {printable(token): rank for token, rank in ranks.items()} | {GPT2_EOT: tokenizer.eot}
+    pipeline = Pipeline(models.BPE(vocab, [(printable(first), printable(second)) for first, second in merges]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    return pipeline
+
+
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two tokens that merge into this one: what all merges of lower rank make of its bytes."""
+    tokens = [bytes([byte]) for byte in token]
+    while len(tokens) > 2:
+        at = min(range(len(tokens) - 1), key=lambda i: ranks.get(tokens[i] + tokens[i + 1], len(ranks)))
+        tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
+    return tokens[0], tokens[1]
+
+
+def _sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[Pipeline | None, str]:
+    model: Any = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model_bytes)  # pyright: ignore[reportAttributeAccessIssue]
+    spec, eot = model.trainer_spec, model.pieces[tokenizer.eot].piece
+    if spec.model_type != spec.BPE or not spec.byte_fallback or model.normalizer_spec.add_dummy_prefix:
+        return None, eot
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
+    merges = [
+        (piece[:at], piece[at:])
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
+        for at in range(1, len(piece))
+        if piece[:at] in scores and piece[at:] in scores
+    ]
+    symbols = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces if piece.type == piece.USER_DEFINED]
+    names = (piece.piece for piece in model.pieces)
+    ids = {name if name in scores else name.replace(SPACE_MARK, " "): i for i, name in enumerate(names)}
+    pipeline = Pipeline(models.BPE(ids, merges, byte_fallback=True))
+    pipeline.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
+    escapes = [normalizers.Replace(character, escaped) for character, escaped in ESCAPED.items()]
+    pipeline.normalizer = normalizers.Sequence([*escapes, normalizers.Replace(" ", SPACE_MARK)])
+    if not any(map(PIECE_BEYOND_WORD.search, scores)):
+        words = Regex(f"{SPACE_MARK}+[^{SPACE_MARK}]*")
+        pipeline.pre_tokenizer = pre_tokenizers.Split(words, "isolated")  # no merge crosses words
+    unescapes = [decoders.Replace(escaped, character) for character, escaped in reversed(ESCAPED.items())]
+    pipeline.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *unescapes]
+    )
+    return pipeline, eot
+
+
+USAGE = """\
+import tost_lm.interop.hf  # registers the model with the Auto classes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
+"""
+
+
+def export(path: str | Path, folder: str | Path) -> None:
+    """Write the model of a run folder, a step folder or an export, with its tokenizer and a model card.
+
+    `AutoModelForCausalLM`, `AutoTokenizer` and every program of this package read the folder. The exported tokenizer
+    starts every text with the end-of-text token, as `tost generate` does. The card, README.md, has the records
+    of the run and the evaluations of this checkpoint.
+
+    Raises:
+        CheckpointError, DataError: the checkpoint or its tokenizer cannot be read, or `folder` exists or cannot be
+            written.
+        ConfigError: the settings of the run are from another version.
+    """
+    folder, subject = Path(folder), Subject.find(Path(path))
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists already; give a new folder, or remove it")
+    tokenizer = subject.tokenizer()
+    model = TostForCausalLM.from_run(subject.checkpoint)
+    fast = fast_tokenizer(tokenizer)
+    usage = {} if fast is None else {"usage": USAGE}
+    card = model_card(subject.checkpoint, folder.name, subject.home, subject.cited_results(), **usage)
+    try:
+        aside = make_temp_folder(folder)
+        model.save_pretrained(aside)
+        if fast is None:
+            print(f"{folder}: no tokenizer.json: the Hugging Face library has no equivalent of this tokenizer")
+        else:
+            fast.save_pretrained(aside)
+        (aside / CARD).write_text(card)
+        write_atomically(aside / tokenizer.file_name, tokenizer.model_bytes)
+        seal(aside)
+        publish_folder(aside, folder)
+    except (OSError, SafetensorError) as error:
+        remove_temp_folder(folder)
+        raise CheckpointError(f"{folder}: cannot be written: {write_failure(error)[1]}") from None

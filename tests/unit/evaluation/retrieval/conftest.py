@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation import NEEDLE, RetrievalConfig
 from tost_lm.evaluation.retrieval import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
 from tost_lm.evaluation.retrieval.tasks import Task

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from tost_lm.config import validate
-from tost_lm.evaluation.config import NEEDLE, RetrievalConfig
+from tost_lm.evaluation import NEEDLE, RetrievalConfig
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval import find_text, make_tasks
 from tost_lm.evaluation.retrieval.grid import Cell, Grid, Scores, identity_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.config import NEEDLE, TASKS
+from tost_lm.evaluation import NEEDLE, TASKS
 from tost_lm.evaluation.retrieval import grid
 from tost_lm.evaluation.retrieval.grid import Scorer, Scores, model_scorer, score_cell
 from tost_lm.evaluation.retrieval.haystacks import PAIRS, listed

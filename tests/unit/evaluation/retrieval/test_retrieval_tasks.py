@@ -14,7 +14,7 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.config import (
+from tost_lm.evaluation import (
     NEEDLE,
     OWN_WORDS,
     QUESTIONS,
