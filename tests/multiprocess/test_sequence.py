@@ -81,12 +81,13 @@ def whole_lengths(call: Call) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "tensor", "backend"), [(4, 1, "chunked"), (2, 2, "chunked"), (1, 4, "chunked"), (2, 2, "triton")]
+    ("sequence", "tensor", "backend"), [(4, 1, "numba"), (2, 2, "chunked"), (1, 4, "numba"), (2, 2, "triton")]
 )
 def test_ranks_equal_one_call(sequence: int, tensor: int, backend: str):
     dtype = torch.float64
+    if backend != "chunked":
+        pytest.importorskip(backend)
     if backend == "triton":
-        pytest.importorskip("triton")
         dtype = torch.float32
     calls = drawn_calls(dtype, backend)
     for found in run_on_ranks(run_on_mesh, sequence * tensor, sequence, tensor, dtype, backend):

@@ -5,51 +5,20 @@ It stores w, Π and the sums before each chunk for the backward. Shapes as in `p
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.phases import HeadSoftmax, Scoring, Statistics
-
-
-class Passes(Protocol):
-    """The forward and the backward pass of one backend: the module `chunked`, or a `PhasedBackend`."""
-
-    def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
-        """Tokens in each chunk of the layout."""
-        ...
-
-    def forward(
-        self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Any, softmax: HeadSoftmax | None
-    ) -> tuple[Tensor, Tensor, Statistics, Statistics | None]:
-        """y, Π, the sums before each chunk and after each document. `initial` are those before each document; a
-        `PhasedBackend` takes None: they are zeros, and those after it are None."""
-        ...
-
-    def backward(
-        self,
-        dy_MHD: Tensor,
-        w_MHD: Tensor,
-        layout: Layout,
-        scoring: Scoring,
-        pi_MH: Tensor,
-        before: Statistics,
-        d_final: Any,
-        softmax: HeadSoftmax | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Statistics | None]:
-        """dw, dz, d temp, and the gradients of the sums before each document."""
-        ...
+from tost_lm.ops.phases import HeadSoftmax, PhasedBackend, Scoring, Statistics
 
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
     """Run torch's CPU operations in the calling thread.
 
-    The passes consist of operations of 10 to 100 µs. Split over OpenMP threads, each one would end in a barrier, and a
-    barrier takes milliseconds once another process uses one of the cores (`benchmarks.operator` measures it).
+    The passes in PyTorch consist of operations of 10 to 100 µs. Split over OpenMP threads, each one would end in a
+    barrier, and a barrier takes milliseconds once another process uses one of the cores (`benchmarks.operator`).
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
@@ -70,7 +39,9 @@ class CausalTssa(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, passes: Passes, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial):
+    def forward(
+        ctx, passes: PhasedBackend, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial
+    ):
         scoring = Scoring(membership, temp_H, bias_BHT, count_n)
         with one_thread(w_MHD.device):
             sums = Statistics(*initial) if initial else None

@@ -1,22 +1,23 @@
-"""The three backends of causal TSSA, each from one call of the operator to y and the final state.
+"""The four backends of causal TSSA, each from one call of the operator to y and the final state.
 
 Shapes as in `phases`: M = B·T tokens of a flat sequence, H heads, D channels a head, n of N documents on this rank.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from tost_lm.ops import chunked, chunked_phases, naive
-from tost_lm.ops.autograd import CausalTssa, Passes
+from tost_lm.ops import chunked, naive
+from tost_lm.ops.autograd import CausalTssa
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout, int64_tensor
 from tost_lm.ops.naive import Membership, TssaState
-from tost_lm.ops.phases import HeadsOfRows, HeadSoftmax, LocalSoftmax, PhasedBackend, UniformMemberships
+from tost_lm.ops.phases import HeadSoftmax, PhasedBackend, UniformMemberships
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,28 @@ class Chunked:
         return None
 
     def run(self, call: Call) -> tuple[Tensor, TssaState | None]:
-        if call.shard or call.heads:
-            return _run(PhasedBackend(chunked_phases, call.local, call.shard), call)
-        call = replace(call, state=call.with_state())
-        rows = chunked.rows_in_chunk(call.w_BTHD)
-        if min(rows, len(call.w_BTHD)) > 1 and not call.local.packed and _counts_are_equal(call):
-            return _run_rows_together(call, rows)
-        return _run(chunked, call)
+        return _run(PhasedBackend(chunked, call.local, call.shard), call)
+
+
+class Numba:
+    """Compiled loops for CPUs."""
+
+    name = "numba"
+
+    def obstacle(self, call: Call) -> str | None:
+        w = call.w_BTHD
+        if not find_spec("numba"):
+            return "the package numba is not installed"
+        if not w.is_cpu or w.dtype not in (torch.float32, torch.float64):
+            return f"w is {w.dtype} on {w.device}, but its kernels read float32 and float64 on CPUs"
+        if type(w) not in (Tensor, Parameter):
+            return f"w is a {type(w).__name__}, which may have no memory"
+        return None
+
+    def run(self, call: Call) -> tuple[Tensor, TssaState | None]:
+        from tost_lm.ops import numba_phases  # an optional package
+
+        return _run(PhasedBackend(numba_phases, call.local, call.shard), call)
 
 
 def obstacle_to_triton(w_BTHD: Tensor) -> str | None:
@@ -124,11 +140,11 @@ class Triton:
         return _run(PhasedBackend(triton, call.local, call.shard), call)
 
 
-NAIVE, CHUNKED, TRITON = Naive(), Chunked(), Triton()
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, CHUNKED, TRITON)}
+NAIVE, CHUNKED, NUMBA, TRITON = Naive(), Chunked(), Numba(), Triton()
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, CHUNKED, NUMBA, TRITON)}
 
 
-def _run(passes: Passes, call: Call) -> tuple[Tensor, TssaState | None]:
+def _run(passes: PhasedBackend, call: Call) -> tuple[Tensor, TssaState | None]:
     """Apply `CausalTssa` with the passes of a backend."""
     w, state, local, heads = call.w_BTHD, call.state, call.local, call.heads
     B, T, H, D = w.shape
@@ -154,35 +170,3 @@ def _run(passes: Passes, call: Call) -> tuple[Tensor, TssaState | None]:
         return y_MHD.view(B, T, H, D), None
     count_N = state.count + int64_tensor(local.whole_lengths, w.device)
     return y_MHD.view(B, T, H, D), TssaState(*final, count=count_N)
-
-
-def _counts_are_equal(call: Call) -> bool:
-    """Whether all rows have the same number of earlier tokens, or scores do not depend on it."""
-    count_N = call.with_state().count
-    return call.membership != "energy-mean" or bool((count_N == count_N[0]).all())
-
-
-def _run_rows_together(call: Call, rows: int) -> tuple[Tensor, TssaState]:
-    """Process `rows` short rows of equal length in one pass, side by side as heads of one row."""
-    T, H = call.w_BTHD.shape[1:3]
-    of_a_row = UniformMemberships(H) if call.membership == "uniform" else LocalSoftmax()
-    softmax, one_row, state = HeadsOfRows(H, of_a_row), LocalDocuments.of(None, 1, T, None), call.with_state()
-    ys, states = [], []
-    for b in range(0, len(call.w_BTHD), rows):
-        w_bTHD = call.w_BTHD[b : b + rows]
-        energy, weighted, mass = (x[b : b + rows].flatten(0, 1)[None] for x in state[:3])
-        together = replace(
-            call,
-            w_BTHD=w_bTHD.transpose(0, 1).flatten(1, 2)[None],
-            temp_H=call.temp_H.repeat(len(w_bTHD)),
-            bias_BHT=None if call.bias_BHT is None else call.bias_BHT[b : b + rows].reshape(1, -1, T),
-            state=TssaState(energy, weighted, mass, state.count[:1]),
-            local=one_row,
-            heads=softmax,
-        )
-        y_1TLD, after = _run(chunked, together)
-        assert after is not None
-        ys.append(y_1TLD[0].unflatten(1, (-1, H)).transpose(0, 1))
-        states.append([x[0].unflatten(0, (-1, H)) for x in after[:3]])
-    energy, weighted, mass = (torch.cat(xs) for xs in zip(*states, strict=True))
-    return torch.cat(ys), TssaState(energy, weighted, mass, state.count + T)

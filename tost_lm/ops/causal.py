@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tost_lm.ops.backends import BACKENDS, CHUNKED, TRITON, Backend, Call
+from tost_lm.ops.backends import BACKENDS, CHUNKED, NUMBA, TRITON, Backend, Call
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax
@@ -30,9 +30,11 @@ def causal_tssa(
     The backends agree in outputs, states and gradients:
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. The default for these when Triton is installed.
+        `numba`: compiled loops, for CPU tensors in float32 or float64. They run in the calling thread. The default for
+            these when Numba is installed; it compiles for seconds at the first call on a machine.
         `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
             CPU it runs in the calling thread. Each packed document needs its own pass, so hundreds of documents of a
-            few tokens are slower than with `naive`. Short rows of equal length run in one pass.
+            few tokens are slower than with `naive`.
         `naive`: the formulas as written, through autograd; stores about ten tensors of w's size. Never the default.
     All of them compute statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
 
@@ -49,7 +51,7 @@ def causal_tssa(
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T. Each document starts from
             an empty state, or from its row of `initial_state`. Serve padded batches, left or right, by packing them.
             Keep it on the host: each call reads it.
-        backend: `triton`, `chunked` or `naive`; None: the default.
+        backend: `triton`, `numba`, `chunked` or `naive`; None: the default.
         shard: w holds a sequence shard (`tost_lm.parallel.sequence`). T is then the length of the shard, cu_seqlens
             covers the whole sequence, and a state has a row for each document of the sequence. States and their
             gradients are equal on all ranks.
@@ -89,7 +91,8 @@ def causal_tssa(
 
 def _choose(name: str | None, call: Call) -> Backend:
     if name is None:
-        return TRITON if call.w_BTHD.is_cuda and not TRITON.obstacle(call) else CHUNKED
+        fast = TRITON if call.w_BTHD.is_cuda else NUMBA
+        return CHUNKED if fast.obstacle(call) else fast
     if name not in BACKENDS:
         raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
     if obstacle := BACKENDS[name].obstacle(call):

@@ -1,7 +1,6 @@
-"""Causal TSSA in PyTorch, chunk by chunk, with its closed-form backward; it stores w, Π and the sums before each chunk.
+"""The phases of causal TSSA in PyTorch, chunk by chunk, for any device and dtype. A chunk fits the cache of a CPU.
 
-The forward is one pass over the chunks, the backward one pass in reverse. A chunk fits the cache, so w is read once
-forward, and w and dy once backward. `chunked_phases` builds separate phases from the same functions of one chunk.
+Interface and shapes as in `phases`; t tokens of a chunk.
 
 Source: arXiv 2412.17810, released causal form; the backward is derived from it. With a = 1/(1 + S2/N′), N′ = N + 1e-8
 and u = scale·temp·dz:
@@ -13,10 +12,9 @@ and u = scale·temp·dz:
 
 The token's own term of S1's gradient is combined with that of w²/S1, because the two cancel at a document's first
 token; so R1 sums later tokens only. Where S1 is below its floor, the floor replaces it and has no gradient.
-
-Shapes: t tokens of a chunk, H heads, D channels a head; M, N and K as in `phases`.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR, running_dtype, statistics_dtype
-from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Statistics
+from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 
@@ -56,8 +54,6 @@ class Chunk:
 
     def __init__(self, index: int, document: int, start: int, end: int, layout: Layout, scratch: Scratch):
         self.index, self.document, self.tokens = index, document, slice(start, end)
-        self.is_first = start == layout.offsets[document]
-        self.is_last = end == layout.offsets[document + 1]
         self._length = end - start
         self._earlier_in_document = start - layout.offsets[document]
         self._scratch = scratch
@@ -91,159 +87,180 @@ class Chunk:
         return scoring.bias_scale(channels) * scoring.bias_BHT[b, :, t : t + self._length].T
 
 
-def chunks(w_MHD: Tensor, layout: Layout, newest_first: bool = False) -> Iterator[Chunk]:
-    """All chunks, oldest first or newest first. The next chunk reuses the scratch memory of this one."""
+def chunks(w_MHD: Tensor, layout: Layout) -> Iterator[Chunk]:
+    """All chunks. The next chunk reuses the scratch memory of this one."""
     scratch = Scratch(w_MHD, layout)
     rows = zip(layout.document_K.tolist(), layout.start_K.tolist(), layout.end_K.tolist(), strict=True)
-    numbered = list(enumerate(rows))
-    for index, (document, start, end) in reversed(numbered) if newest_first else numbered:
+    for index, (document, start, end) in enumerate(rows):
         scratch.reset()
         yield Chunk(index, document, start, end, layout, scratch)
+
+
+def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
+    """Tokens of a chunk. At least 32: the sums stored for each chunk then take at most about 1/16 of the memory of a
+    float32 w (more if documents are shorter)."""
+    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    return max(32, elements // (heads * channels) // SCAN_ROWS * SCAN_ROWS)
+
+
+def energy(w_MHD: Tensor, layout: Layout) -> Sums:
+    """(a) Σ w²."""
+    sums_KHD = _rows(w_MHD, layout)
+    for chunk in chunks(w_MHD, layout):
+        w = chunk.read(w_MHD)
+        sums_KHD[chunk.index] = chunk.product(w, w).sum(0)
+    return _over_earlier_chunks(sums_KHD, layout)
+
+
+def memberships(
+    w_MHD: Tensor, layout: Layout, scoring: Scoring, energy_KHD: Tensor, softmax: HeadSoftmax | None = None
+) -> tuple[Tensor, Sums, Sums]:
+    """(b) Π, Σ Π·w² and Σ Π."""
+    z_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=statistics_dtype(w_MHD))
+    for chunk in chunks(w_MHD, layout):
+        w = chunk.read(w_MHD)
+        w_sq, energy_t = chunk.product(w, w), chunk.product(w, w)
+        running_sum_(energy_t, energy_KHD[chunk.index])
+        z_MH[chunk.tokens] = scoring.temp_H * scores(chunk, energy_shares(w_sq, energy_t), scoring, w.shape[-1])
+    pi_MH = (softmax or LocalSoftmax()).forward(z_MH)
+    weighted_KHD = _rows(w_MHD, layout)
+    mass_KH = torch.empty_like(weighted_KHD[..., 0])
+    for chunk in chunks(w_MHD, layout):
+        w, pi = chunk.read(w_MHD), pi_MH[chunk.tokens]
+        weighted_KHD[chunk.index] = chunk.product(w, w).mul_(pi[..., None]).sum(0)
+        mass_KH[chunk.index] = pi.sum(0)
+    return pi_MH, _over_earlier_chunks(weighted_KHD, layout), _over_earlier_chunks(mass_KH, layout)
+
+
+def output(w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor) -> Tensor:
+    """(c) y."""
+    y_MHD = torch.empty_like(w_MHD)
+    for chunk in chunks(w_MHD, layout):
+        w, pi = chunk.read(w_MHD), pi_MH[chunk.tokens]
+        weighted = chunk.product(w, w).mul_(pi[..., None])
+        running_sum_(weighted, weighted_KHD[chunk.index])
+        mass = pi.cumsum(0) + mass_KH[chunk.index]
+        y_MHD[chunk.tokens] = output_of(w, pi, weighted, mass, out=chunk.new())
+    return y_MHD
+
+
+def output_backward(
+    dy_MHD: Tensor, w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor
+) -> tuple[Sums, Sums]:
+    """(c′) The gradients of S2 and N."""
+    d_weighted_KHD = _rows(w_MHD, layout)
+    d_mass_KH = torch.empty_like(d_weighted_KHD[..., 0])
+    for chunk in chunks(w_MHD, layout):
+        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+        d_weighted_KHD[chunk.index] = out.d_weighted.sum(0)
+        d_mass_KH[chunk.index] = out.d_mass.sum(0)
+    return _over_later_chunks(d_weighted_KHD, layout), _over_later_chunks(d_mass_KH, layout)
+
+
+def memberships_backward(
+    dy_MHD: Tensor,
+    w_MHD: Tensor,
+    layout: Layout,
+    scoring: Scoring,
+    pi_MH: Tensor,
+    energy_KHD: Tensor,
+    weighted_KHD: Tensor,
+    mass_KH: Tensor,
+    d_weighted_KHD: Tensor,
+    d_mass_KH: Tensor,
+    softmax: HeadSoftmax | None = None,
+) -> tuple[Tensor, Tensor, Sums]:
+    """(b′) The gradients of z, of temp and of S1."""
+    d_pi_MH = torch.empty_like(pi_MH)
+    for chunk in chunks(w_MHD, layout):
+        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+        running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
+        d_mass = suffix(out.d_mass, d_mass_KH[chunk.index])
+        d_pi_MH[chunk.tokens] = membership_gradient(chunk, out, d_mass)
+    d_z_MH = (softmax or LocalSoftmax()).backward(pi_MH, d_pi_MH)
+    d_energy_KHD = _rows(w_MHD, layout)
+    d_temp_H = torch.zeros_like(scoring.temp_H)
+    for chunk in chunks(w_MHD, layout):
+        w = chunk.read(w_MHD)
+        w_sq = chunk.product(w, w)
+        score = score_gradients(chunk, d_z_MH[chunk.tokens], w_sq, energy_KHD[chunk.index], scoring)
+        d_energy_KHD[chunk.index] = score.d_energy.sum(0)
+        d_temp_H += score.d_temp
+    return d_z_MH, d_temp_H, _over_later_chunks(d_energy_KHD, layout)
+
+
+def energy_backward(
+    dy_MHD: Tensor,
+    w_MHD: Tensor,
+    layout: Layout,
+    scoring: Scoring,
+    pi_MH: Tensor,
+    d_z_MH: Tensor,
+    energy_KHD: Tensor,
+    weighted_KHD: Tensor,
+    mass_KH: Tensor,
+    d_energy_KHD: Tensor,
+    d_weighted_KHD: Tensor,
+) -> Tensor:
+    """(a′) dw."""
+    dw_MHD = torch.empty_like(w_MHD)
+    for chunk in chunks(w_MHD, layout):
+        k = chunk.index
+        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+        running_sum_(out.d_weighted, d_weighted_KHD[k], newest_first=True)
+        score = score_gradients(chunk, d_z_MH[chunk.tokens], out.w_sq, energy_KHD[k], scoring)
+        running_sum_(score.d_energy, d_energy_KHD[k], newest_first=True)
+        dw_MHD[chunk.tokens] = token_gradient(chunk.read(w_MHD), pi_MH[chunk.tokens], out, score, d_energy_KHD[k])
+    return dw_MHD
+
+
+# --- Functions of one chunk: [t, H, D] and [t, H]. Tensors of w's size are in the chunk's scratch memory.
 
 
 SCAN_ROWS = 16
 
 
-def running_sum_(x: Tensor, carry: Tensor, newest_first: bool = False) -> Tensor:
+def running_sum_(x: Tensor, carry: Tensor, newest_first: bool = False) -> None:
     """In place: sums over time up to and including each token, or from each token on, on top of `carry`.
 
     Args:
         x: [t, H, D].
         carry: [H, D], the sum over the tokens before, or after.
         newest_first: sum from each token on.
-
-    Returns:
-        The sum of x alone, [H, D].
     """
     if not x.is_cpu:
         sums = x.flip(0).cumsum(0).flip(0) if newest_first else x.cumsum(0)
-        total = sums[0 if newest_first else -1].clone()
         x.copy_(sums.add_(carry))
-        return total
+        return
     # On a CPU torch.cumsum over the first dimension adds one scalar at a time. Adding whole rows takes a fifth of its
     # time: first within all groups of 16 rows at once, then over the groups, then the sums of earlier groups to each.
     groups = len(x) // SCAN_ROWS
     if groups < 2:
-        rows = x.unbind(0)[:: -1 if newest_first else 1]
-        for earlier, row in pairwise(rows):
+        for earlier, row in pairwise(x.unbind(0)[:: -1 if newest_first else 1]):
             row.add_(earlier)
-        total = rows[-1].clone()
         x.add_(carry)
-        return total
+        return
     grouped, rest = x[: groups * SCAN_ROWS].unflatten(0, (groups, SCAN_ROWS)), x[groups * SCAN_ROWS :]
-    rest_total = running_sum_(rest, carry, newest_first) if newest_first and len(rest) else 0
+    if newest_first and len(rest):
+        running_sum_(rest, carry, newest_first)
+        carry = rest[0]
     steps = grouped.unbind(1)[:: -1 if newest_first else 1]
     for earlier, row in pairwise(steps):
         row.add_(earlier)
     sums_of_groups = steps[-1].clone()
-    carry = carry + rest_total
-    total = running_sum_(sums_of_groups, carry, newest_first)
+    running_sum_(sums_of_groups, carry, newest_first)
     first, later, sums = (
         (-1, grouped[:-1], sums_of_groups[1:]) if newest_first else (0, grouped[1:], sums_of_groups[:-1])
     )
     grouped[first].add_(carry)
     later.add_(sums[:, None])
     if len(rest) and not newest_first:
-        rest_total = running_sum_(rest, carry + total)
-    return total + rest_total
+        running_sum_(rest, sums_of_groups[-1])
 
 
-def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
-    """Tokens of a chunk. At least 32: the sums stored for each chunk then take at most about 1/16 of the memory of a
-    float32 w (more if documents are shorter)."""
-    return max(32, _chunk_elements(device) // (heads * channels) // SCAN_ROWS * SCAN_ROWS)
-
-
-def rows_in_chunk(w_BTHD: Tensor) -> int:
-    """Rows that fit one chunk."""
-    return _chunk_elements(w_BTHD.device) // w_BTHD[0].numel()
-
-
-def _chunk_elements(device: torch.device) -> int:
-    return CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
-
-
-def forward(
-    w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics, softmax: HeadSoftmax | None
-) -> tuple[Tensor, Tensor, Statistics, Statistics]:
-    """y [M, H, D], Π [M, H], the sums before each chunk [K, …] and after each document [N, …]."""
-    dtype, softmax = statistics_dtype(w_MHD), softmax or LocalSoftmax()
-    y_MHD = torch.empty_like(w_MHD)
-    pi_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=dtype)
-    before = Statistics(*(x.new_empty(len(layout.start_K), *x.shape[1:], dtype=dtype) for x in initial))
-    final = Statistics(*map(torch.empty_like, initial))
-    running = _running(initial, 0)
-    D = w_MHD.shape[-1]
-    for chunk in chunks(w_MHD, layout):
-        if chunk.is_first:
-            running = _running(initial, chunk.document)
-        k = chunk.index
-        _store(before, k, running)
-        w = chunk.read(w_MHD)
-        w_sq, energy = chunk.product(w, w), chunk.product(w, w)
-        energy_total = running_sum_(energy, before.energy[k])
-        pi = pi_MH[chunk.tokens] = softmax.forward(
-            scoring.temp_H * scores(chunk, energy_shares(w_sq, energy), scoring, D)
-        )
-        weighted = w_sq.mul_(pi[..., None])
-        weighted_total = running_sum_(weighted, before.weighted[k])
-        mass, mass_total = prefix(pi, before.mass[k])
-        y_MHD[chunk.tokens] = output_of(w, pi, weighted, mass, out=energy)
-        running = _add(running, Statistics(energy_total, weighted_total, mass_total))
-        if chunk.is_last:
-            _store(final, chunk.document, running)
-    return y_MHD, pi_MH, before, final
-
-
-def backward(
-    dy_MHD: Tensor,
-    w_MHD: Tensor,
-    layout: Layout,
-    scoring: Scoring,
-    pi_MH: Tensor,
-    before: Statistics,
-    d_final: Statistics,
-    softmax: HeadSoftmax | None,
-) -> tuple[Tensor, Tensor, Tensor, Statistics]:
-    """dw [M, H, D], dz [M, H], d temp [H], and the gradients of the sums before each document [N, …]."""
-    dtype, softmax = statistics_dtype(w_MHD), softmax or LocalSoftmax()
-    dw_MHD = torch.empty_like(w_MHD)
-    d_z_MH = torch.empty_like(pi_MH)
-    d_temp_H = torch.zeros_like(scoring.temp_H, dtype=running_dtype(w_MHD.device))
-    d_initial = Statistics(*map(torch.empty_like, d_final))
-    running = _running(d_final, 0)
-    for chunk in chunks(w_MHD, layout, newest_first=True):
-        if chunk.is_last:
-            running = _running(d_final, chunk.document)
-        k, after = chunk.index, Statistics(*(x.to(dtype) for x in running))
-        w, dy, pi = chunk.read(w_MHD), chunk.read(dy_MHD), pi_MH[chunk.tokens]
-        out = output_gradients(chunk, dy, w, pi, before.weighted[k], before.mass[k])
-        d_weighted_total = running_sum_(out.d_weighted, after.weighted, newest_first=True)
-        d_mass, d_mass_total = suffix(out.d_mass, after.mass)
-        d_z = d_z_MH[chunk.tokens] = softmax.backward(pi, membership_gradient(chunk, out, d_mass))
-        score = score_gradients(chunk, d_z, out.w_sq, before.energy[k], scoring)
-        d_energy_total = running_sum_(score.d_energy, after.energy, newest_first=True)
-        dw_MHD[chunk.tokens] = token_gradient(w, pi, out, score, after.energy)
-        d_temp_H += score.d_temp
-        running = _add(running, Statistics(d_energy_total, d_weighted_total, d_mass_total))
-        if chunk.is_first:
-            _store(d_initial, chunk.document, running)
-    return dw_MHD, d_z_MH, d_temp_H.to(dtype), d_initial
-
-
-# --- Functions of one chunk: [t, H, D] and [t, H]. Tensors of w's size are in the chunk's scratch memory.
-
-
-def prefix(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums [t, H] up to and including each token, on top of `before`; and the chunk's own sum."""
-    sums = x.cumsum(0)
-    return sums + before, sums[-1]
-
-
-def suffix(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums [t, H] from each token on, on top of `after`; and the chunk's own sum."""
-    sums = x.flip(0).cumsum(0).flip(0)
-    return sums + after, sums[0]
+def suffix(x: Tensor, after: Tensor) -> Tensor:
+    """Sums [t, H] from each token on, on top of `after`."""
+    return x.flip(0).cumsum(0).flip(0) + after
 
 
 def energy_shares(w_sq: Tensor, energy: Tensor) -> Tensor:
@@ -283,7 +300,7 @@ def output_gradients(
     w_sq = chunk.product(w, w)
     weighted = chunk.product(w_sq, pi[..., None])
     running_sum_(weighted, weighted_before)
-    mass = prefix(pi, mass_before)[0].add_(MASS_FLOOR)
+    mass = pi.cumsum(0).add_(mass_before).add_(MASS_FLOOR)
     whole = torch.add(weighted, mass[..., None], out=chunk.new())  # N′·(1 + S2/N′), so a = N′/whole
     dy_a = chunk.product(dy, mass[..., None]).div_(whole)
     dy_a_w = chunk.product(dy_a, w)
@@ -337,17 +354,27 @@ def token_gradient(
     return torch.addcmul(out.dy_a.mul_(-pi[..., None]), through_w_sq, w, value=2, out=out.dy_a)
 
 
-# --- Running sums over many chunks.
+def _output_gradients(
+    chunk: Chunk, dy_MHD: Tensor, w_MHD: Tensor, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor
+) -> OutputGradients:
+    dy, w, pi = chunk.read(dy_MHD), chunk.read(w_MHD), pi_MH[chunk.tokens]
+    return output_gradients(chunk, dy, w, pi, weighted_KHD[chunk.index], mass_KH[chunk.index])
 
 
-def _running(statistics: Statistics, n: int) -> Statistics:
-    return Statistics(*(x[n].to(running_dtype(x.device)) for x in statistics))
+def _rows(w_MHD: Tensor, layout: Layout) -> Tensor:
+    return w_MHD.new_empty(len(layout.start_K), *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
 
 
-def _add(running: Statistics, more: Statistics) -> Statistics:
-    return Statistics(*(x + y for x, y in zip(running, more, strict=True)))
+def _over_earlier_chunks(rows_K: Tensor, layout: Layout) -> Sums:
+    sums_K, totals = torch.empty_like(rows_K), []
+    for first, last in pairwise(layout.first_chunk_N1.tolist()):
+        up_to = rows_K[first:last].cumsum(0, dtype=running_dtype(rows_K.device))
+        sums_K[first:last] = torch.cat([torch.zeros_like(up_to[:1]), up_to[:-1]])
+        totals.append(up_to[-1])
+    return Sums(sums_K, torch.stack(totals).to(rows_K.dtype))
 
 
-def _store(rows: Statistics, row: int, values: Statistics) -> None:
-    for x, value in zip(rows, values, strict=True):
-        x[row] = value
+def _over_later_chunks(rows_K: Tensor, layout: Layout) -> Sums:
+    reverse = dataclasses.replace(layout, first_chunk_N1=len(rows_K) - layout.first_chunk_N1.flip(0))
+    sums = _over_earlier_chunks(rows_K.flip(0), reverse)
+    return Sums(sums.chunk.flip(0), sums.document.flip(0))

@@ -94,23 +94,6 @@ class LocalSoftmax:
 
 
 @dataclass(frozen=True)
-class HeadsOfRows:
-    """The softmax over the heads of each of several rows side by side, [M, rows · heads]."""
-
-    heads: int
-    """Of one row."""
-    softmax: HeadSoftmax
-    """Over the heads of one row."""
-
-    def forward(self, z_MH: Tensor) -> Tensor:
-        return self.softmax.forward(z_MH.view(-1, self.heads)).view(z_MH.shape)
-
-    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        of_rows = (x.reshape(-1, self.heads) for x in (pi_MH, d_pi_MH))
-        return self.softmax.backward(*of_rows).view(pi_MH.shape)
-
-
-@dataclass(frozen=True)
 class UniformMemberships:
     """The ablation Π = 1/H for any scores."""
 
@@ -193,7 +176,7 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class PhasedBackend:
-    """The `Passes` of a backend's `Phases`."""
+    """The forward and the backward pass of the operator, from the `Phases` of a backend."""
 
     phases: Phases
     local: LocalDocuments

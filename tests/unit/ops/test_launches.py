@@ -60,7 +60,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter, which is for CPUs")
 @pytest.mark.parametrize("offsets", [None, (0, 3, 9)], ids=["rows", "packed"])
 def test_launches_of_a_layer(offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(causal, "CHUNKED", causal.TRITON)  # as for CUDA tensors
+    monkeypatch.setattr(causal, "NUMBA", causal.TRITON)  # as for CUDA tensors
     config = ModelConfig(layers=1, heads=4, width=64, max_positions=128, vocab_size=8, bias=False)
     mixer, B = TssaMixer(config), 2 if offsets is None else 1
     info = SequenceInfo.of(

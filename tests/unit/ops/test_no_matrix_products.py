@@ -1,15 +1,12 @@
 """TensorFloat-32 rounds the inputs of float32 matrix products, on which statistics must not depend: there are none."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from agreement import draw_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tost_lm.ops import backends, chunked_phases, triton
-from tost_lm.ops.phases import PhasedBackend
+from tost_lm.ops import triton
 
 PRODUCT = re.compile(r"mm|mv|matmul|dot|einsum|linear|conv")
 
@@ -26,13 +23,7 @@ class CalledOperators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def in_phases(self: backends.Chunked, call: backends.Call):
-    return backends._run(PhasedBackend(chunked_phases, call.local, None), call)
-
-
-@pytest.mark.parametrize("run", [backends.Chunked.run, in_phases])
-def test_the_operator_in_pytorch_has_no_matrix_products(run: Callable[..., object], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends.Chunked, "run", run)
+def test_the_operator_in_pytorch_has_no_matrix_products():
     with CalledOperators() as called:
         draw_call(0, (40, 20), 3, 8).run("chunked")
     assert {"mul", "div", "cumsum", "sum"} <= called.names

@@ -10,15 +10,11 @@ from hypothesis import strategies as st
 from random_calls import calls
 from torch import Tensor
 
-from tost_lm.ops import Membership, TssaState, causal_tssa, chunked, tssa_step
+from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 MEMBERSHIPS = get_args(Membership)
-
-
-@pytest.fixture(autouse=True)
-def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", 1)
+pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
 
 
 def gradients(call: Call, f) -> list[Tensor]:

@@ -1,70 +1,53 @@
-"""The chunked backend against the formulas: values, gradients, dtypes and memory."""
+"""The backends of CPUs against the formulas: values, gradients, dtypes and memory."""
 
-from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
-from agreement import Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
+from agreement import CPU_BACKENDS, Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
 from hypothesis import given, settings
 from random_calls import calls
 from torch.utils.checkpoint import checkpoint
 
-from tost_lm.ops import Membership, TssaState, causal_tssa, chunked
-from tost_lm.ops.chunked import forward
+from tost_lm.ops import Membership, TssaState, causal_tssa
+from tost_lm.ops.phases import LocalSoftmax
 from tost_lm.testing import assert_as_accurate
 
 MEMBERSHIPS = get_args(Membership)
+pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
 
 
-@pytest.fixture(autouse=True)
-def chunks_of_32_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", 1)
-
-
-@given(calls())
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@given(call=calls())
 @settings(max_examples=60, deadline=None)
-def test_equals_the_formulas_in_float64(call: Call):
-    found = errors(call.run("chunked"), call.run("naive"))
+def test_equals_the_formulas_in_float64(backend: str, call: Call):
+    found = errors(call.run(backend), call.run("naive"))
     cancelling = found.pop("d_temp"), found.pop("d_bias")  # in the formulas, where one head takes nearly all of a token
     assert max(found.values()) < 1e-11
     assert max(cancelling) < 1e-8
 
 
-@pytest.mark.parametrize("membership", MEMBERSHIPS)
-@pytest.mark.parametrize(("rows", "passes"), [(1, 5), (2, 3), (3, 2), (8, 1)])
-def test_short_rows_are_processed_together(
-    rows: int, passes: int, membership: Membership, monkeypatch: pytest.MonkeyPatch
-):
-    call = draw_call(0, (20,) * 5, 3, 8, membership, packed=False)
-    call = replace(call, state=call.state._replace(count=torch.full((5,), 7)))
-    documents = []
-    monkeypatch.setattr(chunked, "CPU_CHUNK_ELEMENTS", rows * call.w[0].numel())
-    monkeypatch.setattr(
-        chunked, "forward", lambda w, layout, *rest: documents.append(layout.documents) or forward(w, layout, *rest)
-    )
-    assert max(errors(call.run("chunked"), call.run("naive")).values()) < 1e-11
-    assert sum(documents) == passes
-
-
-@given(calls())
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@given(call=calls())
 @settings(max_examples=40, deadline=None)
-def test_float32_is_as_accurate_as_the_formulas_in_float32(call: Call):
-    assert_accurate(call, lambda call: call.run("chunked"))
+def test_float32_is_as_accurate_as_the_formulas_in_float32(backend: str, call: Call):
+    assert_accurate(call, lambda call: call.run(backend))
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
 @pytest.mark.parametrize("first", [1e-3, 1e-5])
 @pytest.mark.parametrize(("H", "D"), [(4, 8), (12, 64)])
 @pytest.mark.parametrize("seed", range(8))  # in some, one head has nearly the whole membership of the first token
 def test_float32_is_stable_when_the_first_token_is_small(
-    seed: int, H: int, D: int, first: float, membership: Membership
+    seed: int, H: int, D: int, first: float, membership: Membership, backend: str
 ):
     call = draw_call(seed, (100,), H, D, membership, fresh=True)
     call.w[:, :1] *= first
     call.w.copy_(call.w.float())
     # The formulas in float32 cancel here: their dw is off by up to 1e-3.
-    assert_accurate(call, lambda call: call.run("chunked"), reference=call.rounded().run("naive"))
+    assert_accurate(call, lambda call: call.run(backend), reference=call.rounded().run("naive"))
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
@@ -79,14 +62,15 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw(membership: Membership):
         assert_as_accurate(found[name], reference[name], truth[name], name)
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_gradcheck(membership: Membership):
+def test_gradcheck(membership: Membership, backend: str):
     call = draw_call(2, (3, 1, 36), 2, 3, membership)
 
     def f(w, temp, bias, energy, weighted, mass):
         y, state = causal_tssa(
             w, temp, bias, membership=membership, initial_state=TssaState(energy, weighted, mass, call.state.count),
-            output_final_state=True, cu_seqlens=call.cu_seqlens, backend="chunked",
+            output_final_state=True, cu_seqlens=call.cu_seqlens, backend=backend,
         )  # fmt: skip
         assert state is not None
         return y, *state[:3]
@@ -121,7 +105,7 @@ def test_second_derivatives_are_refused():
         dw.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["chunked", "naive"])
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "naive"])
 def test_memory_kept_for_the_backward(backend: str):
     w = torch.randn(1, 4096, 4, 64, requires_grad=True)
     kept: dict[int, int] = {}
@@ -160,3 +144,11 @@ def test_a_float64_state_stays_float64_beside_float32_tokens():
 def test_a_long_sequence_in_little_memory():
     """`make test-full` has a million tokens, which take minutes."""
     assert_long_sequence_is_right(1 << 17)
+
+
+def test_training_follows_inference_of_the_same_shape():
+    w_BTHD = torch.randn(37, 9, 2, 4, requires_grad=True)  # rows of no other test, so nothing is cached
+    call = partial(causal_tssa, temp=torch.ones(2), heads=LocalSoftmax())
+    with torch.inference_mode():
+        call(w_BTHD)
+    call(w_BTHD)[0].sum().backward()
