@@ -1,16 +1,11 @@
 """A small image classifier learns with the released transforms: minutes, and it needs torchvision."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from forked import CHECKOUT
-from programs import run
-
-sys.path.append(str(CHECKOUT / "tests/unit/vision"))
-
 from image_folders import write_images
+from programs import run
 
 SETTINGS = """
 [model]

@@ -1,16 +1,11 @@
 """`tost vision train` and `tost vision eval` as a user runs them, on a folder of images."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from forked import CHECKOUT
-from programs import interrupt, refusal, run
-
-sys.path.append(str(CHECKOUT / "tests/unit/vision"))
-
 from image_folders import write_images
+from programs import interrupt, refusal, run
 
 try:
     from torchvision.transforms import v2  # pyright: ignore[reportMissingImports]
