@@ -7,9 +7,10 @@ from tost_lm.version import VERSION
 if TYPE_CHECKING:
     from tost_lm.interop.load import load as load
     from tost_lm.interop.load import load_tokenizer as load_tokenizer
+    from tost_lm.interop.vision import load_vision as load_vision
 
 __version__ = VERSION
-__all__ = ["__version__", "load", "load_tokenizer"]
+__all__ = ["__version__", "load", "load_tokenizer", "load_vision"]
 
 
 def __getattr__(name: str):
@@ -18,4 +19,8 @@ def __getattr__(name: str):
         from tost_lm.interop import load as loading
 
         return getattr(loading, name)
+    if name == "load_vision":
+        from tost_lm.interop.vision import load_vision
+
+        return load_vision
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
 """Model folders: weights, settings and tokenizer, with a hash of every file.
 
 A model folder (an export) holds the weights in safetensors shards with an index, as in the Hugging Face library,
-model.json, the tokenizer's file and manifest.json. A training checkpoint is a model folder with the optimizer state
-added, by parameter name, and files of its run. So code that reads one reads the other. Every tensor of a checkpoint is
-whole and float32, so it resumes on any parallel layout and ZeRO stage. A folder from `tost_lm.interop.hf` is a model
-folder as well. Its settings are in the Hugging Face library's config.json, and the names of its weights start with
-"model.".
+model.json, the tokenizer's file (of a language model) and manifest.json. A training checkpoint is a model folder with
+the optimizer state added, by parameter name, and files of its run. So code that reads one reads the other. Every tensor
+of a checkpoint is whole and float32, so it resumes on any parallel layout and ZeRO stage. A folder from
+`tost_lm.interop.hf` is a model folder as well. Its settings are in the Hugging Face library's config.json, and the
+names of its weights start with "model.".
 """
 
 import json
@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tost_lm.config import validate
+from tost_lm.config import Section, validate
 from tost_lm.errors import CheckpointError, TrainingError
 from tost_lm.files import flush, make_temp_folder, manifest_bytes, publish_folder, remove_temp_folder, xxh3_file
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,9 @@ HUGGING_FACE_MODEL, HUGGING_FACE_PREFIX = "config.json", "model."
 GIVE = "give a run folder, a step folder or an export"
 SHARD = re.compile(r"(model|optimizer)(?:-.*)?\.safetensors")
 REPLACE = "delete the checkpoint or copy it again"
+
+CLASSES = "classes"
+"""The setting that all classifiers have, and language models lack."""
 
 FileEntry = dict[str, Any]
 """A file in the manifest: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
@@ -101,13 +105,29 @@ class Progress:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model settings of a checkpoint folder."""
+    """The settings of the language model in a checkpoint folder. Raises CheckpointError if it is another model."""
+    if is_classifier(folder):
+        raise CheckpointError(f"{folder}: a classifier, not a language model; give the folder of a language model")
     path = folder / MODEL
     if path.is_file():
         return validate(ModelConfig, json.loads(path.read_text()), where=str(path))
     path = folder / HUGGING_FACE_MODEL
     tree = json.loads(path.read_text())
     return validate(ModelConfig, {name: tree[name] for name in ModelConfig.model_fields if name in tree}, str(path))
+
+
+def read_vision_config(folder: Path) -> VisionConfig:
+    """The settings of the image classifier in a checkpoint folder. Raises CheckpointError if it is another model."""
+    if not is_classifier(folder):
+        raise CheckpointError(f"{folder}: a language model, not an image classifier; give the folder of a classifier")
+    path = folder / MODEL
+    return validate(VisionConfig, json.loads(path.read_text()), where=str(path))
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether the model of a checkpoint folder is a classifier, which has no tokenizer."""
+    path = folder / MODEL
+    return path.is_file() and CLASSES in json.loads(path.read_text())
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
@@ -142,9 +162,9 @@ class StoredTensors(Mapping[str, "Tensor"]):
 
 def write_checkpoint(
     folder: Path,
-    config: ModelConfig,
+    config: Section,
     weights: dict[str, "Tensor"],
-    tokenizer: TokenizerFile,
+    tokenizer: TokenizerFile | None,
     write_extra: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a model folder under a temporary name, hash its files and rename it. `write_extra(folder)` adds files.
@@ -191,7 +211,7 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"]) -> None:
 
 
 def metadata_files(
-    config: ModelConfig, tokenizer: TokenizerFile, shard_of: Mapping[str, str], total_bytes: int
+    config: Section, tokenizer: TokenizerFile | None, shard_of: Mapping[str, str], total_bytes: int
 ) -> dict[str, bytes]:
     """The contents of a model folder's files except the shards and the manifest, by name.
 
@@ -203,8 +223,7 @@ def metadata_files(
     return {
         "model.safetensors.index.json": json.dumps(index, indent=1).encode(),
         MODEL: config.model_dump_json(indent=1).encode(),
-        tokenizer.file_name: tokenizer.model_bytes,
-    }
+    } | ({tokenizer.file_name: tokenizer.model_bytes} if tokenizer else {})
 
 
 def flush_and_hash(path: Path) -> FileEntry:

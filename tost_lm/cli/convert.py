@@ -2,12 +2,14 @@
 
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     tost convert gpt2 convert.folder=models/gpt2
+    tost convert tost_cab_small_12_p16.pth convert.folder=models/vision
     tost convert runs/base convert.folder=models/theirs convert.to=authors
 
-The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with GPT-2. The result is a model folder, which every program reads. It also has the optimizer's moments
-and the number of updates of a ckpt.pt. Its model card, README.md, names the source. Logits stay the same up to
-rounding. A ckpt.pt that would run code is refused.
+The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, a checkpoint of the released
+vision code, or a folder of the Hugging Face library with GPT-2. The result is a model folder, which every program
+reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the
+source. Logits stay the same up to rounding. A checkpoint that would run code is refused. Of an image classifier only
+the weights are read; it has no tokenizer and no model card.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
@@ -32,7 +34,7 @@ class ConversionConfig(Section):
     folder: Path
     """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
     to: Literal["ours", "authors"] = "ours"
-    """`ours`: from a ckpt.pt or a folder with GPT-2; `authors`: to a ckpt.pt, from a run, step folder or export."""
+    """`ours`: from a released checkpoint or a folder with GPT-2; `authors`: to a ckpt.pt, from a run or model."""
     tokenizer: Path | None = None
     """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or GPT-2's."""
 
@@ -61,12 +63,17 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
-    from tost_lm.interop.authors import AuthorsModel
+    from tost_lm.interop.authors import AuthorsModel, from_authors
     from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
     from tost_lm.interop.load import read_foreign, read_tokenizer_folder
+    from tost_lm.interop.torch_file import read_torch_file
+    from tost_lm.interop.vision import released_weights
     from tost_lm.training.card import model_card
 
-    foreign = read_foreign(source)
+    stored = read_torch_file(source) if source.is_file() else None
+    if (of_vision := released_weights(stored)) is not None:
+        return _vision_to_ours(source, of_vision, conversion)
+    foreign = read_foreign(source) if stored is None else from_authors(source, stored)
     if foreign is None:
         hint = " or, for a model folder, convert.to=authors" if source.is_dir() else ""
         raise CheckpointError(f"{source}: not a ckpt.pt and no folder with GPT-2's {CONFIG}; give one of these{hint}")
@@ -118,17 +125,46 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     ]
 
 
+def _vision_to_ours(source: Path, found: dict[str, Any], conversion: ConversionConfig) -> list[str]:
+    from tost_lm.checkpointing.format import CONVERSION, write_checkpoint
+    from tost_lm.interop.vision import from_released
+
+    if conversion.tokenizer:
+        raise ConfigError(f"convert.tokenizer {conversion.tokenizer}: {source} is an image classifier; leave it out")
+    config, weights = from_released(source, found)
+    record: dict[str, Any] = {
+        "source": str(source),
+        "format": "checkpoint of the released vision code (arXiv 2412.17810)",
+        "sha256": {source.name: sha256_file(source)},
+        "tost_lm": VERSION,
+    }
+
+    def write_record(folder: Path) -> None:
+        (folder / CONVERSION).write_text(json.dumps(record, indent=1))
+
+    write_checkpoint(conversion.folder, config, weights, None, write_record)
+    return [
+        f"{source}: image classifier, {config.layers} layers of TSSA, width {config.width}, {config.heads} heads, "
+        f"patches of {config.patch_size} pixels, {config.classes:,} classes",
+        f"written to {conversion.folder}",
+    ]
+
+
 def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import SETTINGS, StoredTensors, read_model_config
+    from tost_lm.checkpointing.format import SETTINGS, StoredTensors, is_classifier, read_model_config
     from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
     from tost_lm.data.tokenizers import find_tokenizer
     from tost_lm.interop.authors import to_authors, write_authors
+    from tost_lm.interop.vision import to_released
     from tost_lm.optim import OptimConfig
 
     checkpoint = find_checkpoint(source)
+    weights = StoredTensors(checkpoint, "model")
+    if is_classifier(checkpoint):
+        write_authors(conversion.folder, to_released(weights))
+        return [f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for the released vision code"]
     recorded = checkpoint / SETTINGS
     optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
-    weights = StoredTensors(checkpoint, "model")
     theirs = to_authors(read_model_config(checkpoint), weights, step_of(checkpoint) or 0, optim)
     tokenizer = find_tokenizer(checkpoint)
     write_authors(conversion.folder, theirs)

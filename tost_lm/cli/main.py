@@ -26,6 +26,7 @@ COMMANDS = {
         "eval contamination",
         "report",
     ],
+    "Image classifiers": ["vision train", "vision eval"],
     "Generation and other formats": ["generate", "convert", "lm-eval"],
 }
 ALL = [command for commands in COMMANDS.values() for command in commands]
@@ -78,7 +79,7 @@ def purpose(source: Path) -> str:
 def refuse(command: str) -> NoReturn:
     from tost_lm.config import EXIT_BAD_INPUT
 
-    near = get_close_matches(command, [*ALL, "prepare", "eval"], n=1)
+    near = get_close_matches(command, [*ALL, "prepare", "eval", "vision"], n=1)
     hint = f" (did you mean tost {near[0]}?)" if near else ""
     print(f"error: unknown command: tost {command}{hint}; run tost --help", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)

@@ -11,10 +11,6 @@ Their train.py saves ckpt.pt by torch.save, a dictionary of:
     config         settings of the run, not read here
 """
 
-import pickle
-import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +22,7 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
+from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
 from tost_lm.optim import OptimConfig
 
@@ -65,7 +62,11 @@ def read_authors(path: Path) -> AuthorsModel:
         CheckpointError: it is damaged or not such a checkpoint, or its weights do not fit its sizes.
         ConfigError: its sizes are inconsistent.
     """
-    stored = _load(path)
+    return from_authors(path, read_torch_file(path))
+
+
+def from_authors(path: Path, stored: Any) -> AuthorsModel:
+    """The model in the content of a ckpt.pt; `path` is named in messages. Raises as `read_authors`."""
     for key in ("model", "model_args"):
         if not isinstance(stored, dict) or not isinstance(stored.get(key), dict):
             raise CheckpointError(f"{path}: not a checkpoint of the released code: it has no dictionary {key!r}")
@@ -144,28 +145,6 @@ def write_authors(folder: Path, checkpoint: dict[str, Any]) -> None:
         if not isinstance(cause, OSError):
             raise
         raise CheckpointError(f"{folder}: cannot be written: {cause.strerror}") from None
-
-
-def _load(path: Path) -> Any:
-    """Content of a file of torch.save, restricted to types without code."""
-    damaged = f"{path}: damaged, or not a file of torch.save; copy it again"
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(damaged)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad_file = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{damaged} ({error})") from None
-    if bad_file:
-        raise CheckpointError(f"{damaged} (wrong checksum of {bad_file})")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        called = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it would call {called[1]}" if called else "it holds more than tensors and plain values"
-        raise CheckpointError(f"{path}: refused: {reason}; nothing in it was run") from None
-    except Exception as error:  # a broken pickle raises errors of many types
-        raise CheckpointError(f"{damaged} ({type(error).__name__})") from None
 
 
 def _model_config(path: Path, arguments: dict[str, Any], found: Mapping[str, Any]) -> ModelConfig:

@@ -5,7 +5,7 @@ vocab.json and merges.txt.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -140,23 +140,33 @@ def match_weights(
     if layers != config.layers:
         raise CheckpointError(f"{where}: its settings say {config.layers} layers, its weights {layers}; copy it again")
     with torch.device("meta"):
-        expected = {name: tuple(weight.shape) for name, weight in TostLM(config).state_dict().items()}
-    theirs = {name: gpt2_name(name) for name in expected}
-    if missing := [name for name in theirs.values() if name not in found]:
-        raise CheckpointError(f"{where}: lacks weights: {_listed(missing)}; copy it again")
-    if unexpected := [name for name in found if name not in {HEAD, *theirs.values()}]:
-        raise CheckpointError(f"{where}: unexpected weights: {_listed(unexpected)}; give a model without them")
-    for name, shape in expected.items():
-        weight, wanted = found[theirs[name]], list(their_shape(name, shape))
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise CheckpointError(f"{where}: {theirs[name]} is not a floating-point tensor; copy it again")
-        if list(weight.shape) != wanted:
-            raise CheckpointError(
-                f"{where}: {theirs[name]} has shape {list(weight.shape)}, its settings say {wanted}; copy it again"
-            )
+        ours = TostLM(config).state_dict()
+    expected = {gpt2_name(name): w.new_empty(their_shape(name, tuple(w.shape))) for name, w in ours.items()}
+    check_weights(where, expected, {name: weight for name, weight in found.items() if name != HEAD})
     if HEAD in found and not torch.equal(found[HEAD], found["wte.weight"]):
         raise CheckpointError(f"{where}: {HEAD} differs from the token embedding; give a model with a tied head")
-    return {name: found[theirs[name]].float() for name in expected}
+    return {name: found[gpt2_name(name)].float() for name in ours}
+
+
+def check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
+    """Compare the weights of a checkpoint with those that its settings imply, which may be on the meta device.
+
+    Raises:
+        CheckpointError: a weight is missing, unexpected, of another shape or of another kind of number.
+    """
+    if missing := [name for name in expected if name not in found]:
+        raise CheckpointError(f"{where}: lacks weights: {_listed(missing)}; copy it again")
+    if unexpected := [str(name) for name in found if name not in expected]:
+        raise CheckpointError(f"{where}: unexpected weights: {_listed(unexpected)}; give a model without them")
+    for name, wanted in expected.items():
+        weight, is_floating = found[name], wanted.is_floating_point()
+        if not isinstance(weight, Tensor) or weight.is_floating_point() != is_floating:
+            kind = "a floating-point" if is_floating else "an integer"
+            raise CheckpointError(f"{where}: {name} is not {kind} tensor; copy it again")
+        if weight.shape != wanted.shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(weight.shape)}, its settings say {list(wanted.shape)}; copy it again"
+            )
 
 
 def gpt2_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The language model, and an encoder.
+"""The language model, an encoder, and the image classifier.
 
 Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (of earlier tokens
 and of these), N documents (N = B unless packed).
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder_config import EncoderConfig
+from tost_lm.model.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from tost_lm.model.block import LMOutput as LMOutput
     from tost_lm.model.block import LMState as LMState
     from tost_lm.model.encoder import Encoder as Encoder
     from tost_lm.model.lm import TostLM as TostLM
+    from tost_lm.model.vision import TostVision as TostVision
 
-__all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM"]
+__all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM", "TostVision", "VisionConfig"]
 
 
 def __getattr__(name: str):
@@ -24,6 +26,10 @@ def __getattr__(name: str):
         from tost_lm.model.encoder import Encoder
 
         return Encoder
+    if name == "TostVision":
+        from tost_lm.model.vision import TostVision
+
+        return TostVision
     if name in __all__:
         from tost_lm.model import lm
 

@@ -72,6 +72,11 @@ def find_tokenizer(folder: Path) -> Path:
         DataError: no such file, or more than one.
     """
     found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if len(found) != 1:
+    if not found:
+        raise DataError(
+            f"{folder}: no tokenizer, so neither a language model nor token shards; give one of these, or restore "
+            f"{', '.join(TOKENIZER_FILES)}"
+        )
+    if len(found) > 1:
         raise DataError(f"{folder}: {len(found)} tokenizers; keep exactly one of {', '.join(TOKENIZER_FILES)}")
     return found[0]
