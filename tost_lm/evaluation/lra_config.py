@@ -130,7 +130,7 @@ class LraConfig(Section):
     model: LraModelConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: LraTrainConfig
-    pretrain: LraPretrainConfig = Field(default_factory=LraPretrainConfig)
+    pretraining: LraPretrainConfig = Field(default_factory=LraPretrainConfig)
     lra: LraModelsConfig = Field(default_factory=LraModelsConfig)
 
     def optim_at(self, lr: float) -> OptimConfig:
@@ -139,11 +139,11 @@ class LraConfig(Section):
     @model_validator(mode="after")
     def _rates_and_steps_fit(self) -> "LraConfig":
         if "lr" in self.optim.model_fields_set:
-            raise ValueError("optim.lr has no effect here; remove it, and set lra.learning_rates and pretrain.lr")
-        lowest = min(*self.lra.learning_rates, self.pretrain.lr)
+            raise ValueError("optim.lr has no effect here; remove it, and set lra.learning_rates and pretraining.lr")
+        lowest = min(*self.lra.learning_rates, self.pretraining.lr)
         if self.optim.min_lr > lowest:
             raise ValueError(f"optim.min_lr {self.optim.min_lr:g} is above a learning rate of {lowest:g}; lower it")
-        for section, steps in (("train", self.train.steps), ("pretrain", self.pretrain.steps)):
+        for section, steps in (("train", self.train.steps), ("pretraining", self.pretraining.steps)):
             if obstacle := obstacle_to_schedule(self.optim, steps):
                 raise ValueError(obstacle.replace("train.steps", f"{section}.steps"))
         return self

@@ -188,7 +188,9 @@ def test_a_malformed_file_is_named(text: str | None, message: str, tmp_path: Pat
 
 
 def test_lengths_that_no_expression_has_are_refused():
-    with pytest.raises(ConfigError, match="no expression of listops.max_depth 3 and listops.max_args 3 has more than 17"):
+    with pytest.raises(
+        ConfigError, match=r"no expression of listops.max_depth 3 and listops.max_args 3 has more than 17"
+    ):
         config_of(max_depth=3, max_args=3)
-    with pytest.raises(ConfigError, match="listops.max_length 501 leaves no length above listops.min_length 500"):
+    with pytest.raises(ConfigError, match=r"listops.max_length 501 leaves no length above listops.min_length 500"):
         config_of(max_length=501)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.evaluation.lra.splits import Task
-from tost_lm.evaluation.lra.training import pretrain, test, train
+from tost_lm.evaluation.lra.training import evaluate, pretrain, train
 from tost_lm.evaluation.lra_config import BAG_OF_TOKENS, LraConfig
 from tost_lm.evaluation.small_models import Result, scale_initial_std, store_result, stored_results
 from tost_lm.evaluation.subject import pick_device, results_path
@@ -160,8 +160,8 @@ class Trainings:
             diverged = True
         model.eval()
         return {
-            "valid_accuracy": 0.0 if diverged else test(model, task.valid, batch_size)["accuracy"],
-            **test(model, task.test, batch_size),
+            "valid_accuracy": 0.0 if diverged else evaluate(model, task.valid, batch_size)["accuracy"],
+            **evaluate(model, task.test, batch_size),
             "diverged": diverged,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "mlp_width": self._encoder.mlp_width,
@@ -178,8 +178,8 @@ class Trainings:
             if self._pretrained is None or self._pretrained[0] != seed:
                 config = self._config
                 print(f"pretraining {self._variant.mixer}, seed {seed}", flush=True)
-                optim = config.optim_at(config.pretrain.lr)
-                pretrain(model, self._task.train, optim, config.pretrain, config.train.batch_size, seed)
+                optim = config.optim_at(config.pretraining.lr)
+                pretrain(model, self._task.train, optim, config.pretraining, config.train.batch_size, seed)
                 self._pretrained = seed, {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict(self._pretrained[1])
         return model
@@ -189,7 +189,7 @@ class Trainings:
         settings = {section: getattr(config, section).model_dump() for section in ("model", "train")}
         settings["optim"] = config.optim.model_dump(exclude={"lr"})
         if self._variant.pretrained:
-            settings["pretrain"] = config.pretrain.model_dump()
+            settings["pretraining"] = config.pretraining.model_dump()
         return {
             "tost_lm": VERSION,
             "task": config.data.task,

@@ -1,9 +1,9 @@
 """The image tasks of the Long-Range Arena: an image is its grey values row by row, a token each.
 
 Image: CIFAR-10 in its binary form (cifar-10-binary.tar.gz), grey as TensorFlow's `rgb_to_grayscale` computes it:
-0.2989 red + 0.5870 green + 0.1140 blue, rounded. The last tenth of the training images is the validation split.
-Pathfinder: a folder of the release's PNG files, such as pathfinder32/curv_contour_length_14, whose `metadata/N.npy` are
-texts with a line for each image: folder, name, number, label and more. Images in the order of N are split 80/10/10.
+0.2989 red + 0.5870 green + 0.1140 blue. The last tenth of the training images is the validation split. Pathfinder: a
+folder of the release's PNG files, such as pathfinder32/curv_contour_length_14, whose `metadata/N.npy` are texts with a
+line for each image: folder, name, number, label and more. Images in the order of N are split 80/10/10.
 """
 
 from pathlib import Path
@@ -84,6 +84,5 @@ def _read_cifar(path: Path, max_tokens: int) -> Split:
         raise DataError(f"{path}: has labels above {CIFAR_CLASSES - 1}; download cifar-10-binary.tar.gz again")
     colours = records[:, 1:].reshape(-1, 3, pixels) / 255.0
     grey = np.tensordot(colours, GREY_OF_RGB, axes=(1, 0))
-    # As TensorFlow converts a fraction to uint8.
-    documents = (grey * (GREYS - 0.5)).astype(np.uint8)
+    documents = (grey * (GREYS - 0.5)).astype(np.uint8)  # as TensorFlow converts a fraction
     return Split(cut(list(documents), max_tokens), records[:, 0].astype(np.int64))

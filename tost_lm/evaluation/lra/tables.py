@@ -30,18 +30,21 @@ def plan_table(config: LraConfig, task: Task, rows: Sequence[Mapping[str, Any]])
         (str(row["mixer"]), f"{row['parameters']:,}", f"{row['mlp_width']:,}", f"{row['flops']:.2e}") for row in rows
     ]
     header = ("mixer", "parameters", "MLP channels", "FLOPs of a training")
-    lra = config.lra
-    trainings = len(variants(config)) * (len(lra.learning_rates) + len(lra.seeds) - 1)
+    lra, of_each = config.lra, len(config.lra.learning_rates) + len(config.lra.seeds) - 1
+    flops = sum(row["flops"] for row in rows)
+    total = len(lra.pretraining) * of_each * flops
     examples = " / ".join(f"{len(split.labels):,}" for split in (task.train, task.valid, task.test))
-    pretraining = ""
+    lines = [
+        f"{config.data.task}: {examples} examples, {task.mean_tokens:,.0f} tokens per document on average.",
+        f"{len(variants(config)) * of_each:,} trainings of {config.train.steps:,} steps of {config.train.batch_size} "
+        f"examples: each model at the learning rates {_listed(lra.learning_rates)} with seed {lra.seeds[0]}, then at "
+        f"the best one with {len(lra.seeds) - 1} other seeds.",
+    ]
     if True in lra.pretraining:
-        pretraining = f", {len(lra.seeds)} self-pretrainings of {config.pretrain.steps:,} steps for each mixer"
-    return (
-        f"{table(header, cells)}\n\n{config.data.task}: {examples} examples, {task.mean_tokens:,.0f} tokens per "
-        f"document on average. {trainings:,} trainings of {config.train.steps:,} steps of "
-        f"{config.train.batch_size} examples: learning rates {_listed(lra.learning_rates)} with seed {lra.seeds[0]}, "
-        f"then the best one with the others of {_listed(lra.seeds)}{pretraining}."
-    )
+        total += len(lra.seeds) * flops * config.pretraining.steps / config.train.steps
+        count = len(lra.mixers) * len(lra.seeds)
+        lines.append(f"{count} self-pretrainings of {config.pretraining.steps:,} steps.")
+    return f"{table(header, cells)}\n\n{' '.join(lines)} Together {total:.2e} FLOPs."
 
 
 def results_table(config: LraConfig, task: Task, results: Mapping[Variant, Sequence[Result]]) -> str:

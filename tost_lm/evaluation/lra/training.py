@@ -55,7 +55,7 @@ def pretrain(
 
 
 @torch.inference_mode()
-def test(model: Encoder, split: Split, batch_size: int) -> Result:
+def evaluate(model: Encoder, split: Split, batch_size: int) -> Result:
     """Accuracy, and its standard error over examples."""
     right, count = [], len(split.labels)
     for start in range(0, count, batch_size):
