@@ -63,6 +63,8 @@ def run_cases(tensor: int) -> list[Any]:
     mesh, found = mesh_of(tensor, 1), []
     with pytest.raises(ConfigError, match=rf"model.heads 1 is not divisible by parallel\.tensor {tensor}"):
         parallelize(drawn_encoder({"vocab_size": 13, "heads": 1}), mesh)
+    with pytest.raises(ConfigError, match="the C/S layers of an encoder do not support tensor parallelism"):
+        parallelize(drawn_encoder({"vocab_size": 13, "pattern": "SC"}), mesh)
     for case in CASES:
         model = parallelize(drawn_encoder(case), mesh)
         logits, gradients = logits_and_gradients(model, case, mesh.data.rank, mesh.data.size)

@@ -19,6 +19,7 @@ COMMANDS = {
         "eval positions",
         "eval text",
         "eval recall",
+        "eval lra",
         "eval analyze",
         "eval suite",
         "eval compare",

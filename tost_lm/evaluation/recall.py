@@ -11,7 +11,6 @@ query does not depend on its value. All other tokens are noise: any ids except t
 Small models of several patterns are trained on such examples and tested.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -22,15 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.errors import TrainingError
 from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
+from tost_lm.evaluation.small_models import fit, scale_initial_std, store_result, stored_results
 from tost_lm.evaluation.subject import pick_device, results_path
-from tost_lm.files import write_atomically
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim import learning_rate
-from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.version import VERSION
 
 
@@ -90,8 +86,6 @@ PROTOCOL = "mqar@zoology"
 TRAINING, TESTING = 0, 1
 """Random streams of examples; training has one per seed and step."""
 
-PUBLISHED_WIDTH = 768
-
 Result = dict[str, Any]
 """`identity`: version, settings, pattern and seed; `accuracy` of queries with `accuracy_standard_error`; `nats` per
 query; `queries`; `parameters`; `seconds` of training."""
@@ -108,11 +102,10 @@ def measure(config: RecallConfig) -> list[Result]:
     for pattern in config.recall.patterns:
         for seed in config.recall.seeds:
             identity = _identity(config, pattern, seed)
-            kept = next((result for result in _stored(path) if result["identity"] == identity), None)
+            kept = next((result for result in stored_results(path) if result["identity"] == identity), None)
             result = kept or {"identity": identity, **_train_and_test(config, pattern, seed)}
             if kept is None:
-                whole = {"protocol": PROTOCOL, "results": [*_stored(path), result]}
-                write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+                store_result(path, PROTOCOL, result)
             print(
                 f"{pattern}, seed {seed}: {result['accuracy']:.2%} ± {result['accuracy_standard_error']:.2%} of "
                 f"queries, {result['nats']:.4f} nats, {'reused from' if kept else 'stored in'} {path}",
@@ -123,40 +116,23 @@ def measure(config: RecallConfig) -> list[Result]:
 
 
 def draw_model(config: ModelConfig, seed: int) -> TostLM:
-    """A model with the initial standard deviation scaled from the published width of 768 to its own width.
-
-    With 0.02 at a width of 64, softmax attention found no key after 2,700 steps; with this it finds nearly all after
-    600 (docs/experiments.md).
-    """
+    """A model with the initial standard deviation of its own width."""
     torch.manual_seed(seed)
     model = TostLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(math.sqrt(PUBLISHED_WIDTH / config.width))
+    scale_initial_std(model, config.width)
     return model
 
 
 def train(model: TostLM, config: RecallConfig, seed: int) -> None:
     """Train on new examples each step. Raises TrainingError when the loss is not finite."""
     device = next(model.parameters()).device
-    optimizer = build_optimizer(model, config.optim)
-    for step in range(config.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.train.steps, config.optim)
+
+    def loss_of(step: int) -> Tensor:
         examples = draw_examples(config.mqar, config.train.batch_size, TRAINING, seed, step)
         tokens_BT, labels_BT = _on(device, examples)
-        loss = model(tokens_BT, labels=labels_BT, output_state=False).loss
-        loss.backward()
-        if config.optim.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % max(1, config.train.steps // 10) == 0:
-            nats = loss.item()
-            if not math.isfinite(nats):
-                raise TrainingError(f"the loss is {nats} after {step + 1} steps; lower optim.lr")
-            print(f"  step {step + 1:,} of {config.train.steps:,}: {nats:.4f} nats", flush=True)
+        return model(tokens_BT, labels=labels_BT, output_state=False).loss
+
+    fit(model, config.optim, config.train.steps, loss_of)
 
 
 @torch.inference_mode()
@@ -232,14 +208,6 @@ def _identity(config: RecallConfig, pattern: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "settings": settings.model_dump(mode="json", exclude={"recall"}),
     }
-
-
-def _stored(path: Path) -> list[Result]:
-    """The results of earlier calls; none if the file is missing or damaged."""
-    try:
-        return list(json.loads(path.read_bytes())["results"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def _on(device: torch.device, examples: Examples) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.bidirectional import BidirectionalSoftmax, BidirectionalTssa
+from tost_lm.model.bidirectional import (
+    BidirectionalConvolution,
+    BidirectionalSlots,
+    BidirectionalSoftmax,
+    BidirectionalTssa,
+    NoMixer,
+)
 from tost_lm.model.block import Block, build_norm
 from tost_lm.model.encoder_config import EncoderConfig
 from tost_lm.model.initialization import INITIAL_STD, draw_seed, initialize
@@ -18,7 +24,13 @@ from tost_lm.model.positions import SequenceInfo, sinusoidal
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.naive import statistics_dtype
 
-MIXER_OF = {"T": BidirectionalTssa, "A": BidirectionalSoftmax}
+MIXER_OF = {
+    "T": BidirectionalTssa,
+    "S": BidirectionalSlots,
+    "A": BidirectionalSoftmax,
+    "C": BidirectionalConvolution,
+    "N": NoMixer,
+}
 
 
 class PatchEmbedding(nn.Linear):
@@ -77,7 +89,7 @@ class Encoder(nn.Module):
                 self.embedding = PatchEmbedding(config.image_channels, config.patch_size or 1, width)
             self.positions = nn.Embedding(config.max_positions, width) if config.positions == "learned" else None
             self.class_token = nn.Embedding(1, width) if config.pooling == "class_token" else None
-            self.blocks = nn.ModuleList(Block(blocks, MIXER_OF[letter](blocks)) for letter in blocks.letters)
+            self.blocks = nn.ModuleList(Block(blocks, MIXER_OF[letter](blocks)) for letter in config.letters)
             self.norm = build_norm(blocks)
             self.head = ClassificationHead(config)
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda x_BTC: x_BTC
@@ -98,18 +110,26 @@ class Encoder(nn.Module):
             ConfigError: a document is longer than the learned positions, or images do not fit the patches.
             ValueError: cu_seqlens does not fit the ids, or documents are no pairs for two towers.
         """
+        x_BTC, info = self.encode(inputs, cu_seqlens)
+        if len(info.local.lengths) % self.config.towers:
+            raise ValueError(f"2 towers read pairs of documents, got {len(info.local.lengths)}; give an even number")
+        return self.head(self._pool(x_BTC, info))
+
+    def encode(self, inputs: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, SequenceInfo]:
+        """The normed features of the tokens [B, T, C] and their documents, with the class tokens if there are some.
+
+        Arguments and errors are those of `forward`; documents need not be pairs.
+        """
         x_BTC = self.embedding(inputs)
         x_BTC = x_BTC.to(statistics_dtype(x_BTC))  # see tost_lm.model.block
         info = _info(x_BTC, cu_seqlens)
-        if len(info.local.lengths) % self.config.towers:
-            raise ValueError(f"2 towers read pairs of documents, got {len(info.local.lengths)}; give an even number")
         x_BTC = x_BTC + self._positions(x_BTC, info)
         if self.class_token is not None:
             x_BTC, info = self._with_class_tokens(x_BTC, info)
         x_BTC = self.shard_tokens(x_BTC)
         for block in self.blocks:
             x_BTC, _ = block(x_BTC, None, info)
-        return self.head(self._pool(self.gather_tokens(self.norm(x_BTC)), info))
+        return self.gather_tokens(self.norm(x_BTC)), info
 
     def _positions(self, x_BTC: Tensor, info: SequenceInfo) -> Tensor | float:
         if self.positions is not None:

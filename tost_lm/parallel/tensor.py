@@ -46,10 +46,16 @@ def apply_tensor_parallelism(model: TostLM | Encoder, axis: Axis) -> None:
     """Replace each layer by this rank's slice of it. The embedding and the head of an encoder stay whole.
 
     Raises:
-        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks, or an encoder has other layers than T
+            and A.
     """
     if isinstance(model, Encoder):
         obstacle = obstacle_to_split_blocks(model.config.blocks, axis.size)
+        if axis.size > 1 and (others := set(model.config.pattern) - {"T", "A"}):
+            obstacle = (
+                f"the {'/'.join(sorted(others))} layers of an encoder do not support tensor parallelism; set "
+                "parallel.tensor = 1"
+            )
     else:
         obstacle = obstacle_to_tensor_ranks(model.config, axis.size)
     if obstacle:

@@ -229,6 +229,6 @@ def test_a_diverging_training_is_an_error_and_keeps_other_results(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     good = recall(recall={"patterns": ["A"]})
     results = measure(good)
-    with pytest.raises(TrainingError, match=r"the loss is nan after \d steps; lower optim.lr"):
+    with pytest.raises(TrainingError, match=r"the loss is nan after \d steps; lower the learning rate"):
         measure(recall(recall={"patterns": ["A"]}, optim={"lr": 1e30, "grad_clip": 0.0, "warmup_steps": 0}))
     assert measure(good) == results

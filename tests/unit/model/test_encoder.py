@@ -11,6 +11,7 @@ from torch.nn.functional import conv2d, normalize
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.model.bidirectional import BidirectionalSlots
 from tost_lm.model.encoder import Encoder
 from tost_lm.model.encoder_config import EncoderConfig
 from tost_lm.testing import assert_close
@@ -22,6 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ids, class token, two towers": {"vocab_size": VOCAB, "pooling": "class_token", "towers": 2},
     "softmax attention, two towers": {"vocab_size": VOCAB, "pattern": "A", "towers": 2, "positions": "none"},
     "both mixers, no LayerScale, no bias": {"vocab_size": VOCAB, "pattern": "TA", "layer_scale": 0.0, "bias": False},
+    "convolution, and no mixer": {"vocab_size": VOCAB, "pattern": "CN", "mlp_width": 5},
     "images, class token": {"patch_size": 4, "pooling": "class_token"},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
@@ -74,7 +76,7 @@ def encoded(p: dict[str, Tensor], config: EncoderConfig, x: Tensor) -> Tensor:
         x = torch.cat([p["class_token.weight"], x])
     for i, letter in enumerate(config.pattern * (LAYERS // len(config.pattern))):
         q = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items() if name.startswith(f"blocks.{i}.")}
-        mixed = (statistics_attention if letter == "T" else softmax_attention)(q, normed(q, "mixer_norm", x))
+        mixed = MIXED[letter](q, normed(q, "mixer_norm", x))
         x = x + q.get("mixer_scale.gamma", 1) * linear(q, "mixer.out_proj", mixed)
         h = linear(q, "mlp.in_proj", normed(q, "mlp_norm", x))
         h = 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
@@ -96,6 +98,25 @@ def softmax_attention(q: dict[str, Tensor], x: Tensor) -> Tensor:
     query, key, value = linear(q, "mixer.in_proj", x).unflatten(-1, (3, HEADS, -1)).permute(1, 2, 0, 3)
     scores = query @ key.mT / math.sqrt(WIDTH / HEADS)
     return (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+
+
+def convolution(q: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A token t reads tokens t − 3 to t + 3 that exist; the weights of both directions are oldest first."""
+    x = linear(q, "mixer.in_proj", x)
+    rows = []
+    for t in range(len(x)):
+        before = [x[t - j] * q["mixer.from_start"].flatten(0, 1)[:, 3 - j] for j in range(4) if t - j >= 0]
+        after = [x[t + j] * q["mixer.from_end"].flatten(0, 1)[:, 3 - j] for j in range(4) if t + j < len(x)]
+        rows.append(torch.stack(before + after).sum(0))
+    return torch.stack(rows) * torch.stack(rows).sigmoid()
+
+
+def no_mixer(q: dict[str, Tensor], x: Tensor) -> Tensor:
+    x = linear(q, "mixer.in_proj", x)
+    return x * x.sigmoid()
+
+
+MIXED = {"T": statistics_attention, "A": softmax_attention, "C": convolution, "N": no_mixer}
 
 
 def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -123,7 +144,9 @@ def test_logits_and_every_gradient_equal_the_formulas(form: str):
         assert_close(mine, truth, 1e-11, name)
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "TA"}, {"pooling": "class_token", "positions": "sinusoidal"}])
+@pytest.mark.parametrize(
+    "settings", [{"pattern": "TA"}, {"pattern": "SC"}, {"pooling": "class_token", "positions": "sinusoidal"}]
+)
 def test_packed_documents_equal_rows_and_each_alone(settings: dict[str, Any]):
     model = drawn_encoder(vocab_size=VOCAB, **settings)
     ids, offsets = inputs(model)
@@ -139,6 +162,33 @@ def test_without_positions_the_order_of_tokens_has_no_effect():
     assert_close(model(ids.flip(1)), model(ids), 1e-12)
     model = drawn_encoder(vocab_size=VOCAB, positions="learned", max_positions=OFFSETS[-1])
     assert (model(ids.flip(1)) - model(ids)).norm() > 1e-3 * model(ids).norm()
+
+
+def test_half_of_the_heads_of_slot_memory_read_from_each_end():
+    model = drawn_encoder(vocab_size=VOCAB, pattern="S", positions="none", layers=1, width=32)
+    ids = inputs(model)[0][:, :9]
+    mixer = model.blocks[0].mixer
+    assert isinstance(mixer, BidirectionalSlots)
+    assert (model(ids.flip(1)) - model(ids)).norm() > 1e-3 * model(ids).norm()
+    expected = model(ids)
+    mixer.from_start, mixer.from_end = mixer.from_end, mixer.from_start
+    assert_close(model(ids.flip(1)), expected, 1e-12)
+
+    last_reads, first_reads = tokens_that_influence(model, ids, -1), tokens_that_influence(model, ids, 0)
+    assert last_reads == first_reads == list(range(9))
+    with torch.no_grad():
+        mixer.from_end.out_proj.weight.zero_()
+    assert tokens_that_influence(model, ids, 4) == list(range(5))
+
+
+def tokens_that_influence(model: Encoder, ids: Tensor, token: int) -> list[int]:
+    """Positions of the tokens whose embedding has a gradient of the features of a token."""
+    embedded = model.embedding(ids).detach().requires_grad_()
+    model.embedding.forward = lambda _: embedded  # pyright: ignore[reportAttributeAccessIssue]
+    features, _ = model.encode(ids)
+    (gradient,) = torch.autograd.grad(features[0, token] @ torch.arange(1.0, 1 + model.config.width).double(), embedded)
+    del model.embedding.forward
+    return [t for t, row in enumerate(gradient[0]) if row.norm() > 1e-9]
 
 
 def test_a_seed_draws_the_weights_and_the_meta_device_draws_nothing():
@@ -157,7 +207,8 @@ def test_a_seed_draws_the_weights_and_the_meta_device_draws_nothing():
     [
         ({}, "the model reads either ids or images; set model.vocab_size or model.patch_size"),
         ({"vocab_size": 5, "patch_size": 4}, "the model reads either ids or images"),
-        ({"vocab_size": 5, "pattern": "TS"}, "invalid model.pattern: 'TS'; use the letters T"),
+        ({"vocab_size": 5, "pattern": "TG"}, "invalid model.pattern: 'TG'; use the letters T"),
+        ({"vocab_size": 5, "pattern": "S", "heads": 1}, "model.heads 1 is odd, but half of the heads of S layers"),
         ({"vocab_size": 5, "heads": 3}, "model.width 8 is not divisible by model.heads 3; change one of them"),
         ({"vocab_size": 5, "pattern": "TTA"}, "model.layers 2 is not a multiple of the 3 letters"),
     ],
