@@ -1,4 +1,4 @@
-"""The operator on sequence and tensor ranks equals one call: outputs, states and gradients, on both fast backends."""
+"""The operator on sequence and tensor ranks equals one call: outputs, states and gradients, on all fast backends."""
 
 from typing import Any
 
