@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tost_lm.errors import ConfigError, TostError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parent / "recipes"
 SCRIPTS = ("launch.sh", "train.sbatch", "hostfile")
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -59,6 +58,8 @@ def _free_bytes(world: World) -> int:
     """Free memory of this rank's GPU, or an equal fraction of the host's free memory for each of its ranks."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
+    import psutil  # of the extra `train`
+
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 

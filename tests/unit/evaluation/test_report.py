@@ -15,10 +15,11 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation import NEEDLE, GenerateConfig, ScoreTextConfig
-from tost_lm.evaluation.report import run_sections, write_report
+from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page as ReportPage
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.run import run_sections
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
 from tost_lm.markdown import table
 from tost_lm.training.loggers import history

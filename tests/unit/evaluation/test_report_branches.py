@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tost_lm.evaluation.report import overview
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import RunRecord, compared_settings
+from tost_lm.evaluation.report.run import overview
 from tost_lm.evaluation.report.training import branches
 
 

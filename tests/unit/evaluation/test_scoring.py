@@ -16,8 +16,8 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.likelihood import DocumentScores, bootstrap_error, score_documents
-from tost_lm.evaluation.report import overview
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.report.run import overview
 from tost_lm.evaluation.subject import Subject
 from tost_lm.markdown import escape
 from tost_lm.testing import FLOAT32_REORDERED
