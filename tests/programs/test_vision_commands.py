@@ -82,6 +82,21 @@ def test_a_run_that_is_interrupted_resumes_and_is_evaluated(workplace: Path):
     other = run("tost vision eval", "runs/stripes", "data.test_split=train+validation", cwd=workplace)
     assert other.splitlines()[-1].endswith(" 102 images")
 
+    analyze = ("tost vision analyze", "runs/stripes", "analysis.rate_images=4", "data.workers=0")
+    printed = run(*analyze, cwd=workplace).splitlines()
+    assert [line.rsplit(", ", 2)[1:] for line in printed[1::2]] == [
+        ["train split", "4 images:"],
+        ["test split", "4 images:"],
+    ]
+    folder = workplace / "runs/stripes/eval/vision_analysis"
+    results = json.loads((folder / "results.json").read_text())
+    for figure in ("coding_rate", *(drawn["figure"] for drawn in results["drawn"])):
+        assert (folder / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+    assert run(*analyze, cwd=workplace).splitlines() == [
+        "reusing runs/stripes/eval/vision_analysis/results.json (same checkpoint, text and settings)",
+        *printed[1:],
+    ]
+
 
 @needs_torchvision
 def test_refused_evaluations_are_one_line(workplace: Path):
@@ -97,6 +112,8 @@ def test_refused_evaluations_are_one_line(workplace: Path):
     run("tost convert", "theirs/ckpt.pt", "convert.folder=ours", cwd=workplace)
     printed = refusal("tost vision eval", "ours", cwd=workplace)
     assert printed == "ours: not a checkpoint of tost vision train; fine-tune the model first"
+    printed = refusal("tost vision analyze", "ours", cwd=workplace)
+    assert printed == "ours: was not trained on images by tost vision train; give data.source=FOLDER"
 
 
 @needs_torchvision

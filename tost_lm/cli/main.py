@@ -27,7 +27,7 @@ COMMANDS = {
         "eval contamination",
         "report",
     ],
-    "Image classifiers": ["vision train", "vision eval"],
+    "Image classifiers": ["vision train", "vision eval", "vision analyze"],
     "Generation and other formats": ["generate", "convert", "lm-eval"],
 }
 ALL = [command for commands in COMMANDS.values() for command in commands]

@@ -118,11 +118,16 @@ def causal_tssa(
     return y_BTHD.to(w_BTHD.dtype), state
 
 
+def bidirectional_scores(w_sq_BTHD: Tensor, temp_H: Tensor) -> Tensor:
+    """Scores z = temp · Σ_d w²/S1 of the bidirectional form, [B, T, H]; S1 is the sum over all tokens."""
+    energy_B1HD = w_sq_BTHD.sum(1, keepdim=True).clamp_min(NORM_FLOOR**2)
+    return temp_H * (w_sq_BTHD / energy_B1HD).sum(-1)
+
+
 def tssa(w_BTHD: Tensor, temp_H: Tensor) -> Tensor:
     """Bidirectional TSSA, the operator of the paper, of B documents: y [B, T, H, D]."""
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
-    energy_B1HD = w_sq_BTHD.sum(1, keepdim=True).clamp_min(NORM_FLOOR**2)
-    pi_BTH1 = (temp_H.to(dtype) * (w_sq_BTHD / energy_B1HD).sum(-1)).softmax(-1)[..., None]
+    pi_BTH1 = bidirectional_scores(w_sq_BTHD, temp_H.to(dtype)).softmax(-1)[..., None]
     second_moment_B1HD = (pi_BTH1 * w_sq_BTHD).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
     return (-pi_BTH1 * w_BTHD.to(dtype) / (1 + second_moment_B1HD)).to(w_BTHD.dtype)

@@ -85,8 +85,24 @@ class AccuracyConfig(Section):
     """Images that the model reads at once; it does not change the result beyond rounding."""
 
 
+class VisionAnalysisConfig(Section):
+    """The analysis. Its images are evenly spaced over their split."""
+
+    drawn_images: int = Field(default=2, gt=0)
+    """Images of the test split whose memberships are drawn."""
+    rate_images: int = Field(default=64, gt=0)
+    """Images of each split whose coding rates are averaged."""
+
+
 class VisionEvalConfig(Section):
     """Settings of `tost vision eval`."""
 
     data: EvalImagesConfig = Field(default_factory=EvalImagesConfig)
     accuracy: AccuracyConfig = Field(default_factory=AccuracyConfig)
+
+
+class VisionAnalyzeConfig(Section):
+    """Settings of `tost vision analyze`."""
+
+    data: EvalImagesConfig = Field(default_factory=EvalImagesConfig)
+    analysis: VisionAnalysisConfig = Field(default_factory=VisionAnalysisConfig)

@@ -1,18 +1,33 @@
-"""A classifier that `tost vision train` wrote, and the images that it is evaluated on."""
+"""A classifier and the images that it is evaluated on."""
 
 from pathlib import Path
 from typing import Any
 
 from tost_lm.checkpointing.format import SETTINGS
 from tost_lm.config import load_config, validate
-from tost_lm.errors import CheckpointError, DataError
+from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.version import VERSION
 from tost_lm.vision.config import EvalImagesConfig, ImagesConfig, VisionTrainConfig
 from tost_lm.vision.images import Images, open_images
 from tost_lm.vision.training import stored_classes
 
-PROTOCOL = "images"
+PROTOCOL, ANALYSIS = "images", "vision_analysis"
+"""Names of the results."""
+
+
+def data_of(checkpoint: Path, given: EvalImagesConfig) -> ImagesConfig:
+    """Settings of the images: those of the run of `tost vision train`, except the settings that are given.
+
+    Raises:
+        ConfigError: there is no such run, and no source is given.
+    """
+    recorded = {}
+    if (checkpoint / SETTINGS).is_file():
+        recorded = load_config(VisionTrainConfig, checkpoint / SETTINGS).data.model_dump()
+    elif not given.source:
+        raise ConfigError(f"{checkpoint}: was not trained on images by tost vision train; give data.source=FOLDER")
+    return validate(ImagesConfig, {**recorded, **given.model_dump(include=given.model_fields_set)}, "data")
 
 
 def images_of(checkpoint: Path, given: EvalImagesConfig) -> tuple[ImagesConfig, Images]:
@@ -24,9 +39,7 @@ def images_of(checkpoint: Path, given: EvalImagesConfig) -> tuple[ImagesConfig, 
     """
     if not (checkpoint / SETTINGS).is_file():
         raise CheckpointError(f"{checkpoint}: not a checkpoint of tost vision train; fine-tune the model first")
-    recorded = load_config(VisionTrainConfig, checkpoint / SETTINGS).data
-    tree = {**recorded.model_dump(), **given.model_dump(include=given.model_fields_set)}
-    data = validate(ImagesConfig, tree, "data")
+    data = data_of(checkpoint, given)
     images, classes = open_images(data, data.test_split), stored_classes(checkpoint)
     if list(images.classes) != classes:
         raise DataError(

@@ -61,7 +61,7 @@ def branch_rates(model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
     A change is the effect of adding the layer's branch to the residual stream, with the same memberships and U: it is
     negative where the layer compresses. The gap is R_var − R_c. Rates by prefix [P] are at `position_ends`.
     """
-    return _rates(_BranchRates, model, tokens_T)
+    return _rates(BranchRates, model, tokens_T)
 
 
 def layer_rates(model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
@@ -136,8 +136,8 @@ def _mean_and_error(values_N: Tensor, documents_N: Tensor) -> dict[str, Any]:
     return {"mean": values_N.mean(0).tolist(), "standard_error": None if error is None else error.tolist()}
 
 
-class _BranchRates:
-    """Rates of `branch_rates` of one layer, tile by tile."""
+class BranchRates:
+    """Rates of `branch_rates` of one layer, tile by tile; `ends` as in `RunningRates`."""
 
     def __init__(self, mixer: TssaMixer, ends: Sequence[int]) -> None:
         self._before, self._after = RunningRates(ends), RunningRates(ends)
@@ -162,7 +162,7 @@ class _BranchRates:
         }
 
 
-class _LayerRates(_BranchRates):
+class _LayerRates(BranchRates):
     """Rates of `layer_rates` of one layer, tile by tile."""
 
     def __init__(self, mixer: TssaMixer, ends: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ class _LayerRates(_BranchRates):
 
 
 @torch.inference_mode()
-def _rates(kind: type[_BranchRates], model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
+def _rates(kind: type[BranchRates], model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
     ends = position_ends(len(tokens_T))
     layers = [kind(mixer, ends) for mixer in tssa_mixers(model)]
     run_in_tiles(model, tokens_T[None], lambda tile: layers[tile.layer].add(tile))

@@ -14,19 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.errors import DataError
 from tost_lm.model import LMState, TostLM
+from tost_lm.model.bidirectional import BidirectionalTssa
 from tost_lm.model.block import Block
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer, bias_of
 from tost_lm.ops import TssaState
-from tost_lm.ops.naive import memberships, statistics_dtype, token_scores
+from tost_lm.ops.naive import bidirectional_scores, memberships, statistics_dtype, token_scores
 
 WORD_CLASSES: Mapping[str, str] = {
     "end of text": r"",
@@ -165,7 +166,7 @@ def run_in_tiles(model: TostLM, tokens_BT: Tensor, on_tile: OnTile, state: LMSta
 
 
 @contextmanager
-def observe_layers(model: TostLM, on_tile: OnTile) -> Iterator[None]:
+def observe_layers(model: nn.Module, on_tile: OnTile) -> Iterator[None]:
     """Pass each call of a TSSA layer to `on_tile` until the context ends."""
     blocks = [block for block in model.modules() if isinstance(block, Block) and isinstance(block.mixer, TssaMixer)]
     streams: list[Tensor] = []
@@ -190,9 +191,11 @@ def project(mixer: TssaMixer, z_BTC: Tensor) -> Tensor:
 
 
 def layer_scores(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, info: SequenceInfo) -> Tensor:
-    """Token scores z [B, T, H] of a layer that is called with this state."""
+    """Token scores z [B, T, H] of a layer that is called with this state. A bidirectional layer reads whole rows."""
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
+    if isinstance(mixer, BidirectionalTssa):
+        return bidirectional_scores(w_sq_BTHD, mixer.temp.to(dtype))
     energy_BTHD = w_sq_BTHD.cumsum(1)
     count_BT = torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device).expand(w_BTHD.shape[:2])
     if state is not None:
