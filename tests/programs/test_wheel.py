@@ -38,6 +38,7 @@ EXTRAS = {
     "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
     "tost_lm.interop.lm_eval": {"lm_eval"},
     "tost_lm.ops.cross_entropy_triton": {"triton"},
+    "tost_lm.ops.numba_phases": {"numba"},
     "tost_lm.ops.slots.triton": {"triton"},
     "tost_lm.ops.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
