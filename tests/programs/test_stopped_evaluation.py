@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,20 @@ path = "out/tokenizer.model"
 vocab_size = 384
 [shards]
 folder = "out/shards"
+"""
+SIGTERM_IN_DELETION = """
+import os, signal, time
+from tost_lm.parallel.graceful_stop import terminable
+
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def main(path, config):
+    Deleted()
+    time.sleep(60)
+
+terminable(main)(None, None)
 """
 
 
@@ -79,6 +95,13 @@ def test_sigterm_ends_one_process_with_one_line(copy: Path, program: str):
     before = snapshot(copy / "runs").keys()
     terminate(program, words, copy, started, [0], ranks=1)
     assert all("/cells/length_" in name for name in snapshot(copy / "runs").keys() - before)
+
+
+def test_sigterm_while_an_object_is_deleted():
+    """Python drops an exception that a handler raises there."""
+    done = subprocess.run([sys.executable, "-c", SIGTERM_IN_DELETION], capture_output=True, text=True)
+    assert done.returncode == 143, done.stderr
+    assert done.stderr == "terminated by SIGTERM; run the same command again to resume\n"
 
 
 @pytest.mark.parametrize(

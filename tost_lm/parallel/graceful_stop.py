@@ -109,6 +109,8 @@ def terminable(main: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @wraps(main)
     def run(path: Any, config: Any) -> None:
         signal.signal(signal.SIGTERM, _raise)
+        signal.signal(signal.SIGALRM, _raise)
+        sys.unraisablehook = _raise_soon
         try:
             return main(path, config)
         except Terminated:
@@ -153,3 +155,11 @@ class StopRequest:
 
 def _raise(*_: object) -> NoReturn:
     raise Terminated
+
+
+def _raise_soon(dropped: "sys.UnraisableHookArgs") -> None:
+    """Python drops what a handler raises while an object is deleted; raise it again after that."""
+    if dropped.exc_type is Terminated:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(dropped)
