@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any, Literal, TypeVar
 
@@ -185,7 +186,8 @@ def interleaved_seconds(
     functions: Mapping[str, Callable[[], object]], device: str, *, budget_s: float, repeats: int = 7
 ) -> dict[str, list[float]]:
     """Seconds of each call, by name. After one warm-up call of each, the rivals take turns, so other load on the
-    machine affects all of them. `repeats` rounds, or fewer (at least one) when they exceed `budget_s`."""
+    machine affects all of them. The order changes from round to round, because a call is slower after one that leaves
+    the memory in another state. `repeats` rounds, or fewer (at least one) when they exceed `budget_s`."""
     for function in functions.values():
         function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
@@ -193,8 +195,8 @@ def interleaved_seconds(
     for done in range(repeats):
         if done and time.perf_counter() - began > budget_s:
             break
-        for name, function in functions.items():
-            seconds[name].append(call_seconds(function, device))
+        for name in Random(done).sample(list(functions), len(functions)):
+            seconds[name].append(call_seconds(functions[name], device))
     return seconds
 
 

@@ -1,11 +1,18 @@
-"""Registers and instructions of the kernels of slot memory, bidirectional TSSA and the float32 loss on a Hopper GPU.
+"""Registers and instructions of kernels on a Hopper GPU.
 
-Most need half a minute of a core. Those of causal TSSA and of the bfloat16 loss are default tests.
+Most need half a minute of a core. Causal TSSA at the recommended shape and the bfloat16 loss are default tests.
 """
 
 import pytest
 from test_cross_entropy_triton import check_loss_kernels
-from test_triton_compiles import compile_kernels
+from test_triton_compiles import check_kernels, compile_kernels
+
+CALLS = ("bfloat16 12 64 energy-share 0 100,130", "float32 5 80 energy-mean 1024 100,130")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_of_any_size_compile_and_stay_in_registers(call: str):
+    check_kernels(compile_kernels(call))
 
 
 def check_slot_kernels(kernels: list[dict], registers: int) -> None:

@@ -18,8 +18,8 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
 from tost_lm.interop.gpt2 import check_weights
 from tost_lm.interop.torch_file import read_torch_file
+from tost_lm.model.encoder_config import PRESETS, VisionConfig
 from tost_lm.model.vision import TostVision
-from tost_lm.model.vision_config import PRESETS, VisionConfig
 
 NAMES = {
     "class_blocks.": "cls_attn_blocks.",

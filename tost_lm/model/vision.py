@@ -15,10 +15,10 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.bidirectional import BidirectionalSoftmax, BidirectionalTssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
+from tost_lm.model.encoder_config import VisionConfig
 from tost_lm.model.initialization import INITIAL_STD
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.softmax import KeyValueState
-from tost_lm.model.vision_config import VisionConfig
 from tost_lm.ops.naive import statistics_dtype
 
 CLASS_BLOCKS = 2

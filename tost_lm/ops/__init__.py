@@ -1,8 +1,7 @@
 """The operator as pure functions of tensors."""
 
 from tost_lm.ops.bidirectional import tssa
-from tost_lm.ops.causal import causal_tssa
+from tost_lm.ops.causal import causal_tssa, tssa_step
 from tost_lm.ops.naive import Membership, TssaState
-from tost_lm.ops.recurrent import tssa_step
 
 __all__ = ["Membership", "TssaState", "causal_tssa", "tssa", "tssa_step"]

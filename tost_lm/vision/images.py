@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tost_lm.errors import ConfigError, DataError, did_you_mean
-from tost_lm.vision.config import ImagesConfig
+from tost_lm.vision import ImagesConfig
 
 HUB = "hub:"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -8,7 +8,7 @@ from tost_lm.config import load_config, validate
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.version import VERSION
-from tost_lm.vision.config import EvalImagesConfig, ImagesConfig, VisionTrainConfig
+from tost_lm.vision import EvalImagesConfig, ImagesConfig, VisionTrainConfig
 from tost_lm.vision.images import Images, open_images
 from tost_lm.vision.training import stored_classes
 

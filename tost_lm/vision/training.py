@@ -31,8 +31,8 @@ from tost_lm.optim.optimizers import build_optimizer, statistics_of
 from tost_lm.parallel.graceful_stop import GracefulStop
 from tost_lm.progress import Progress as ProgressBar
 from tost_lm.training.metrics import drop_rows_after
+from tost_lm.vision import VisionTrainConfig
 from tost_lm.vision.accuracy import in_words, measure_accuracy
-from tost_lm.vision.config import VisionTrainConfig
 from tost_lm.vision.images import Images, Transform, batches, checked, open_images, seed_of
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"

@@ -10,8 +10,9 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.lra.listops import FILES, OPERATORS, TOKENS, draw_expression, generate, load
-from tost_lm.evaluation.lra_config import ListOpsConfig
+from tost_lm.evaluation.lra import ListOpsConfig
+from tost_lm.evaluation.lra.listops import FILES, OPERATORS, TOKENS, draw_expression, generate
+from tost_lm.evaluation.lra.tasks import load_listops
 
 SMALL = {"min_length": 8, "max_length": 60, "train": 300, "valid": 40, "test": 50}
 RELEASED = "Source\tTarget\r\n( ( ( [MAX 4 ) ( ( ( [SM 9 ) 8 ) ] ) ) ] )\t7\r\n( ( ( [MED 2 ) 5 ) ] )\t3\r\n"
@@ -101,7 +102,7 @@ def test_parentheses_are_those_of_the_binary_tree(tmp_path: Path):
 
 
 def test_the_published_sizes_give_long_examples_of_all_classes(tmp_path: Path):
-    task = load(config_of(train=150, valid=2, test=2), tmp_path / "listops", 2000)
+    task = load_listops(config_of(train=150, valid=2, test=2), tmp_path / "listops", 2000)
     lengths = [len(document) for document in task.train.documents]
     assert 500 < min(lengths) < 800
     assert 1500 < max(lengths) < 2000
@@ -153,7 +154,7 @@ def test_a_seed_gives_the_same_files_and_the_test_split_depends_on_no_other_size
 def test_files_of_the_release_are_read(tmp_path: Path):
     for file in FILES.values():
         (tmp_path / file).write_bytes(RELEASED.encode())
-    task = load(config_of(), tmp_path, 5)
+    task = load_listops(config_of(), tmp_path, 5)
     assert [[TOKENS[id] for id in document] for document in task.test.documents] == [
         ["[MAX", "4", "[SM", "9", "8"],
         ["[MED", "2", "5", "]"],
@@ -163,10 +164,10 @@ def test_files_of_the_release_are_read(tmp_path: Path):
 
 def test_existing_examples_are_kept_and_those_of_other_settings_are_refused(tmp_path: Path):
     folder = tmp_path / "listops"
-    first = load(config_of(**SMALL), folder, 60)
-    assert load(config_of(**SMALL), folder, 60).digest == first.digest
+    first = load_listops(config_of(**SMALL), folder, 60)
+    assert load_listops(config_of(**SMALL), folder, 60).digest == first.digest
     with pytest.raises(DataError, match=r"generated with listops.seed = 0, not 1; set data.folder to another folder"):
-        load(config_of(**SMALL, seed=1), folder, 60)
+        load_listops(config_of(**SMALL, seed=1), folder, 60)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_malformed_file_is_named(text: str | None, message: str, tmp_path: Pat
     train = tmp_path / FILES["train"]
     train.unlink() if text is None else train.write_bytes(text.encode())
     with pytest.raises(DataError, match=message):
-        load(config_of(), tmp_path, 60)
+        load_listops(config_of(), tmp_path, 60)
 
 
 def test_lengths_that_no_expression_has_are_refused():

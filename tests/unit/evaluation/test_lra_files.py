@@ -8,9 +8,8 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.errors import DataError
-from tost_lm.evaluation.lra.splits import Task
-from tost_lm.evaluation.lra.tasks import load
-from tost_lm.evaluation.lra_config import LraConfig
+from tost_lm.evaluation.lra import LraConfig
+from tost_lm.evaluation.lra.tasks import Task, load
 
 NAMES = {"text": "aclImdb", "retrieval": "tsv", "image": "cifar-10-batches-bin", "pathfinder": "curv_contour_length_14"}
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H100 and keeps its tiles in registers. It needs no GPU: Triton has the assembler."""
+"""The kernels of causal TSSA compile for an H100. It needs no GPU: Triton has the assembler."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-CALLS = ("bfloat16 12 64 energy-share 0 100,130", "float32 5 80 energy-mean 1024 100,130")
 
 
 def compile_kernels(call: str, **environment: str) -> list[dict]:
@@ -33,11 +32,6 @@ def check_kernels(kernels: list[dict]) -> None:
     assert max(kernel["shared_bytes"] for kernel in kernels) <= 48 * 1024
     # A thread holds channels, one token after another: a sum over tokens needs no other thread.
     assert [kernel["shuffles"] for kernel in kernels if kernel["kernel"] == "energy_kernel"] == [0]
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_kernels_compile_and_stay_in_registers(call: str):
-    check_kernels(compile_kernels(call))
 
 
 def test_few_instructions_are_executed_for_each_token_and_channel():

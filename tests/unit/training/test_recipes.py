@@ -13,7 +13,7 @@ from tost_lm.optim import learning_rate
 from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_config import PlanConfig
 from tost_lm.training.plan_fit import memory_problem
-from tost_lm.vision.config import VisionTrainConfig
+from tost_lm.vision import VisionTrainConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SIZES = ("base", "medium", "large")

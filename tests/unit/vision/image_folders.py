@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from tost_lm.config import validate
-from tost_lm.vision.config import VisionTrainConfig
+from tost_lm.vision import VisionTrainConfig
 
 CLASSES = ("columns", "rows", "squares")
 MODEL = {"layers": 2, "heads": 2, "width": 32, "patch_size": 8, "classes": len(CLASSES)}

@@ -16,7 +16,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DataError, TrainingErro
 from tost_lm.files import sha256_file
 from tost_lm.model import TostVision
 from tost_lm.parallel.graceful_stop import GracefulStop
-from tost_lm.vision.config import VisionTrainConfig
+from tost_lm.vision import VisionTrainConfig
 from tost_lm.vision.training import Transforms, fine_tune
 
 TRANSFORMS = Transforms(flipped, to_tensor)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.lra_config import LraConfig
+from tost_lm.evaluation.lra import LraConfig
 from tost_lm.parallel.graceful_stop import terminable
 
 

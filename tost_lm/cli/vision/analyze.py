@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.parallel.graceful_stop import terminable
-from tost_lm.vision.config import VisionAnalyzeConfig
+from tost_lm.vision import VisionAnalyzeConfig
 
 
 def main(path: Path, config: VisionAnalyzeConfig) -> None:

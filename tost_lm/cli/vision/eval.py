@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.parallel.graceful_stop import terminable
-from tost_lm.vision.config import VisionEvalConfig
+from tost_lm.vision import VisionEvalConfig
 
 
 def main(path: Path, config: VisionEvalConfig) -> None:

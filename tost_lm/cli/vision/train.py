@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.vision.config import VisionTrainConfig
+from tost_lm.vision import VisionTrainConfig
 
 
 def main(path: Path, config: VisionTrainConfig) -> None:

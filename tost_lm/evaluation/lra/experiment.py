@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tost_lm.errors import ConfigError, TrainingError
-from tost_lm.evaluation.lra.splits import Task
+from tost_lm.evaluation.lra import BAG_OF_TOKENS, LraConfig
+from tost_lm.evaluation.lra.tasks import Task
 from tost_lm.evaluation.lra.training import evaluate, pretrain, train
-from tost_lm.evaluation.lra_config import BAG_OF_TOKENS, LraConfig
 from tost_lm.evaluation.small_models import Result, scale_initial_std, store_result, stored_results
 from tost_lm.evaluation.subject import pick_device, results_path
 from tost_lm.model.encoder import Encoder

@@ -15,12 +15,9 @@ import json
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import xxhash
 
-from tost_lm.errors import DataError
-from tost_lm.evaluation.lra.splits import Split, Task, cut
-from tost_lm.evaluation.lra_config import ListOpsConfig
+from tost_lm.evaluation.lra import ListOpsConfig
 from tost_lm.files import atomic_writer, make_temp_folder, publish_folder, write_atomically
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -35,19 +32,6 @@ FILES = {"test": "basic_test.tsv", "valid": "basic_val.tsv", "train": "basic_tra
 
 class _TooLongError(Exception):
     """An expression has too many tokens already."""
-
-
-def load(config: ListOpsConfig, folder: Path, max_tokens: int) -> Task:
-    """The task in the folder; generated if the folder does not exist.
-
-    Raises:
-        DataError: a file is missing or malformed, or the folder has examples of other settings.
-    """
-    if not folder.exists():
-        generate(config, folder)
-    _check_settings(config, folder)
-    train, valid, test = (_read(folder / FILES[name], max_tokens) for name in ("train", "valid", "test"))
-    return Task(10, len(TOKENS), train, valid, test)
 
 
 def generate(config: ListOpsConfig, folder: Path) -> None:
@@ -115,40 +99,3 @@ def apply(operator: str, values: list[int]) -> int:
             return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) // 2
         case _:
             return sum(values) % 10
-
-
-def _check_settings(config: ListOpsConfig, folder: Path) -> None:
-    """The release's files have no settings."""
-    path = folder / SETTINGS
-    if not path.exists():
-        return
-    theirs, ours = json.loads(path.read_bytes()), config.model_dump()
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            raise DataError(
-                f"{folder}: generated with listops.{name} = {theirs.get(name)}, not {value}; set data.folder to "
-                "another folder, or delete this one"
-            )
-
-
-def _read(path: Path, max_tokens: int) -> Split:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        names = ", ".join(FILES.values())
-        raise DataError(
-            f"{path}: no such file; set data.folder to a folder with {names}, or to a new one to generate them"
-        ) from None
-    if len(lines) < 2 or lines[0] != HEADER:
-        raise DataError(f"{path}: does not start with the header Source, tab, Target; give a file of the release")
-    id_of, without_parentheses = {token: i for i, token in enumerate(TOKENS)}, str.maketrans("", "", "()")
-    documents, labels = [], []
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            source, target = line.split("\t")
-            ids = [id_of[token] for token in source.translate(without_parentheses).split()]
-            labels.append(range(10)[int(target)])
-            documents.append(np.array(ids, dtype=np.uint8))
-        except (ValueError, KeyError, IndexError):
-            raise DataError(f"{path}: line {number} is no ListOps example; download or generate it again") from None
-    return Split(cut(documents, max_tokens), np.array(labels))

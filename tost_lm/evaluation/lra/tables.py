@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.evaluation.lra import BAG_OF_TOKENS, LraConfig
 from tost_lm.evaluation.lra.experiment import Variant, variants
-from tost_lm.evaluation.lra.splits import Task
-from tost_lm.evaluation.lra_config import BAG_OF_TOKENS, LraConfig
+from tost_lm.evaluation.lra.tasks import Task
 from tost_lm.evaluation.small_models import Result
 from tost_lm.markdown import table
 

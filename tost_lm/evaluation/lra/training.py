@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tost_lm.evaluation.lra.splits import Split
-from tost_lm.evaluation.lra_config import LraPretrainConfig
+from tost_lm.evaluation.lra import LraPretrainConfig
+from tost_lm.evaluation.lra.tasks import Split
 from tost_lm.evaluation.small_models import Result, fit
 from tost_lm.model.encoder import Encoder
 from tost_lm.optim import OptimConfig
