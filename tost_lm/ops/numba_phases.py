@@ -385,3 +385,7 @@ def _running_energy(start, end, w_MHD, before_HD, energy_tHD):
             for d in range(D):
                 own[d] += w[d] * w[d]
                 energy[d] = before[d] + own[d]
+
+
+# The first call prepares Numba, which takes a second: here, so that processes forked after the import are spared it.
+_scan(np.zeros((0, 1)), np.zeros(1, np.int64), False)
