@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
 from tost_lm.model.config import ModelConfig
 
 OURS, COMPILED, LOOP, WITHOUT = "tost_lm", "tost_lm, compiled", "plain loop", "plain loop, no operator"
+SPEED, OVERHEAD = f"{OURS}, tokens/s", "overhead of DeepSpeed"
+SHAPES = ("small", "long", "large", "bound")
 PLAIN, PLAIN_COMPILED = "published formulas", "published formulas, compiled"
 
 
@@ -55,10 +57,17 @@ class TrainingBenchmarkConfig(Section):
     """A narrow model and a long sequence, whose time is mostly the operator."""
     bench: BenchConfig = Field(default_factory=BenchConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_rest_of_a_shape(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """One setting of a shape leaves its other settings."""
+        rest = {name: cls.model_fields[name].default for name in SHAPES if isinstance(given.get(name), dict)}
+        return {**given, **{name: {**shape.model_dump(), **given[name]} for name, shape in rest.items()}}
+
 
 def run(config: TrainingBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench = config.bench
-    shapes = {"small": config.small, "long": config.long, "large": config.large, "bound": config.bound}
+    shapes: dict[str, ShapeConfig] = {name: getattr(config, name) for name in SHAPES}
     models = {name: model_settings(shape) for name, shape in shapes.items()}
     for name, model in models.items():
         validate(ModelConfig, model, name)
@@ -94,18 +103,16 @@ def model_settings(shape: ShapeConfig) -> dict[str, Any]:
 def step_row(cell: Mapping[str, Any]) -> dict[str, str]:
     """A row of the table of steps."""
     shape = f"{cell['layers']} layers, {cell['heads']} heads, width {cell['width']}, vocabulary {cell['vocab_size']:,}"
+    row = {"shape": shape, "tokens": f"{cell['tokens']:,}"}
+    rivals = (PLAIN, LOOP, OURS, COMPILED, WITHOUT)
     if "failed" in cell:
-        return {"shape": shape, "tokens": f"{cell['tokens']:,}", "tokens/s": cell["failed"]}
+        return {**row, SPEED: cell["failed"], OVERHEAD: "", **dict.fromkeys(rivals, "")}
     seconds: dict[str, list[float]] = cell["seconds"]
     return {
-        "shape": shape,
-        "tokens": f"{cell['tokens']:,}",
-        "tost_lm, tokens/s": f"{cell['tokens'] / median(seconds[OURS]):,.0f}",
-        "overhead of DeepSpeed": f"{_ratio(seconds[OURS], seconds[LOOP]) - 1:+.1%}",
-        **{
-            name: f"{_ratio(seconds[PLAIN_COMPILED], seconds[name]):.2f}"
-            for name in (PLAIN, LOOP, OURS, COMPILED, WITHOUT)
-        },
+        **row,
+        SPEED: f"{cell['tokens'] / median(seconds[OURS]):,.0f}",
+        OVERHEAD: f"{_ratio(seconds[OURS], seconds[LOOP]) - 1:+.1%}",
+        **{name: f"{_ratio(seconds[PLAIN_COMPILED], seconds[name]):.2f}" for name in rivals},
     }
 
 

@@ -2,8 +2,20 @@
 
 import torch
 
-from benchmarks.training import COMPILED, LOOP, OURS, PLAIN, PLAIN_COMPILED, WITHOUT, engine_text, step_row
+from benchmarks.measure import markdown_table
+from benchmarks.training import (
+    COMPILED,
+    LOOP,
+    OURS,
+    PLAIN,
+    PLAIN_COMPILED,
+    WITHOUT,
+    TrainingBenchmarkConfig,
+    engine_text,
+    step_row,
+)
 from benchmarks.training_cells import _published_loss
+from tost_lm.config import validate
 from tost_lm.model import ModelConfig
 from tost_lm.testing import assert_close
 from tost_lm.training.tiled import TiledLM
@@ -20,7 +32,15 @@ def test_ratios_are_medians_of_the_rounds_own():
     assert row[f"{OURS}, tokens/s"] == "500"
     assert row["overhead of DeepSpeed"] == "+0.0%"
     assert (row[OURS], row[COMPILED], row[PLAIN], row[WITHOUT]) == ("1.50", "3.20", "0.50", "2.00")
-    assert step_row({**SHAPE, "failed": "out of memory"})["tokens/s"] == "out of memory"
+    failed = step_row({**SHAPE, "failed": "out of memory"})
+    assert failed[f"{OURS}, tokens/s"] == "out of memory"
+    assert "out of memory" in markdown_table([row, failed])
+
+
+def test_one_setting_of_a_shape_leaves_its_others():
+    config = validate(TrainingBenchmarkConfig, {"bound": {"tokens": 10}}, "test")
+    assert (config.bound.tokens, config.bound.width) == (10, TrainingBenchmarkConfig().bound.width)
+    assert config.long == TrainingBenchmarkConfig().long
 
 
 def test_the_engine_is_described_by_fractions_of_a_step():
