@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from math import comb
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -198,6 +199,16 @@ def interleaved_seconds(
         for name in Random(done).sample(list(functions), len(functions)):
             seconds[name].append(call_seconds(functions[name], device))
     return seconds
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval that covers the median of the values' distribution, whatever its form, with a probability of 95 %; all
+    of the values when they are fewer than six, which cover it less often."""
+    ordered, outside, probability = sorted(values), 0, 2 * 0.5 ** len(values)
+    while probability <= 0.05:
+        outside += 1
+        probability += 2 * comb(len(ordered), outside) * 0.5 ** len(ordered)
+    return ordered[max(outside - 1, 0)], ordered[-max(outside, 1)]
 
 
 def call_seconds(function: Callable[[], object], device: str) -> float:

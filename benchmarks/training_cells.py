@@ -38,10 +38,11 @@ from tost_lm.training.step import train_step
 from tost_lm.training.tiled import TiledLM, tile
 
 SAVE_EVERY = 3
+PAIR_SECONDS = 600.0
 
 
 def steps_in_turns(device: str, model: dict[str, Any], tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each step, by rival."""
+    """Seconds of each step by rival, and those of ours and the plain loop in more rounds of these two (`pairs`)."""
     settings = validate(ModelConfig, model, "benchmarks.training")
     windows = torch.randint(settings.vocab_size, (1, tokens + 1), device=device)
     batch = MicroBatch(windows[:, :-1], windows[:, 1:])
@@ -50,7 +51,9 @@ def steps_in_turns(device: str, model: dict[str, Any], tokens: int, rounds: int)
         COMPILED: _our_step(settings, batch, device, compile_blocks),
         **_plain_steps(settings, batch, device),
     }
-    return {"seconds": interleaved_seconds(steps, device, budget_s=float("inf"), repeats=rounds)}
+    seconds = interleaved_seconds(steps, device, budget_s=float("inf"), repeats=rounds)
+    pair = {name: steps[name] for name in (OURS, LOOP)}
+    return {"seconds": seconds, "pairs": interleaved_seconds(pair, device, budget_s=PAIR_SECONDS, repeats=100)}
 
 
 def _our_step(

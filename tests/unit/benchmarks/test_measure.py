@@ -57,6 +57,13 @@ def test_rounds_end_with_the_budget_but_one_is_done():
     assert len(times) == 1
 
 
+def test_the_interval_of_a_median_is_that_of_the_tables():
+    """Ranks of the sign test's 95 % interval."""
+    assert measure.median_interval(range(30, 0, -1)) == (10, 21)
+    assert measure.median_interval(range(1, 101)) == (40, 61)
+    assert measure.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
 def test_results_are_stored_as_table_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     table = measure.markdown_table([{"tokens": "1", "a": "2 ms"}, {"tokens": "1,024", "a": "3 ms"}])

@@ -28,9 +28,10 @@ def test_ratios_are_medians_of_the_rounds_own():
         OURS: [1.0, 2.0, 4.0], COMPILED: [1.0, 1.0, 1.0], LOOP: [0.8, 2.0, 5.0], PLAIN: [3.0, 6.4, 5.0],
         PLAIN_COMPILED: [1.5, 3.2, 5.0], WITHOUT: [1.0, 1.6, 2.0],
     }  # fmt: skip
-    row = step_row({**SHAPE, "seconds": seconds})
+    pairs = {OURS: [0.9, 1.0, 1.1, 1.0, 1.2, 1.1, 1.1], LOOP: [1.0] * 7}
+    row = step_row({**SHAPE, "seconds": seconds, "pairs": pairs})
     assert row[f"{OURS}, tokens/s"] == "500"
-    assert row["overhead of DeepSpeed"] == "+0.0%"
+    assert row["overhead of DeepSpeed"] == "+10.0% (-10.0% to +20.0%, 7 rounds)"
     assert (row[OURS], row[COMPILED], row[PLAIN], row[WITHOUT]) == ("1.50", "3.20", "0.50", "2.00")
     failed = step_row({**SHAPE, "failed": "out of memory"})
     assert failed[f"{OURS}, tokens/s"] == "out of memory"
@@ -38,8 +39,8 @@ def test_ratios_are_medians_of_the_rounds_own():
 
 
 def test_one_setting_of_a_shape_leaves_its_others():
-    config = validate(TrainingBenchmarkConfig, {"bound": {"tokens": 10}}, "test")
-    assert (config.bound.tokens, config.bound.width) == (10, TrainingBenchmarkConfig().bound.width)
+    config = validate(TrainingBenchmarkConfig, {"large": {"tokens": 10}}, "test")
+    assert (config.large.tokens, config.large.width) == (10, TrainingBenchmarkConfig().large.width)
     assert config.long == TrainingBenchmarkConfig().long
 
 
