@@ -8,9 +8,8 @@ import torch
 
 from tost_lm.config import load_config
 from tost_lm.evaluation.lra import LraConfig
-from tost_lm.evaluation.lra.experiment import Variant, encoder_config, measure
+from tost_lm.evaluation.lra.experiment import Variant, encoder_config, evaluate, measure, train
 from tost_lm.evaluation.lra.tasks import Split, Task, load
-from tost_lm.evaluation.lra.training import evaluate, train
 from tost_lm.evaluation.small_models import scale_initial_std
 from tost_lm.model.encoder import Encoder
 

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.model.config import EncoderConfig
 from tost_lm.model.encoder import Encoder
-from tost_lm.model.encoder_config import EncoderConfig
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.mesh import all_reduce
 from tost_lm.testing import assert_close, run_on_ranks

@@ -25,7 +25,7 @@ COUNTED = {
     "all-to-all": {"all_to_all_single"},
 }
 FEW_NUMBERS = 128
-TINY = {**SMALL, "width": 64, "vocab_size": 512, "micro_batch": 2}
+TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 
 
 @pytest.mark.parametrize("model", [{"pattern": "TA"}, {"pattern": "SA"}, {"pattern": "TA", **OTHER_FORMS}])

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from tost_lm.config import Section, validate
 from tost_lm.errors import CheckpointError, TrainingError
 from tost_lm.files import flush, make_temp_folder, manifest_bytes, publish_folder, remove_temp_folder, xxh3_file
-from tost_lm.model.config import ModelConfig
-from tost_lm.model.encoder_config import VisionConfig
+from tost_lm.model.config import ModelConfig, VisionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from tost_lm.checkpointing.format import StoredTensors, read_vision_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
+from tost_lm.interop.authors import read_torch_file
 from tost_lm.interop.gpt2 import check_weights
-from tost_lm.interop.torch_file import read_torch_file
-from tost_lm.model.encoder_config import PRESETS, VisionConfig
+from tost_lm.model.config import VISION_PRESETS, VisionConfig
 from tost_lm.model.vision import TostVision
 
 NAMES = {
@@ -132,7 +132,7 @@ def _config(path: Path, found: Mapping[str, Any]) -> VisionConfig:
         "heads": found[TEMP].shape[0],
         "width": found[CLASS_TOKEN].shape[-1],
     }
-    presets = [name for name, values in PRESETS.items() if sizes.items() <= values.items()]
+    presets = [name for name, values in VISION_PRESETS.items() if sizes.items() <= values.items()]
     tree = {"preset": presets[0]} if presets else sizes
     convolutions = sum(bool(re.fullmatch(r"patch_embed\.proj\.\d+\.0\.weight", name)) for name in found)
     tree |= {"classes": found[HEAD].shape[0], "patch_size": 2**convolutions}

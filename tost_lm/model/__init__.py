@@ -6,8 +6,7 @@ and of these), N documents (N = B unless packed).
 
 from typing import TYPE_CHECKING
 
-from tost_lm.model.config import ModelConfig
-from tost_lm.model.encoder_config import EncoderConfig, VisionConfig
+from tost_lm.model.config import EncoderConfig, ModelConfig, VisionConfig
 
 if TYPE_CHECKING:
     from tost_lm.model.block import LMOutput as LMOutput

@@ -1,4 +1,4 @@
-"""The shape of a language model, the published presets, and settings of context extension."""
+"""The shapes of a language model, an encoder and an image classifier, the published presets, and context extension."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -211,3 +211,151 @@ class ExtendConfig(Section):
     """The settings of `tost extend`."""
 
     extend: ExtensionConfig = Field(default_factory=dict, validate_default=True)
+
+
+ENCODER_MIXERS = "TSACN"
+"""The letters of an encoder's pattern."""
+
+
+class BlockConfig(ModelConfig):
+    """The settings of an encoder's blocks, whatever their mixers."""
+
+    hidden: int
+    """Hidden channels of an MLP."""
+
+    @property
+    def mlp_width(self) -> int:
+        return self.hidden
+
+
+class EncoderConfig(Section):
+    """A bidirectional encoder with a classification head: pre-norm blocks of a token mixer and an MLP."""
+
+    classes: int = Field(gt=0)
+    """Number of classes."""
+    pattern: str = "T"
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T bidirectional token statistics self-attention, S slot memory in both directions, A softmax attention of all tokens of a document, C a short convolution in both directions, N none: each token alone."""
+    layers: int = Field(gt=0)
+    """Number of blocks; a multiple of the pattern's length."""
+    heads: int = Field(gt=0)
+    """Number of heads of the mixer; must divide model.width."""
+    width: int = Field(gt=0)
+    """Channels of the residual stream (hidden size)."""
+    mlp_width: int | None = Field(default=None, gt=0)
+    """Hidden channels of the MLP; unset: 4 times model.width."""
+    vocab_size: int | None = Field(default=None, gt=0)
+    """Rows of the token embedding. The model then reads ids."""
+    patch_size: int | None = Field(default=None, gt=0)
+    """Side of the square patches, in pixels, that are the tokens of an image. The model then reads images. Either this or model.vocab_size is needed."""
+    image_channels: int = Field(default=3, gt=0)
+    """Colours of an image."""
+    positions: Literal["learned", "sinusoidal", "none"] = "learned"
+    """Position embedding, added to the token embedding: `learned`, `sinusoidal` or `none`."""
+    max_positions: int = Field(default=1024, gt=0)
+    """Rows of the learned positions: the tokens of the longest document, without the class token."""
+    pooling: Literal["mean", "class_token"] = "mean"
+    """What the head reads of a document: the mean of its tokens, or a learned token before them."""
+    towers: Literal[1, 2] = 1
+    """Documents of an example. With 2, the same weights encode both, and the head reads their features x, y, x·y and x − y."""
+    layer_scale: float = Field(default=1.0, ge=0)
+    """Initial LayerScale of both branches of a block; 0: no LayerScale."""
+    bias: bool = True
+    """Biases in linear layers and norms of the blocks."""
+
+    @property
+    def letters(self) -> str:
+        """The mixer of each layer, a letter each."""
+        return self.pattern * (self.layers // len(self.pattern))
+
+    @property
+    def blocks(self) -> BlockConfig:
+        """The settings of the blocks and their norms. A head of S layers has the proportions of the language models: 16
+        slots of 28 channels for 64 channels of the width."""
+        channels = self.width // self.heads
+        return BlockConfig(
+            layers=self.layers, heads=self.heads, width=self.width, hidden=self.mlp_width or 4 * self.width,
+            slots=max(2, channels // 4), slot_channels=max(2, 7 * channels // 16), positions="none",
+            denom_bias="none", rope_theta=0.0, layer_scale=self.layer_scale, bias=self.bias,
+        )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _fits(self) -> "EncoderConfig":
+        if not self.pattern or set(self.pattern) - set(ENCODER_MIXERS):
+            raise ValueError(
+                f"invalid model.pattern: {self.pattern!r}; use the letters T (TSSA), S (slot memory), A (softmax "
+                "attention), C (convolution) and N (no mixer)"
+            )
+        check_blocks(self.layers, self.heads, self.width, self.pattern)
+        if "S" in self.pattern and self.heads % 2:
+            raise ValueError(
+                f"model.heads {self.heads} is odd, but half of the heads of S layers read backwards; set an even number"
+            )
+        if (self.vocab_size is None) == (self.patch_size is None):
+            raise ValueError("the model reads either ids or images; set model.vocab_size or model.patch_size")
+        return self
+
+
+# arXiv 2412.17810 and the released vision code, whose names are tost_cab_tiny_12_p16 and so on. LayerScale starts there
+# at 1 with 12 layers and at 1e-5 with 24.
+VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "tost-vision-tiny-12": {"layers": 12, "heads": 4, "width": 192, "layer_scale": 1.0},
+    "tost-vision-small-12": {"layers": 12, "heads": 8, "width": 384, "layer_scale": 1.0},
+    "tost-vision-tiny-24": {"layers": 24, "heads": 4, "width": 192, "layer_scale": 1e-5},
+    "tost-vision-small-24": {"layers": 24, "heads": 8, "width": 384, "layer_scale": 1e-5},
+    "tost-vision-medium-24": {"layers": 24, "heads": 8, "width": 512, "layer_scale": 1e-5},
+    "tost-vision-large-24": {"layers": 24, "heads": 16, "width": 768, "layer_scale": 1e-5},
+}
+VisionPreset = Literal[
+    "tost-vision-tiny-12", "tost-vision-small-12", "tost-vision-tiny-24", "tost-vision-small-24",
+    "tost-vision-medium-24", "tost-vision-large-24",
+]  # fmt: skip
+
+
+class VisionConfig(Section):
+    """An image classifier: convolutions, blocks of bidirectional TSSA, two blocks of class attention, a head."""
+
+    preset: VisionPreset | None = None
+    """Sets layers, heads, width and layer_scale to those of a released model. Settings that are given explicitly override the preset."""
+    classes: int = Field(default=1000, gt=0)
+    """Number of classes."""
+    layers: int = Field(gt=0)
+    """Number of TSSA blocks; the two class-attention blocks follow them."""
+    heads: int = Field(gt=0)
+    """Number of heads of the mixer; must divide model.width."""
+    width: int = Field(gt=0)
+    """Channels of the residual stream (hidden size)."""
+    patch_size: Literal[8, 16] = 16
+    """Side of the square that becomes a token, in pixels: a convolution of stride 2 for each factor of 2."""
+    layer_scale: float = Field(default=1.0, gt=0)
+    """Initial LayerScale of both branches of a block."""
+    drop_path: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that training drops a branch of a TSSA block for an image (stochastic depth)."""
+
+    @property
+    def convolutions(self) -> int:
+        """The number of convolutions of stride 2."""
+        return self.patch_size.bit_length() - 1
+
+    @property
+    def blocks(self) -> ModelConfig:
+        """The settings of the blocks and their norms."""
+        return ModelConfig(
+            layers=self.layers, heads=self.heads, width=self.width, positions="none", denom_bias="none", rope_theta=0.0,
+            layer_scale=self.layer_scale, bias=True,
+        )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        name = values.get("preset") if isinstance(values, dict) else None
+        return {**VISION_PRESETS[name], **values} if isinstance(name, str) and name in VISION_PRESETS else values
+
+    @model_validator(mode="after")
+    def _fits(self) -> "VisionConfig":
+        check_blocks(self.layers, self.heads, self.width, "T")
+        if self.width % (factor := self.patch_size // 2):
+            raise ValueError(
+                f"model.width {self.width} is not a multiple of {factor}, half of model.patch_size: the convolutions "
+                "double their channels; change it"
+            )
+        return self

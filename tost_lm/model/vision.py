@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.bidirectional import BidirectionalSoftmax, BidirectionalTssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
-from tost_lm.model.config import ModelConfig
-from tost_lm.model.encoder_config import VisionConfig
+from tost_lm.model.config import ModelConfig, VisionConfig
+from tost_lm.model.encoder import BidirectionalSoftmax, BidirectionalTssa
 from tost_lm.model.initialization import INITIAL_STD
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.softmax import KeyValueState

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from tost_lm.config import Section
-from tost_lm.model.encoder_config import VisionConfig
+from tost_lm.model.config import VisionConfig
 from tost_lm.optim import OptimConfig
 
 

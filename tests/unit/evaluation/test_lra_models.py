@@ -11,12 +11,11 @@ import torch
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.lra import LraConfig, LraPretrainConfig, experiment
-from tost_lm.evaluation.lra.experiment import Variant, encoder_config, measure, plan
+from tost_lm.evaluation.lra.experiment import Variant, encoder_config, measure, plan, pretrain
 from tost_lm.evaluation.lra.tables import plan_table, results_table
 from tost_lm.evaluation.lra.tasks import Split, Task
-from tost_lm.evaluation.lra.training import pretrain
+from tost_lm.model.config import EncoderConfig
 from tost_lm.model.encoder import Encoder
-from tost_lm.model.encoder_config import EncoderConfig
 from tost_lm.optim import OptimConfig
 
 TINY: dict[str, Any] = {

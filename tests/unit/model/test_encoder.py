@@ -11,9 +11,8 @@ from torch.nn.functional import conv2d, normalize
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.model.bidirectional import BidirectionalSlots
-from tost_lm.model.encoder import Encoder
-from tost_lm.model.encoder_config import EncoderConfig
+from tost_lm.model.config import EncoderConfig
+from tost_lm.model.encoder import BidirectionalSlots, Encoder
 from tost_lm.testing import assert_close
 
 LAYERS, HEADS, WIDTH, VOCAB, CLASSES = 2, 2, 8, 11, 3

@@ -21,8 +21,8 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.errors import DataError
 from tost_lm.model import LMState, TostLM
-from tost_lm.model.bidirectional import BidirectionalTssa
 from tost_lm.model.block import Block
+from tost_lm.model.encoder import BidirectionalTssa
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer, bias_of
