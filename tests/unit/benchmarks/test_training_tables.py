@@ -11,10 +11,10 @@ from benchmarks.training import (
     PLAIN_COMPILED,
     WITHOUT,
     TrainingBenchmarkConfig,
+    _published_loss,
     engine_text,
     step_row,
 )
-from benchmarks.training_cells import _published_loss
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig
 from tost_lm.testing import assert_close
@@ -28,10 +28,11 @@ def test_ratios_are_medians_of_the_rounds_own():
         OURS: [1.0, 2.0, 4.0], COMPILED: [1.0, 1.0, 1.0], LOOP: [0.8, 2.0, 5.0], PLAIN: [3.0, 6.4, 5.0],
         PLAIN_COMPILED: [1.5, 3.2, 5.0], WITHOUT: [1.0, 1.6, 2.0],
     }  # fmt: skip
-    pairs = {OURS: [0.9, 1.0, 1.1, 1.0, 1.2, 1.1, 1.1], LOOP: [1.0] * 7}
-    row = step_row({**SHAPE, "seconds": seconds, "pairs": pairs})
+    close = {OURS: [0.9, 1.0, 1.1, 1.0, 1.2, 1.1, 1.1], LOOP: [1.0] * 7, WITHOUT: [0.5] * 7}
+    row = step_row({**SHAPE, "seconds": seconds, "close": close})
     assert row[f"{OURS}, tokens/s"] == "500"
-    assert row["overhead of DeepSpeed"] == "+10.0% (-10.0% to +20.0%, 7 rounds)"
+    assert row["cost of DeepSpeed"] == "+10.0% (-10.0% to +20.0%, 7 rounds)"
+    assert row["cost of DeepSpeed and the operator"] == "+120.0% (+80.0% to +140.0%, 7 rounds)"
     assert (row[OURS], row[COMPILED], row[PLAIN], row[WITHOUT]) == ("1.50", "3.20", "0.50", "2.00")
     failed = step_row({**SHAPE, "failed": "out of memory"})
     assert failed[f"{OURS}, tokens/s"] == "out of memory"
