@@ -150,7 +150,9 @@ def engine_text(engine: Mapping[str, Any]) -> str:
     """The time that a run of `tost train` spends beside its steps."""
     if "failed" in engine:
         return f"failed: {engine['failed']}"
-    step = median(engine["step_seconds"])
+    beside, alone = engine["steps_while_writing"], engine["step_seconds"]  # one may be empty: short steps, or few
+    step = median(alone or beside)
+    meanwhile = f"; the steps meanwhile take {median(beside) / step - 1:+.0%}" if alone and beside else ""
     parts = {"checksums": engine["checksum_seconds"], "hooks and reading": engine["other_seconds"]}
     overhead = sum(median(seconds) for seconds in parts.values()) / step
     saves = engine["save_seconds"]
@@ -159,7 +161,7 @@ def engine_text(engine: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {median(seconds) / step:.2%}" for name, seconds in parts.items())
         + f". An async save of {engine['checkpoint_bytes'] / 1e9:.2f} GB stops training for "
         f"{median(saves):.2f} s, {median(saves) / step:.2f} steps, and is on disk {engine['write_seconds'][-1]:.1f} s "
-        f"after its start; the steps meanwhile take {_ratio(engine['steps_while_writing'], [step] * 99) - 1:+.0%}."
+        f"after its start{meanwhile}."
     )
 
 

@@ -59,6 +59,9 @@ def test_the_engine_is_described_by_fractions_of_a_step():
     assert text.startswith("Of a step of 10.00 s, the engine adds 1.2%: checksums 1.00%, hooks and reading 0.20%.")
     assert "An async save of 1.50 GB stops training for 2.50 s, 0.25 steps, and is on disk 6.0 s" in text
     assert text.endswith("the steps meanwhile take +5%.")
+    all_beside = engine_text({**engine, "step_seconds": [], "steps_while_writing": [5.0]})
+    assert all_beside.startswith("Of a step of 5.00 s")
+    assert all_beside.endswith("6.0 s after its start.")
     assert engine_text({"failed": "over 5 s"}) == "failed: over 5 s"
 
 
