@@ -63,7 +63,7 @@ class TokenizerConfig(Section):
     kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
     """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the packages tiktoken and tokenizers."""
     path: Path | None = None
-    """sentencepiece: the model file, which train_tokenizer writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json."""
+    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json."""
     eot_token: str | None = None
     """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
     vocab_size: int | None = Field(default=None, ge=300)

@@ -1,6 +1,6 @@
-"""Conformance of sequence mixers: whether the same tokens, processed in any way, give the same result.
+"""Conformance of token mixers: whether the same tokens, processed in any way, give the same result.
 
-A sequence mixer is called in tiles, token by token, on packed documents and on sequence ranks. All of these must equal
+A token mixer is called in tiles, token by token, on packed documents and on sequence ranks. All of these must equal
 one call, in outputs, final states and the gradients of every input. `check` calls a mixer through a `MixerAdapter` and
 reports which of these equalities hold:
 

@@ -1,4 +1,4 @@
-"""The adapter of a sequence mixer, and the mixer with drawn weights that the equalities are tested on."""
+"""The adapter of a token mixer, and the mixer with drawn weights that the equalities are tested on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

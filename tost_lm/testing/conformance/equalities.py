@@ -1,4 +1,4 @@
-"""The equalities of a sequence mixer, each as a generator of relative differences and where they are."""
+"""The equalities of a token mixer, each as a generator of relative differences and where they are."""
 
 import math
 from bisect import bisect_left, bisect_right
