@@ -1,1 +1,1 @@
-"""Programs that measure time and memory: thin, what they share is in `benchmarks.measure`."""
+"""Programs that measure time and memory. They share `benchmarks.measure`; `python -m benchmarks.NAME` runs one."""
