@@ -1,1 +1,2 @@
-"""Programs that measure time and memory. They share `benchmarks.measure`; `python -m benchmarks.NAME` runs one."""
+"""Programs that measure time and memory. NAME.py has settings and tables, and answers --help without torch.
+NAME_cells.py has what it measures. They share `benchmarks.measure`."""

@@ -20,16 +20,13 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import long_cells, loss_cells, model_cells, operator_cells, precision_cells
 from benchmarks.engine import engine_of, uses_deepspeed
 from benchmarks.gpu import GpuBenchmarkConfig
-from benchmarks.long import step_of
 from benchmarks.loss import OURS as OUR_LOSS
 from benchmarks.loss import WHOLE as WHOLE_LOGITS
-from benchmarks.loss import prepared as prepared_loss
 from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes
-from benchmarks.model import decoding_call
-from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SOFTMAX, called, copy_bandwidth, prepared
-from benchmarks.precision import hidden_errors, losses
+from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SOFTMAX
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
@@ -50,7 +47,7 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 def device_rates(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """Bandwidth of a copy, rates of matrix products, and the time in which the host launches an operation."""
-    yield {"case": "copy", **copy_bandwidth(device)}
+    yield {"case": "copy", **operator_cells.copy_bandwidth(device)}
     dtype, width = getattr(torch, DTYPES[device]), config.shape.width
     shapes = {"square matrix product": (8192, 8192, 8192)} if device == "cuda" else {}
     shapes["matrix product of an MLP"] = (config.lengths.batch_tokens, width, 4 * width)
@@ -73,10 +70,10 @@ def describe_rate(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 def operator(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator at each length, then its rivals. Calls with little data run in the GPU's L2 cache."""
-    copied = copy_bandwidth(device)["bytes_per_second"]
+    copied = operator_cells.copy_bandwidth(device)["bytes_per_second"]
     rivals: dict[str, Callable[..., Callable[[], None]]] = {
-        OURS: prepared,
-        SOFTMAX: prepared,
+        OURS: operator_cells.prepared,
+        SOFTMAX: operator_cells.prepared,
         **_linear_attention(device),
     }
     for rival, prepare in rivals.items():
@@ -132,7 +129,7 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
             gate = torch.rand(shape[:-1], device=device)
             inputs = [q, torch.nn.functional.normalize(k, dim=-1), v, gate.log(), gate.to(q.dtype)]
             kernel = chunk_gated_delta_rule
-        return called(lambda *leaves: kernel(*leaves)[0], inputs, work)
+        return operator_cells.called(lambda *leaves: kernel(*leaves)[0], inputs, work)
 
     return dict.fromkeys(("gated linear attention (fla)", "gated delta rule (fla)"), prepare)
 
@@ -176,7 +173,7 @@ def loss(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     M, C, V = config.lengths.batch_tokens, config.shape.width, config.shape.vocab_size
     products = 6 * M * C * V
     for rival in (OUR_LOSS, WHOLE_LOGITS):
-        call = prepared_loss(rival, device, M, width=C, vocab_size=V, dtype=DTYPES[device], work=BOTH)
+        call = loss_cells.prepared(rival, device, M, width=C, vocab_size=V, dtype=DTYPES[device], work=BOTH)
         seconds, peak = measured(call, device)
         case = f"{rival}, {M:,} tokens, vocabulary {V:,}, {BOTH}"
         yield {"case": case, "seconds": seconds, "peak_bytes": peak, "of_peak": _of_peak(products / seconds, device)}
@@ -224,14 +221,14 @@ def precision(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells
     """bfloat16 against float32: the last hidden state of the model, then losses of a small one."""
     tokens = min(config.lengths.training)
     model = _model(config, max_positions=tokens).model_dump()
-    for row in hidden_errors(device, model, LAYER_SCALES, tokens)["rows"]:
+    for row in precision_cells.hidden_errors(device, model, LAYER_SCALES, tokens)["rows"]:
         yield {"case": f"last hidden state, LayerScale {row['layer_scale']:g}", **row}
     free_memory(device)
     small = {"layers": 4, "heads": 4, "width": min(256, config.shape.width), "vocab_size": 256, "max_positions": 256}
     steps = config.lengths.precision_steps
     train = {"steps": steps, "warmup_steps": min(20, steps // 2), "lr": 1e-3, "seq_len": 256, "batch": 8, "seed": 0}
     for dtype in ("float32", "bfloat16"):
-        found = losses(device, small, {**train, "dtype": dtype})
+        found = precision_cells.losses(device, small, {**train, "dtype": dtype})
         last = mean(found["losses"][-max(1, len(found["losses"]) // 10) :])
         yield {"case": f"loss after {steps} steps, {dtype}", "loss": last, **found}
 
@@ -246,7 +243,7 @@ def tiled(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """A step on one long sequence, tile by tile."""
     unlimited = {"max_positions": 1, "positions": "sinusoidal", "denom_bias": "head"}
     model = _model(config, **unlimited).model_dump()
-    step = step_of(device, model, config.lengths.tile_tokens)
+    step = long_cells.step_of(device, model, config.lengths.tile_tokens)
     step(2 * config.lengths.tile_tokens)
     for tokens in sorted(config.lengths.tiled):
         seconds, peak = once(partial(step, tokens), device)
@@ -263,7 +260,7 @@ def decoding(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """One token at a time for one sequence."""
     tokens = min(config.lengths.training)
     rival = {"settings": _model(config, max_positions=tokens + 1).model_dump(), "attention": None}
-    call, _ = decoding_call(device, tokens, DTYPES[device], rival)
+    call, _ = model_cells.decoding_call(device, tokens, DTYPES[device], rival)
     many = lambda: [call() for _ in range(config.lengths.decoded)]
     seconds = median_seconds(many, device) / config.lengths.decoded
     yield {"case": f"a token after {tokens:,}", "seconds": seconds, **in_all(kernels_of(call, device))}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.context import length_of, make_task, train
+from benchmarks.context_cells import length_of, make_task, train
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.generation import generation, table
+from benchmarks.generation import table
+from benchmarks.generation_cells import generation
 
 SETTINGS = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 64, "pattern": "T", "max_positions": 8}
 

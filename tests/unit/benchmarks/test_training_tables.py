@@ -11,10 +11,10 @@ from benchmarks.training import (
     PLAIN_COMPILED,
     WITHOUT,
     TrainingBenchmarkConfig,
-    _published_loss,
     engine_text,
     step_row,
 )
+from benchmarks.training_cells import _published_loss
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig
 from tost_lm.testing import assert_close

@@ -1,0 +1,145 @@
+"""Cells of `benchmarks.operator`: one call of a rival, calls of several in turns, and calls beside a busy process."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
+from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
+from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.model.slots import initial_log_rates, memberships
+from tost_lm.ops import TssaState, causal_tssa, naive
+from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.slots import short_conv, slot_memory
+
+WARM_UP_TOKENS = 64
+COPIED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
+
+
+def copy_bandwidth(device: str) -> dict[str, float]:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds(lambda: target.copy_(source), device, repeats=15)
+    return {"bytes_per_second": 2 * len(source) / seconds}
+
+
+def one_call(device: str, rival: str, tokens: int, **shape: Any) -> dict[str, Any]:
+    """Memory and time of a single call: {"peak_bytes", "w_bytes", "seconds": [one]}."""
+    warm_up = tokens if rival == COMPILED else min(tokens, WARM_UP_TOKENS)  # compiled for this length before timing
+    run = _operator(rival)
+    prepared(rival, run=run, device=device, tokens=warm_up, **shape)()
+    call = prepared(rival, run=run, device=device, tokens=tokens, **shape)
+    seconds: list[float] = []
+    peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
+    w_bytes = shape["batch"] * tokens * shape["heads"] * shape["channels"] * getattr(torch, shape["dtype"]).itemsize
+    return {"peak_bytes": peak, "w_bytes": w_bytes, "seconds": seconds}
+
+
+def time_in_turns(
+    device: str, rivals: dict[str, str], tokens: int, budget_s: float, **shape: Any
+) -> dict[str, list[float]]:
+    """Seconds of each call of each rival, by name."""
+    calls = {name: prepared(name, device=device, tokens=tokens, **shape) for name in rivals}
+    return interleaved_seconds(calls, device, budget_s=budget_s)
+
+
+def beside_a_busy_process(device: str, tokens: int, **shape: Any) -> dict[str, Any]:
+    """Seconds of forward + backward while another process uses one core, and in turns while it is suspended."""
+    call = prepared(OURS, device=device, tokens=tokens, work=BOTH, **shape)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+    def with_signal(signum: signal.Signals) -> Callable[[], None]:
+        return lambda: (busy.send_signal(signum), call())[1]
+
+    calls = {"quiet_seconds": with_signal(signal.SIGSTOP), "seconds": with_signal(signal.SIGCONT)}
+    try:
+        seconds = interleaved_seconds(calls, device, budget_s=30)
+    finally:
+        busy.kill()
+    wait_policy = os.environ.get("OMP_WAIT_POLICY", "active")
+    return {**seconds, "threads": torch.get_num_threads(), "wait_policy": wait_policy}
+
+
+def _operator(rival: str) -> Callable[..., Tensor]:
+    if rival == OURS:
+        return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
+    if rival == NAIVE:
+        return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
+    if rival == SLOTS:
+        return slots_of_layer
+    if rival == SOFTMAX:
+        return lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)
+
+    def formulas(w: Tensor, temp_H: Tensor, bias_HT: Tensor) -> Tensor:
+        state = TssaState.empty(len(w), *w.shape[2:], like=w)
+        return naive.causal_tssa(w, temp_H, bias_HT.T, "energy-share", state)[0]
+
+    return torch.compile(formulas, dynamic=True)
+
+
+def slots_of_layer(
+    value: Tensor, key: Tensor, query: Tensor, weight: Tensor, temp_H: Tensor, log_decay_H: Tensor
+) -> Tensor:
+    """What an S layer computes between its projections, without norm and gate."""
+    B, T, H, S = key.shape
+    local = LocalDocuments.of(None, B, T, None)
+    key_BTE, _ = short_conv(key.flatten(-2), weight, local=local)
+    write = memberships(key_BTE.unflatten(-1, (H, S)), temp_H)
+    return slot_memory(memberships(query, temp_H), write, value, log_decay_H, local=local)[0]
+
+
+def prepared(
+    rival: str,
+    *,
+    device: str,
+    tokens: int,
+    run: Callable[..., Tensor] | None = None,
+    batch: int,
+    heads: int,
+    channels: int,
+    dtype: str,
+    work: str,
+) -> Callable[[], None]:
+    """The measured call; its inputs exist before it. `run` is a rival that is compiled already."""
+    run = run or _operator(rival)
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
+    if rival == SOFTMAX:
+        inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
+    elif rival == SLOTS:
+        layer = ModelConfig(layers=1, heads=heads, width=heads * channels)
+        inputs = [make(batch, tokens, heads, size) for size in (layer.slot_channels, layer.slots, layer.slots)]
+        inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(inputs[0]).exp()]
+    else:
+        # Initial values of temp and bias in a model.
+        w = make(batch, tokens, heads, channels)
+        inputs = [w, w.new_ones(heads), w.new_zeros(heads, tokens)]
+    return called(run, inputs, work)
+
+
+def called(run: Callable[..., Tensor], inputs: list[Tensor], work: str) -> Callable[[], None]:
+    """A call of `run` on the inputs, of which the first is as large as the output; with gradients or without."""
+    if work == FORWARD:
+
+        def call() -> None:
+            with torch.no_grad():
+                run(*inputs)
+
+        return call
+    leaves = [x.requires_grad_() for x in inputs]
+    dy = torch.randn_like(inputs[0])
+
+    def call_and_backward() -> None:
+        run(*leaves).backward(dy)
+        for x in leaves:
+            x.grad = None
+
+    return call_and_backward
