@@ -202,8 +202,8 @@ def interleaved_seconds(
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval that covers the median of the values' distribution, whatever its form, with a probability of 95 %; all
-    of the values when they are fewer than six, which cover it less often."""
+    """Interval that covers the median of the values' distribution, whatever its form, with a probability of at least
+    95 % (sign test); from the least to the greatest when they are fewer than six, which covers it less often."""
     ordered, outside, probability = sorted(values), 0, 2 * 0.5 ** len(values)
     while probability <= 0.05:
         outside += 1

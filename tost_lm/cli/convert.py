@@ -63,9 +63,10 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
-    from tost_lm.interop.authors import AuthorsModel, from_authors, read_torch_file
+    from tost_lm.interop.authors import AuthorsModel, from_authors
     from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
     from tost_lm.interop.load import read_foreign, read_tokenizer_folder
+    from tost_lm.interop.torch_file import read_torch_file
     from tost_lm.interop.vision import released_weights
     from tost_lm.training.card import model_card
 

@@ -11,10 +11,6 @@ Their train.py saves ckpt.pt by torch.save, a dictionary of:
     config         settings of the run, not read here
 """
 
-import pickle
-import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +22,7 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
+from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
 from tost_lm.optim import OptimConfig
 
@@ -208,29 +205,3 @@ def _squeezed(name: str, tensor: Tensor) -> Tensor:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     return float(value) if is_number else None
-
-
-def read_torch_file(path: Path) -> Any:
-    """The content of a file of torch.save, restricted to types without code.
-
-    Raises:
-        CheckpointError: the file is damaged, or would call something.
-    """
-    damaged = f"{path}: damaged, or not a file of torch.save; copy it again"
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(damaged)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad_file = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{damaged} ({error})") from None
-    if bad_file:
-        raise CheckpointError(f"{damaged} (wrong checksum of {bad_file})")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        called = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it would call {called[1]}" if called else "it holds more than tensors and plain values"
-        raise CheckpointError(f"{path}: refused: {reason}; nothing in it was run") from None
-    except Exception as error:  # a broken pickle raises errors of many types
-        raise CheckpointError(f"{damaged} ({type(error).__name__})") from None

@@ -16,8 +16,8 @@ from tost_lm.checkpointing.format import StoredTensors, read_vision_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.interop.authors import read_torch_file
 from tost_lm.interop.gpt2 import check_weights
+from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model.config import VISION_PRESETS, VisionConfig
 from tost_lm.model.vision import TostVision
 
