@@ -1,0 +1,59 @@
+"""Training and evaluation compute what they computed before the structure of the code changed: golden.py."""
+
+import json
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from golden import RESULTS, evaluated, processor, trained, trained_by_programs
+
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@cache
+def stored() -> tuple[dict[str, Any], bool]:
+    """The stored results, and whether they are of this processor."""
+    path = RESULTS / f"{processor()}.json"
+    return json.loads((path if path.is_file() else min(RESULTS.glob("*.json"))).read_text()), path.is_file()
+
+
+def test_training_is_unchanged():
+    """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""
+    (results, same_processor), found = stored(), trained()
+    assert found.keys() == results["training"].keys()
+    for name, theirs in results["training"].items():
+        if same_processor:
+            assert found[name] == theirs, name
+        else:
+            ours, truth = found[name], results["float64"][name]
+            assert_as_accurate(torch.tensor(ours), torch.tensor(theirs), torch.tensor(truth).double(), name)
+
+
+def test_runs_of_the_program_are_unchanged():
+    (results, same_processor), found = stored(), trained_by_programs()
+    assert found.keys() == results["programs"].keys()
+    for name, values in results["programs"].items():
+        assert len(found[name]) == len(values)
+        for ours, theirs in zip(found[name], values, strict=True):
+            assert_same(ours, theirs, same_processor, name)
+
+
+def test_evaluation_is_unchanged():
+    (results, same_processor), found = stored(), evaluated()
+    assert found.keys() == results["evaluation"].keys()
+    for name, value in results["evaluation"].items():
+        assert_same(found[name], value, same_processor, name)
+
+
+def assert_same(ours: Any, theirs: Any, same_processor: bool, name: str) -> None:
+    """Equal, or on another processor as near as sums of float32 in another order (FLOAT32_REORDERED)."""
+    if same_processor or not isinstance(theirs, float):
+        assert ours == theirs or (ours != ours and theirs != theirs), f"{name}: {ours}, before: {theirs}"
+    else:
+        assert math.isclose(ours, theirs, rel_tol=FLOAT32_REORDERED, abs_tol=FLOAT32_REORDERED), (
+            f"{name}: {ours}, before: {theirs}"
+        )
