@@ -1,12 +1,14 @@
-"""Environment of all tests, the time budget of each tier, the reasons of skipped tests, and the table of faults."""
+"""Environment of all tests, the tests that `make test` leaves out, time budgets, and the reasons of skipped tests."""
 
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from beside import MISSING
 
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
@@ -14,8 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow dow
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
-BUDGET_MINUTES = {"unit": 4, "multiprocess": 5, "faults": 3, "programs": 5}
-"""Per tier, on 2 quiet cores. Printed; CI fails beyond twice as much."""
+QUICK = Path(__file__).with_name("quick.txt")
+"""What `make test` runs: files, functions and cases, a line each."""
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 
@@ -25,10 +27,28 @@ _durations: list[tuple[float, str]] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="inject faults as often as the table in docs/faults.md says")
+    parser.addoption("--rest", action="store_true", help="leave out what tests/quick.txt lists")
+    parser.addoption(
+        "--budget", type=float, metavar="MINUTES", help="on 2 quiet cores; printed, and CI fails beyond twice as much"
+    )
+    parser.addoption("--missing", metavar="FILE", help=f"append the names of tests that are skipped since {MISSING}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FAULTS] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rest"):
+        quick = set(QUICK.read_text().splitlines())
+        rest = [item for item in items if quick.isdisjoint(names_of(item))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in rest])
+        items[:] = rest
+
+
+def names_of(item: pytest.Item) -> tuple[str, str, str]:
+    """The test, its function and its file, as quick.txt may name it."""
+    return item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")
@@ -61,25 +81,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.items():
         write(f"{count} skipped: {reason}")
-    if tiers := _budgeted_tiers(config):
-        write(f"{', '.join(tiers)}: {_minutes():.1f} minutes, budget {sum(tiers.values())}")
+    if file := config.getoption("--missing"):
+        skipped = terminalreporter.getreports("skipped")
+        names = [report.nodeid for report in skipped if MISSING in report.longrepr[2]]
+        with Path(file).open("a") as lines:
+            lines.writelines(f"{name}\n" for name in names)
+    if budget := config.getoption("--budget"):
+        write(f"{_minutes():.1f} minutes, budget {budget:g}")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    limit = 2 * sum(_budgeted_tiers(session.config).values())
-    if IN_CI and limit and _minutes() > limit:
-        print(f"\nCI: {_minutes():.1f} minutes are more than {limit}, twice the budget; the slowest tests:")
+    budget = session.config.getoption("--budget")
+    if IN_CI and budget and _minutes() > 2 * budget and not hasattr(session.config, "workerinput"):
+        print(f"\nCI: {_minutes():.1f} minutes are more than {2 * budget:g}, twice the budget; the slowest tests:")
         for seconds, name in sorted(_durations, reverse=True)[:10]:
             print(f"{seconds:7.1f} s  {name}")
         session.exitstatus = exitstatus or 1
-
-
-def _budgeted_tiers(config: pytest.Config) -> dict[str, float]:
-    """The tiers that ran, with their budgets; none in a worker, which sees only some tests, or with --full."""
-    if hasattr(config, "workerinput") or config.getoption("--full"):
-        return {}
-    tiers = {name.split("/")[1] for _, name in _durations}
-    return {tier: BUDGET_MINUTES[tier] for tier in sorted(tiers & BUDGET_MINUTES.keys())}
 
 
 def _minutes() -> float:

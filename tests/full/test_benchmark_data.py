@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from forked import CHECKOUT
+from beside import GPT2_BPE
 from programs import run
 
-GPT2 = CHECKOUT.parent / "shared/data/gpt2_bpe"
 SMALL = (
     "build.megabytes=1", "build.rounds=1", "build.workers=2", "build.vocab_size=300", "loader.index_tokens=1_000_000",
     "loader.tokens=500_000", "loader.seq_len=[64]", "loader.batch_tokens=8192", "loader.steps=3",
@@ -14,9 +13,9 @@ SMALL = (
 
 
 def test_every_contender_tokenizes_and_both_packings_are_loaded(tmp_path: Path):
-    gpt2 = GPT2.is_dir()  # without it SentencePiece is measured alone
+    gpt2 = GPT2_BPE.is_dir()  # without it SentencePiece is measured alone
     (tmp_path / "corpus.txt").write_text("What every contender reads is this text, 3.14 times.\n" * 2000)
-    words = ["build.source=corpus.txt", *([f"build.gpt2={GPT2}"] if gpt2 else [])]
+    words = ["build.source=corpus.txt", *([f"build.gpt2={GPT2_BPE}"] if gpt2 else [])]
     said = run("benchmarks.data", *SMALL, *words, cwd=tmp_path)
     (path,) = (tmp_path / "benchmarks/results").glob("data_*.json")
     cells = json.loads(path.read_text())["cells"]

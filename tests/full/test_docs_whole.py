@@ -17,6 +17,5 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 @pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.name)
 def test_a_block_runs(block: Block, pages: Pages):
-    if block.missing:
-        pytest.skip(block.missing)
+    block.skip_if_something_is_missing()
     pages.run(block)

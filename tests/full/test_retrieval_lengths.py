@@ -4,9 +4,9 @@
 """
 
 import time
-from pathlib import Path
 
 import pytest
+from beside import GPT2_BPE, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
@@ -14,14 +14,13 @@ from tost_lm.evaluation import TASKS, RetrievalConfig
 from tost_lm.evaluation.retrieval import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
 
-FILES = Path(__file__).parents[2] / "../shared/data/gpt2_bpe"
 LENGTH = 2_097_152
 
 
-@pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+@needs_shared
 @pytest.mark.parametrize("name", TASKS)
 def test_an_example_of_two_million_tokens(name):
-    tokenizer = gpt2_tokenizer(FILES)
+    tokenizer = gpt2_tokenizer(GPT2_BPE)
     line = tokenizer.encode_array("The lines of this page are short. They say little! Do they? No.\n\n" * 1000)
     text = Text("the text", (line for _ in range(LENGTH // len(line) + 1)), {})
     (task,) = make_tasks(validate(RetrievalConfig, {"retrieval": {"tasks": [name]}}, "test"), tokenizer, lambda: text)

@@ -29,7 +29,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from beside import GPT2_BPE, MISSING
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -54,7 +56,6 @@ RECIPES: dict[type[Section], str] = {
     RecallConfig: "configs/eval/mqar.toml",
 }
 MINUTES_S = 1200
-GPT2_FILES = CHECKOUT / "../shared/data/gpt2_bpe"
 
 
 class Block(NamedTuple):
@@ -76,11 +77,22 @@ class Block(NamedTuple):
     @property
     def missing(self) -> str | None:
         """Why the block cannot run here."""
-        if "gpt2_bpe" in self.text and not GPT2_FILES.is_dir():
-            return "GPT-2's encoder.json and vocab.bpe are not available"
+        if "gpt2_bpe" in self.text and not GPT2_BPE.is_dir():
+            return MISSING
         if "python deduplicate.py" in self.text and not importlib.util.find_spec("datatrove"):
             return "datatrove is not installed"
         return None
+
+    @property
+    def needed(self) -> list["Block"]:
+        """The blocks of its page that run before it, then itself."""
+        return [block for block in blocks_of(self.page) if block.line <= self.line and block in QUICK + WHOLE]
+
+    def skip_if_something_is_missing(self) -> None:
+        """A block is skipped with the reason of an earlier one, whose results it may read."""
+        for block in self.needed:
+            if block.missing:
+                pytest.skip(block.missing)
 
 
 @cache
@@ -114,6 +126,8 @@ SHOWN = [block for block in BLOCKS if block.language in UNTESTED]
 CHECKED = [block for block in BLOCKS if block.tags]
 WHOLE = [block for block in BLOCKS if block.takes_minutes]
 QUICK = [block for block in BLOCKS if block.language not in UNTESTED and not block.tags and not block.takes_minutes]
+FIRST_BLOCKS = [quick[0] for page in PAGES if (quick := [block for block in QUICK if block.page == page])]
+"""One for each page that has any: `make test` runs them."""
 
 
 def links(page: str) -> list[str]:
@@ -228,9 +242,8 @@ class Pages:
 
     def run(self, block: Block) -> None:
         checkout = self._checkout(block.page)
-        for earlier in blocks_of(block.page):
-            if earlier.line <= block.line and earlier in QUICK + WHOLE and not earlier.missing:
-                self._run_once(checkout, earlier)
+        for needed in block.needed:
+            self._run_once(checkout, needed)
 
     def close(self) -> None:
         for checkout in self._folders.values():
@@ -433,5 +446,5 @@ def write_files(folder: Path) -> None:
         with gzip.open(folder / f"books/shelf_{number}.jsonl.gz", "wt") as shelf:
             for book in range(30):
                 shelf.write(json.dumps({"text": f"Book {number}.{book}. {text}"}) + "\n")
-    if GPT2_FILES.is_dir():
-        (folder / "gpt2_bpe").symlink_to(GPT2_FILES.resolve())
+    if GPT2_BPE.is_dir():
+        (folder / "gpt2_bpe").symlink_to(GPT2_BPE)

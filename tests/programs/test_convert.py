@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from forked import CHECKOUT, ENVIRONMENT
+from beside import GPT2_BPE, needs_shared
+from forked import ENVIRONMENT
 from programs import refusal, run, snapshot
 
 import tost_lm
@@ -25,8 +26,6 @@ from tost_lm.model import ModelConfig, TostLM, TostVision, VisionConfig
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PROGRAM = "tost convert"
-FILES = CHECKOUT / "../shared/data/gpt2_bpe"
-needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are missing")
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
 
 
@@ -64,11 +63,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(16)[None] * 2000).logits
 
 
-@needs_files
+@needs_shared
 def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     model = make_model(vocab_size=50304)
     write_theirs(tmp_path / "ckpt.pt", model)
-    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={FILES}"]
+    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={GPT2_BPE}"]
     assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
     assert read.startswith("ckpt.pt: 2 layers of TSSA, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
@@ -102,14 +101,14 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
         assert torch.equal(theirs["model"][name], weight), name
 
 
-@needs_files
+@needs_shared
 def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path / "gpt2")
-    shutil.copy(FILES / "encoder.json", tmp_path / "gpt2/vocab.json")
-    shutil.copy(FILES / "vocab.bpe", tmp_path / "gpt2/merges.txt")
+    shutil.copy(GPT2_BPE / "encoder.json", tmp_path / "gpt2/vocab.json")
+    shutil.copy(GPT2_BPE / "vocab.bpe", tmp_path / "gpt2/merges.txt")
     read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
     assert read.startswith("gpt2: 2 layers of softmax attention, width 8, 2 heads, vocabulary 50,257, 16 positions; ")
     for folder in ("models/gpt2", "gpt2"):

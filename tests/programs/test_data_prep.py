@@ -5,13 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import CHECKOUT
+from beside import GPT2_BPE, needs_shared
 from hf_tokenizers import EOT, byte_level
 from programs import interrupt, refusal, run, snapshot, write_corpus
 
 from tost_lm.data.shards import Shards
-
-GPT2 = CHECKOUT.parent / "shared/data/gpt2_bpe"
 
 
 @pytest.fixture
@@ -108,12 +106,12 @@ def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp
     assert "hash" not in unverified
 
 
-@pytest.mark.skipif(not GPT2.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
+@needs_shared
 def test_gpt2_with_nanogpt_split(tmp_path):
     rows = [json.dumps({"text": f"Hello world {number}"}) for number in range(4000)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
     (tmp_path / "gpt2.toml").write_text(
-        f'[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\nkind = "gpt2"\npath = "{GPT2}"\n'
+        f'[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\nkind = "gpt2"\npath = "{GPT2_BPE}"\n'
         '[shards]\nfolder = "shards"\n'
     )
     assert "nothing to train" in run("tost prepare tokenizer", "gpt2.toml", cwd=tmp_path)

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from beside import MISSING
 from doc_pages import (
     BLOCKS,
     CHECKED,
+    FIRST_BLOCKS,
     LANGUAGES,
     PAGES,
     QUICK,
@@ -39,11 +41,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     pages.close()
 
 
-@pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
-def test_a_block_runs(block: Block, pages: Pages):
-    if block.missing:
-        pytest.skip(block.missing)
+@pytest.mark.parametrize("block", FIRST_BLOCKS, ids=lambda block: block.page)
+def test_the_first_block_of_a_page_runs(block: Block, pages: Pages):
+    block.skip_if_something_is_missing()
     pages.run(block)
+
+
+@pytest.mark.parametrize("block", [block for block in QUICK if block not in FIRST_BLOCKS], ids=lambda block: block.name)
+def test_a_block_runs(block: Block, pages: Pages):
+    block.skip_if_something_is_missing()
+    pages.run(block)
+
+
+def test_a_block_is_skipped_with_the_reason_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("doc_pages.GPT2_BPE", tmp_path / "nowhere")
+    blocks = [block for block in QUICK if block.page == "docs/tutorials/released_checkpoint.md"]
+    assert any("gpt2_bpe" not in block.text for block in blocks)
+    for block in blocks:
+        with pytest.raises(pytest.skip.Exception, match=MISSING):
+            block.skip_if_something_is_missing()
 
 
 @pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.name)

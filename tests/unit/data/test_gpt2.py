@@ -7,12 +7,12 @@ import pickle
 import random
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import regex
+from beside import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data import DataPrepConfig
@@ -20,22 +20,19 @@ from tost_lm.data.tokenizers import Gpt2Tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SPACES, gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
-FILES = SHARED / "gpt2_bpe"
 BOOK = SHARED / "books/valid.jsonl.gz"
-needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are not here")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Gpt2Tokenizer:
-    return gpt2_tokenizer(FILES)
+    return gpt2_tokenizer(GPT2_BPE)
 
 
 def other_implementation() -> Any:
     """Hugging Face's implementation, from the same files."""
     tokenizers = pytest.importorskip("tokenizers")
     return tokenizers.ByteLevelBPETokenizer(
-        str(FILES / "encoder.json"), str(FILES / "vocab.bpe"), add_prefix_space=False
+        str(GPT2_BPE / "encoder.json"), str(GPT2_BPE / "vocab.bpe"), add_prefix_space=False
     )
 
 
@@ -61,14 +58,14 @@ def test_settings_of_training_are_refused(name, value):
         validate(DataPrepConfig, tree, "test")
 
 
-@needs_files
+@needs_shared
 def test_known_ids(tokenizer):
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
     assert tokenizer.encode("") == []
 
 
-@needs_files
+@needs_shared
 def test_random_texts_have_the_ids_of_another_implementation_and_decode(tokenizer):
     other = other_implementation()
     for text in random_texts(1000):
@@ -78,8 +75,7 @@ def test_random_texts_have_the_ids_of_another_implementation_and_decode(tokenize
         assert tokenizer.decode(array) == text
 
 
-@needs_files
-@pytest.mark.skipif(not BOOK.is_file(), reason="the books are not here")
+@needs_shared
 def test_a_book_has_the_ids_of_another_implementation_and_decodes(tokenizer):
     other = other_implementation()
     with gzip.open(BOOK, "rt", encoding="utf-8") as file:
@@ -89,27 +85,27 @@ def test_a_book_has_the_ids_of_another_implementation_and_decodes(tokenizer):
             assert tokenizer.decode(ids) == row["text"]
 
 
-@needs_files
+@needs_shared
 def test_end_of_text_in_a_text_is_plain_text(tokenizer):
     assert tokenizer.encode("a<|endoftext|>b") == [64, 27, 91, 437, 1659, 5239, 91, 29, 65]
     assert tokenizer.eot not in tokenizer.encode_array("<|endoftext|>" * 1000)
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode(" b")]) == "a b"
 
 
-@needs_files
+@needs_shared
 def test_incomplete_characters_decode_to_replacements(tokenizer):
     half, _ = tokenizer.encode("😀")
     assert tokenizer.decode([half]) == "\ufffd"
 
 
-@needs_files
+@needs_shared
 @pytest.mark.parametrize("unit", ["a", "7", "\n", " ", "e\u0301", "😀", "<|endoftext|>"])
 def test_a_million_repetitions(tokenizer, unit):
     text = unit * (1_000_000 // len(unit))
     assert tokenizer.decode(tokenizer.encode_array(text)) == text
 
 
-@needs_files
+@needs_shared
 @pytest.mark.parametrize("space", [" ", " \u3000"])
 def test_a_long_run_of_spaces_before_text_is_split_as_gpt2_splits_it(tokenizer, space):
     run = space * (1_200_000 // len(space))
@@ -122,7 +118,7 @@ def test_the_spaces_are_unicodes():
     assert SPACES.findall(every) == regex.findall(r"\p{White_Space}+", every)
 
 
-@needs_files
+@needs_shared
 def test_the_tokenizer_file_and_pickles_are_read_back(tokenizer, tmp_path):
     path = tmp_path / tokenizer.file_name
     path.write_bytes(tokenizer.model_bytes)
@@ -134,7 +130,7 @@ def test_the_tokenizer_file_and_pickles_are_read_back(tokenizer, tmp_path):
     assert pickle.loads(pickle.dumps(read)).encode("Hello world") == [15496, 995]
 
 
-@needs_files
+@needs_shared
 def test_damaged_files_are_refused(tokenizer, tmp_path):
     lines = tokenizer.model_bytes.splitlines(keepends=True)
     path = tmp_path / "tokenizer.tiktoken"
@@ -144,7 +140,7 @@ def test_damaged_files_are_refused(tokenizer, tmp_path):
             read_tokenizer(path)
     for name in ("encoder.json", "vocab.bpe"):
         for other in ("encoder.json", "vocab.bpe"):
-            (tmp_path / other).write_bytes((FILES / other).read_bytes())
+            (tmp_path / other).write_bytes((GPT2_BPE / other).read_bytes())
         assert gpt2_tokenizer(tmp_path).sha256 == tokenizer.sha256
         data = bytearray((tmp_path / name).read_bytes())
         data[len(data) // 2] ^= 1
@@ -158,13 +154,13 @@ def test_a_folder_without_the_files_is_refused(tmp_path):
         gpt2_tokenizer(tmp_path)
 
 
-@needs_files
+@needs_shared
 def test_the_downloaded_tokenizer_is_the_same(monkeypatch, tmp_path, tokenizer):
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     for name in ("encoder.json", "vocab.bpe"):  # tiktoken's cache
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes((FILES / name).read_bytes())
+        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes((GPT2_BPE / name).read_bytes())
     assert gpt2_tokenizer(None).model_bytes == tokenizer.model_bytes
 
 
@@ -177,7 +173,7 @@ def test_a_failed_download_names_the_fix(monkeypatch, tmp_path):
         gpt2_tokenizer(None)
 
 
-@needs_files
+@needs_shared
 def test_a_missing_tiktoken_names_the_package(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     for make in (lambda: gpt2_tokenizer(None), lambda: Gpt2Tokenizer(tokenizer.model_bytes)):

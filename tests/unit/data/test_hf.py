@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from beside import GPT2_BPE, SHARED, needs_shared
 from builds import prep_config
 from hf_tokenizers import EOT, TEXTS, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from hypothesis import example, given, settings
@@ -28,8 +29,7 @@ from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.errors import ConfigError, DataError
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
-GPT2, BOOKS = SHARED / "gpt2_bpe", SHARED / "books/valid.jsonl.gz"
+BOOKS = SHARED / "books/valid.jsonl.gz"
 MADE: dict[str, tuple[Callable[[], Pipeline], str]] = {
     "byte-level BPE": (byte_level, EOT),
     "byte-level BPE with added tokens": (lambda: with_added(byte_level(), "  ", "The lines", EOT * 2), EOT),
@@ -252,14 +252,14 @@ def test_a_loss_that_only_the_corpus_shows_ends_the_build(tmp_path: Path):
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.mark.skipif(not (GPT2.is_dir() and BOOKS.is_file()), reason="GPT-2's files or the books are not here")
+@needs_shared
 def test_gpt2_as_a_tokenizer_json_has_the_ids_of_the_kind_gpt2_on_books():
-    vocab = json.loads((GPT2 / "encoder.json").read_bytes())
-    merges = (GPT2 / "vocab.bpe").read_text("utf-8").splitlines()[1:]
+    vocab = json.loads((GPT2_BPE / "encoder.json").read_bytes())
+    merges = (GPT2_BPE / "vocab.bpe").read_text("utf-8").splitlines()[1:]
     pipeline = Pipeline(models.BPE(vocab, [(first, second) for first, second in map(str.split, merges)]))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = byte_level().decoder
-    tokenizer, expected = made(pipeline), gpt2_tokenizer(GPT2)
+    tokenizer, expected = made(pipeline), gpt2_tokenizer(GPT2_BPE)
     assert (tokenizer.vocab_size, tokenizer.eot) == (expected.vocab_size, expected.eot)
     with gzip.open(BOOKS, "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):

@@ -4,10 +4,10 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
+from beside import GPT2_BPE, skip_without_shared
 from hf_tokenizers import byte_level, made, prefixed_bpe
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
@@ -22,7 +22,6 @@ from tost_lm.data.tokenizers.interface import (
 )
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 
-GPT2_FILES = Path(__file__).parents[3] / "../shared/data/gpt2_bpe"
 WORDS = [
     "a", "page", "Pages,", "\n", "\n\n", "  ", "\t", " ", "naïve", "漢字", "🙂", "e\u0301", "\u3000", "\x1c", "x=1",
     "it's", SPACE_MARK, ESCAPE, f"{ESCAPE}0", "\ufffd", "<|endoftext|>",
@@ -44,9 +43,8 @@ def random_blocks(text: str, seed: int) -> Iterator[str]:
 @pytest.fixture(scope="module", params=["sentencepiece", "gpt2", "hf", "hf with a space before a text"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "gpt2":
-        if not GPT2_FILES.is_dir():
-            pytest.skip("GPT-2's encoder.json and vocab.bpe are not here")
-        return gpt2_tokenizer(GPT2_FILES)
+        skip_without_shared()
+        return gpt2_tokenizer(GPT2_BPE)
     texts = [text_of(seed, 300) for seed in range(50)]
     if request.param == "hf":
         return made(byte_level(texts))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from beside import SHARED, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
@@ -17,7 +18,7 @@ from tost_lm.evaluation.data_sets import HUB_SETS, PUBLISHED_SHA256, find_set_fi
 from tost_lm.evaluation.protocols import missing_word, perplexity
 from tost_lm.files import sha256_bytes
 
-SHARED = Path(__file__).parents[4] / "shared/data/eval"
+EVAL = SHARED / "eval"
 
 SENTENCES = [f"Sentence {number} , it said ." for number in range(1, 21)]
 QUESTION = {
@@ -131,19 +132,19 @@ def test_a_file_may_be_compressed(tmp_path: Path):
         find_set_file("ptb", given(ptb=tmp_path / "nowhere"))
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
+@needs_shared
 def test_rows_of_the_hub_give_the_published_bytes():
-    rows = [{"text": row} for row in perplexity.wikitext_rows(SHARED / "wiki.test.raw.gz")]
+    rows = [{"text": row} for row in perplexity.wikitext_rows(EVAL / "wiki.test.raw.gz")]
     texts = {"wikitext2": "".join(HUB_SETS["wikitext2"].to_text(rows))}
-    rows = [{"text": text} for text in missing_word.passages(SHARED / "lambada_test.jsonl.gz")]
+    rows = [{"text": text} for text in missing_word.passages(EVAL / "lambada_test.jsonl.gz")]
     texts["lambada_openai"] = "".join(HUB_SETS["lambada_openai"].to_text(rows))
     for name, text in texts.items():
         assert sha256_bytes(text.encode()) == PUBLISHED_SHA256[name]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
+@needs_shared
 def test_published_files_are_recognized():
-    wiki, lambada_test = SHARED / "wiki.test.raw.gz", SHARED / "lambada_test.jsonl.gz"
+    wiki, lambada_test = EVAL / "wiki.test.raw.gz", EVAL / "lambada_test.jsonl.gz"
     for name, file in {"wikitext2": wiki, "wikitext103": wiki, "lambada_openai": lambada_test}.items():
         assert find_set_file(name, given(**{name: file})).is_published
     with pytest.raises(DataError, match=r"jsonl\.gz: the published file of lambada_openai; give wiki\.test"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from beside import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
@@ -17,9 +18,7 @@ from tost_lm.evaluation.protocols import Example, Row, find_protocol, missing_wo
 from tost_lm.evaluation.protocols.interface import GPT2_SAMPLE, is_gpt2_tokenizer
 from tost_lm.evaluation.protocols.perplexity import detokenized_wikitext, pages, wikitext_rows
 
-SHARED = Path(__file__).parents[4] / "shared/data"
 EOT, WINDOW = 0, 16
-with_files = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is missing")
 
 
 class Words(Tokenizer):
@@ -379,9 +378,9 @@ def test_a_stride_longer_than_the_window_is_rejected(wiki: Path):
         examples_of("wikitext2@hf-stride17", wiki)
 
 
-@with_files
+@needs_shared
 def test_counts_of_the_real_files():
-    tokenizer = gpt2_tokenizer(SHARED / "gpt2_bpe")
+    tokenizer = gpt2_tokenizer(GPT2_BPE)
     wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
     assert len(tokenizer.encode("\n\n".join(wikitext_rows(wiki)))) == 287_644
     assert is_gpt2_tokenizer(tokenizer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import GPT2_BPE, needs_shared
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -17,8 +18,6 @@ from tost_lm.model import TostLM
 
 transformers = pytest.importorskip("transformers")
 
-FILES = Path(__file__).parents[3] / "../shared/data/gpt2_bpe"
-needs_files = pytest.mark.skipif(not FILES.is_dir(), reason="GPT-2's encoder.json and vocab.bpe are missing")
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 12, "vocab_size": 40}
 
 
@@ -121,11 +120,11 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path):
             read_gpt2(tmp_path)
 
 
-@needs_files
+@needs_shared
 def test_only_the_exact_tokenizer_of_gpt2_is_read(tmp_path: Path):
     assert read_gpt2_tokenizer(tmp_path) is None
-    shutil.copy(FILES / "encoder.json", tmp_path / "vocab.json")
-    shutil.copy(FILES / "vocab.bpe", tmp_path / "merges.txt")
+    shutil.copy(GPT2_BPE / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(GPT2_BPE / "vocab.bpe", tmp_path / "merges.txt")
     of_parts = read_gpt2_tokenizer(tmp_path)
     assert of_parts is not None
     assert of_parts.encode("Hello world") == [15496, 995]

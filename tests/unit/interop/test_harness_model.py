@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from beside import GPT2_BPE, SHARED, needs_shared
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.api.model import CachingLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -28,7 +29,6 @@ from tost_lm.interop.lm_eval import HarnessModel
 from tost_lm.testing import FLOAT32_REORDERED
 
 WINDOW = 16
-SHARED = Path(__file__).parents[4] / "shared/data"
 TEXT = "Page 7. The lines say little!  Do they? No. They are short lines, and this page is long.\n\nSo it is."
 LAMBADA = "".join(
     json.dumps({"text": " ".join(TEXT.split()[first : first + words])}) + "\n"
@@ -292,9 +292,9 @@ def test_the_harness_s_scores_are_ours(make_export, tokenizer, tmp_path):
     assert check_parity(folder, tokenizer, lambada, WIKI, tmp_path) == 5 / 35
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the test sets are missing")
+@needs_shared
 def test_the_harness_s_scores_are_ours_on_the_real_texts(make_export, tmp_path):
-    tokenizer = gpt2_tokenizer(SHARED / "gpt2_bpe")
+    tokenizer = gpt2_tokenizer(GPT2_BPE)
     lambada = gzip.decompress((SHARED / "eval/lambada_test.jsonl.gz").read_bytes()).decode().split("\n")[:100]
     wiki = gzip.decompress((SHARED / "eval/wiki.test.raw.gz").read_bytes()).decode().split("\n")[:80]
     check_parity(make_export(tokenizer), tokenizer, "\n".join(lambada) + "\n", "\n".join(wiki), tmp_path)

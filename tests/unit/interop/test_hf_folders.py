@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from beside import GPT2_BPE, SHARED, needs_shared
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from other_forms import OTHER_FORMS
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -30,7 +31,6 @@ from tost_lm.evaluation.subject import Subject
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
 from tost_lm.testing import FLOAT32_REORDERED
 
-DATA = Path(__file__).parents[4] / "shared/data"
 PAGES = "The lines of this page\n  are short;\n    12, 345 of them.  They say little!\n" * 40
 ODD = [
     "", " ", "  a", "\n \n\t x ", "a" + SPACE_MARK + " b" + ESCAPE + "1" + ESCAPE, "<|endoftext|></s><unk><0x41>",
@@ -45,7 +45,7 @@ def drawn_texts() -> list[str]:
 
 
 def book() -> str:
-    with gzip.open(DATA / "books/valid.jsonl.gz", "rt") as lines:
+    with gzip.open(SHARED / "books/valid.jsonl.gz", "rt") as lines:
         return json.loads(next(lines))["text"][:200_000]
 
 
@@ -240,12 +240,12 @@ def test_a_tokenizer_json_is_exported_with_its_ids(make_export: Callable[..., Pa
     assert tokenizer.decode(ids.tolist()) == f"The page{native}"
 
 
-@pytest.mark.skipif(not (DATA / "gpt2_bpe").is_dir(), reason="GPT-2's BPE files are missing")
+@needs_shared
 def test_ids_are_those_of_gpt2(tmp_path: Path):
-    check_ids(gpt2_tokenizer(DATA / "gpt2_bpe"), tmp_path, [PAGES, *ODD, *drawn_texts()])
+    check_ids(gpt2_tokenizer(GPT2_BPE), tmp_path, [PAGES, *ODD, *drawn_texts()])
 
 
-@pytest.mark.skipif(not (DATA / "books").is_dir(), reason="the books are missing")
+@needs_shared
 def test_ids_of_a_book_are_those_of_our_tokenizer(tmp_path: Path):
     text = book()
     check_ids(SentencePieceTokenizer(train_sentencepiece([text], 2000)), tmp_path, [text])

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from beside import GPT2_BPE, needs_shared
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.models.huggingface import HFLM
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
@@ -17,7 +17,6 @@ from tost_lm.interop.hf import export
 from tost_lm.interop.lm_eval import HarnessModel
 from tost_lm.testing import FLOAT32_REORDERED
 
-BPE = Path(__file__).parents[4] / "shared/data/gpt2_bpe"
 PAIRS = [
     ("He saw", " it"),
     ("a long text " * 12 + "and", " words of it"),
@@ -32,12 +31,12 @@ def requests_of(method: OutputType, *arguments: tuple) -> list[Instance]:
     return [Instance(method, {}, one, number) for number, one in enumerate(arguments)]
 
 
-@pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's BPE files are not at hand")
+@needs_shared
 def test_gpt2_has_the_scores_of_the_harness():
     torch.manual_seed(0)
     settings = GPT2Config(n_positions=24, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)
     model = GPT2LMHeadModel(settings).eval()
-    theirs: Any = GPT2Tokenizer(vocab=str(BPE / "encoder.json"), merges=str(BPE / "vocab.bpe"))
+    theirs: Any = GPT2Tokenizer(vocab=str(GPT2_BPE / "encoder.json"), merges=str(GPT2_BPE / "vocab.bpe"))
     harness = HARNESS_CLASS(pretrained=model, tokenizer=theirs, batch_size=2, device="cpu")
     expected = [nats for nats, _ in harness.loglikelihood(requests_of("loglikelihood", *PAIRS), disable_tqdm=True)]
     expected += harness.loglikelihood_rolling(requests_of("loglikelihood_rolling", (TEXT,)), disable_tqdm=True)

@@ -1,13 +1,14 @@
-"""Time budgets, skip reasons and environment that tests/conftest.py sets, in a pytest run of its own."""
+"""Time budgets, skip reasons, environment and tests/quick.txt, as tests/conftest.py handles them, in runs of pytest."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[2] / "conftest.py"
+TESTS_FOLDER = Path(__file__).parents[2]
 TESTS = """
 import os, time, pytest
 
@@ -20,13 +21,26 @@ def test_environment():
 """
 
 
-def run_tier(folder: Path, budget_minutes: float, expected: tuple[str, str], **environment: str) -> tuple[int, str]:
+def run_tier(
+    folder: Path, budget_minutes: float, expected: tuple[str, str], *options: str, **environment: str
+) -> tuple[int, str]:
     """Exit code and output of a pytest run on a tier with such a budget."""
-    (folder / "tests/unit").mkdir(parents=True)
-    (folder / "tests/conftest.py").write_text(CONFTEST.read_text() + f"\nBUDGET_MINUTES['unit'] = {budget_minutes}\n")
+    (folder / "tests/unit").mkdir(parents=True, exist_ok=True)
+    for name in ("conftest.py", "beside.py"):
+        shutil.copy(TESTS_FOLDER / name, folder / "tests")
     (folder / "tests/unit/test_it.py").write_text(TESTS.format(expected=expected))
     inherited = {k: v for k, v in os.environ.items() if k != "CI" and not k.startswith(("OMP_", "PYTEST_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "pythonpath=tests",
+        f"--budget={budget_minutes}",
+        *options,
+        "tests",
+    ]
     done = subprocess.run(command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True)
     return done.returncode, done.stdout
 
@@ -43,4 +57,32 @@ def test_skipped_tests_are_counted_by_reason_and_the_users_environment_is_kept(t
     code, out = run_tier(tmp_path, 5, ("2", "active"), CI="1", OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
     assert code == 0, out
     assert "2 skipped: no such device\n" in out
-    assert "unit: 0.0 minutes, budget 5" in out
+    assert "0.0 minutes, budget 5" in out
+
+
+def test_the_rest_is_what_the_quick_tests_leave_out(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    quick = ["tests/unit/test_it.py::test_environment", "tests/unit/test_it.py::test_skipped[2]"]
+    (tmp_path / "tests/quick.txt").write_text("\n".join(quick) + "\n")
+    code, out = run_tier(tmp_path, 5, ("1", "passive"), "--rest", "-vv")
+    assert code == 0, out
+    assert "test_skipped[1]" in out
+    assert "1 skipped, 2 deselected" in out
+
+
+def test_tests_without_the_files_beside_the_checkout_are_listed(tmp_path: Path):
+    (tmp_path / "tests/unit").mkdir(parents=True)
+    (tmp_path / "tests/unit/test_others.py").write_text(
+        "from beside import needs_shared\n\n@needs_shared\ndef test_text():\n    pass\n"
+    )
+    code, out = run_tier(tmp_path, 5, ("1", "passive"), f"--missing={tmp_path / 'missing'}")
+    assert code == 0, out
+    assert (tmp_path / "missing").read_text() == "tests/unit/test_others.py::test_text\n"
+
+
+def test_every_quick_test_exists():
+    checkout, names = TESTS_FOLDER.parent, (TESTS_FOLDER / "quick.txt").read_text().splitlines()
+    assert len(set(names)) == len(names)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *names]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -4,11 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from beside import GPT2_BPE, skip_without_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
@@ -30,7 +30,6 @@ from tost_lm.evaluation.retrieval.needles import FORMS
 from tost_lm.evaluation.retrieval.tasks import Example, Task
 from tost_lm.evaluation.subject import Subject
 
-GPT2 = Path(__file__).parents[5] / "shared/data/gpt2_bpe"
 SAMPLES = 3
 NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
@@ -48,9 +47,8 @@ class Facts(NamedTuple):
 def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     if request.param == "SentencePiece":
         return tokenizer
-    if not GPT2.is_dir():
-        pytest.skip("shared/data/gpt2_bpe is missing")
-    return gpt2_tokenizer(GPT2)
+    skip_without_shared()
+    return gpt2_tokenizer(GPT2_BPE)
 
 
 def shortest(task: Task) -> int:
