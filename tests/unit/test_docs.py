@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_the_package_and_the_recipes_name_commands_as_today():
     files = [CHECKOUT / "Makefile", *(CHECKOUT / "tost_lm").rglob("*.py"), *(CHECKOUT / "configs").rglob("*.*")]
     modules = r"(?<![\w./])(pretrain|data_prep)\.[a-z]|-m eval\.|(?<![\w.])tost_lm\.(generate|convert|lm_eval)\b"
     assert [str(path) for path in files if path.is_file() and re.search(modules, path.read_text())] == []
+
+
+def test_packages_are_installed_from_a_checkout_by_extras_that_exist():
+    named: set[str] = set()
+    for path in [*PAGES, CHECKOUT / "CHANGELOG.md", *(CHECKOUT / "tost_lm").rglob("*.py")]:
+        text = path.read_text()
+        assert not re.search(r"pip install\s+['\"]?tost", text), f"{path}: no package index has the project"
+        named.update(re.findall(r"(?:install_hint\(['\"]|pip\s+install\s+'\.\[)([a-z0-9-]+)", text))
+    assert named >= {"train", "hf", "vision"}
+    assert named <= tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 
 def script(name: str) -> Any:
