@@ -10,6 +10,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def install_hint(extra: str) -> str:
+    """What to do where packages of an extra are missing. No package index has this project."""
+    return f"run pip install '.[{extra}]' in a checkout of tost_lm"
+
+
 class TostError(Exception):
     """Base of all errors that are printed as plain lines. The message names the problem and the fix."""
 

@@ -262,7 +262,7 @@ class Softmax(nn.Module):
 
 
 class Linear(nn.Module):
-    """Linear attention with a scalar decay per head (Mamba-2's, by `input`), gate and norm."""
+    """Linear attention with a scalar decay per head (by `input`, as Mamba-2 without write gate), gate and norm."""
 
     def __init__(self, form: Form, width: int, positions: int):
         super().__init__()

@@ -218,6 +218,20 @@ def test_an_image_classifier_becomes_a_model_folder_and_a_checkpoint_again(tmp_p
     assert not (tmp_path / "x").exists()
 
 
+def test_without_a_network_the_setting_of_the_tokenizer_is_named(tmp_path: Path):
+    write_theirs(tmp_path / "ckpt.pt", make_model(vocab_size=50304))
+    environment = {
+        "TIKTOKEN_CACHE_DIR": str(tmp_path),
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "NO_PROXY": "",
+        "no_proxy": "",
+    }
+    printed = refusal(PROGRAM, "ckpt.pt", "convert.folder=models/tost", cwd=tmp_path, **environment)
+    assert printed.startswith("GPT-2's tokenizer cannot be downloaded: ")
+    assert printed.endswith("; set convert.tokenizer to a folder with its encoder.json and vocab.bpe")
+    assert not (tmp_path / "models").exists()
+
+
 def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     theirs = to_authors((model := make_model(vocab_size=50)).config, model.state_dict(), 0)
     torch.save(theirs, tmp_path / "small.pt")

@@ -15,6 +15,7 @@ from programs import run
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.errors import install_hint
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -112,7 +113,7 @@ def test_help_works_and_a_missing_harness_is_named(tmp_path: Path):
     )
     for words, code, printed in (
         (["--help"], 0, "tost lm-eval run --model tost_lm --model_args pretrained="),
-        (["ls", "tasks"], 2, "error: lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'\n"),
+        (["ls", "tasks"], 2, f"error: lm-evaluation-harness is not installed; {install_hint('lm-eval')}\n"),
     ):
         command = [sys.executable, "-c", script, *words]
         done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)

@@ -105,7 +105,9 @@ def test_after_a_network_cut_both_sides_end_and_name_what_they_lost(
         (tmp_path / str(number)).mkdir()
         cut_the_network(tmp_path / str(number))
     record_fault(
-        "network cut between two hosts", cuts, "both sides end with an error that names the lost rank or launcher"
+        "network cut between two network namespaces",
+        cuts,
+        "both sides end with an error that names the lost rank or launcher",
     )
 
 

@@ -7,6 +7,8 @@ import pytest
 from image_folders import write_images
 from programs import interrupt, refusal, run
 
+from tost_lm.errors import install_hint
+
 try:
     from torchvision.transforms import v2  # pyright: ignore[reportMissingImports]
 except (ImportError, RuntimeError) as error:
@@ -49,7 +51,7 @@ def workplace(tmp_path: Path) -> Path:
 def test_without_torchvision_the_extra_is_named(workplace: Path):
     printed = refusal("tost vision train", "run.toml", cwd=workplace)
     assert printed.startswith("images need torchvision (")
-    assert printed.endswith("): pip install 'tost-lm[vision]'")
+    assert printed.endswith(f"); {install_hint('vision')}")
     assert not (workplace / "runs").exists()
 
 

@@ -29,6 +29,7 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import RECIPES, recipes, validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.errors import install_hint
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.version import VERSION
 
@@ -280,14 +281,14 @@ def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Pat
 def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tmp_path: Path):
     errors = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
     assert errors == [
-        "Hugging Face models need transformers; install it: pip install 'tost-lm[hf]'",
-        "GPT-2's tokenizer needs the package tiktoken: pip install 'tost-lm[gpt2]'",
-        "the report needs a package: markdown_it; run pip install 'tost-lm[report]'",
+        f"Hugging Face models need transformers; {install_hint('hf')}",
+        f"GPT-2's tokenizer needs the package tiktoken; {install_hint('gpt2')}",
+        f"the report needs a package: markdown_it; {install_hint('report')}",
     ]
     programs = {
-        ("lm-eval", "ls", "tasks"): "lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'",
+        ("lm-eval", "ls", "tasks"): f"lm-evaluation-harness is not installed; {install_hint('lm-eval')}",
         ("generate", folder, "parallel.tensor=2"): (
-            "evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'"
+            f"evaluation on several ranks needs megatron-core; {install_hint('train')}"
         ),
     }
     for words, line in programs.items():
@@ -298,6 +299,6 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
     done = subprocess.run([str(python), "-c", "import tost_lm.interop.hf"], cwd=tmp_path, env=ALONE,
                           capture_output=True, text=True)  # fmt: skip
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: tost_lm.interop.hf needs transformers (No module named 'transformers'): "
-        "pip install 'tost-lm[hf]'"
+        "ModuleNotFoundError: tost_lm.interop.hf needs transformers (No module named 'transformers'); "
+        f"{install_hint('hf')}"
     )

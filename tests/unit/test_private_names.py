@@ -17,6 +17,8 @@ OF_DEEPSPEED = {
     "ds_numel",
     "ds_process_group",
     "fp32_partitioned_groups_flat",
+    "fp32_groups_gradients_flat",
+    "cdb",
     "__compatible_ops__",
 }
 """Undocumented, without an underscore."""
@@ -60,3 +62,11 @@ def test_the_docstring_lists_the_private_names(path: Path):
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert uses(path)
     assert [name for name in uses(path) if name not in text] == []
+
+
+def test_the_docstring_lists_what_is_replaced_in_deepspeed():
+    tree = ast.parse(DEEPSPEED.read_text())
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    replaced = {node.attr for node in stored if ast.unparse(node.value) != "self"}
+    assert {"step", "clip_fp32_gradients"} < replaced
+    assert [name for name in replaced if f".{name}" not in (ast.get_docstring(tree) or "")] == []

@@ -86,7 +86,7 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
             raise ConfigError(
                 f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
             )
-        tokenizer = tokenizer or gpt2_tokenizer(None)
+        tokenizer = tokenizer or gpt2_tokenizer(None, "convert.tokenizer")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "

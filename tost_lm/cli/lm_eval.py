@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from tost_lm.config import Section, run_program
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 
 
 def main(path: None, config: Section) -> None:
@@ -25,7 +25,7 @@ def main(path: None, config: Section) -> None:
         print(__doc__)
         return
     if not find_spec("lm_eval"):
-        raise ConfigError("lm-evaluation-harness is not installed: pip install 'tost-lm[lm-eval]'")
+        raise ConfigError(f"lm-evaluation-harness is not installed; {install_hint('lm-eval')}")
     from lm_eval.__main__ import cli_evaluate
 
     from tost_lm.evaluation import RanksConfig

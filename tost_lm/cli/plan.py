@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.errors import ConfigError, TostError
+from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.model.flops import parameters
 from tost_lm.training import plan, plan_fit
 from tost_lm.training.plan_config import PlanConfig, results_file
@@ -47,7 +47,7 @@ def main(path: Path, config: PlanConfig) -> None:
 def print_execution(config: PlanConfig) -> None:
     """Raises TostError if collectives of ranks do not match, or differ from the plan."""
     if not find_spec("deepspeed"):
-        raise ConfigError("plan.execute needs deepspeed: pip install 'tost-lm[train]'")
+        raise ConfigError(f"plan.execute needs deepspeed; {install_hint('train')}")
     from tost_lm.data.loader import Corpora
     from tost_lm.training.execute import beside_plan, execute, layout_of, mismatch
     from tost_lm.training.step import check_vocabulary

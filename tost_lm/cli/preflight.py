@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_memory import checkpoint_bytes
@@ -22,7 +22,7 @@ from tost_lm.training.plan_memory import checkpoint_bytes
 
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
-        raise ConfigError("psutil is not installed; run pip install 'tost-lm[train]'")
+        raise ConfigError(f"psutil is not installed; {install_hint('train')}")
     start_ranks("preflight", ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device))
     from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import check_nodes

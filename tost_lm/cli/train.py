@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import run_program
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import loggers_in_use
@@ -36,7 +36,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
         if not find_spec(package):
             extra = "tensorboard" if package == "tensorboard" else "train"
-            raise ConfigError(f"training needs {package}: pip install 'tost-lm[{extra}]'")
+            raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)
     from tost_lm.data.loader import Corpora
     from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import CheckpointError, ConfigError, install_hint
 from tost_lm.evaluation.subject import HUB, Subject, hub_home
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.model import LMOutput, LMState
@@ -230,7 +230,7 @@ def _library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("Hugging Face models need transformers; install it: pip install 'tost-lm[hf]'") from None
+        raise ConfigError(f"Hugging Face models need transformers; {install_hint('hf')}") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tost_lm.config import leaves
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 from tost_lm.evaluation import RanksConfig
 from tost_lm.evaluation.subject import Subject, pick_device
 from tost_lm.parallel.graceful_stop import StopRequest, Terminated
@@ -156,4 +156,4 @@ def _check(parallel: RanksConfig, size: int, copies: bool) -> None:
             f"{'divides' if copies else 'is'} {size}, or set launch.ranks to {needed}"
         )
     if size > 1 and not find_spec("megatron"):
-        raise ConfigError("evaluation on several ranks needs megatron-core; install it: pip install 'tost-lm[train]'")
+        raise ConfigError(f"evaluation on several ranks needs megatron-core; {install_hint('train')}")

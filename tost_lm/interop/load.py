@@ -81,10 +81,7 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return read_tokenizer(find_tokenizer(folder))
     if any((folder / name).is_file() for name in SOURCES_SHA256):
-        try:
-            return gpt2_tokenizer(folder)
-        except DataError as error:
-            raise DataError(str(error).replace("tokenizer.path", "convert.tokenizer")) from None
+        return gpt2_tokenizer(folder, "convert.tokenizer")
     raise DataError(
         f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2), "
         f"{', '.join(TOKENIZER_FILES)} or meta.pkl (a character-level run)"

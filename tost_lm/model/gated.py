@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 from tost_lm.model.config import GATE_CHANNELS, ModelConfig
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops.layout import int64_tensor
@@ -94,7 +94,5 @@ def gated_kernels(device: torch.device) -> tuple[Callable[..., Any], Callable[..
     try:
         from fla.ops.gla import chunk_gla, fused_recurrent_gla
     except ImportError as e:
-        raise ConfigError(
-            f"G layers of model.pattern need flash-linear-attention: {e}; run pip install 'tost-lm[gla]'"
-        ) from e
+        raise ConfigError(f"G layers of model.pattern need flash-linear-attention: {e}; {install_hint('gla')}") from e
     return chunk_gla, fused_recurrent_gla

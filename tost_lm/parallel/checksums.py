@@ -27,7 +27,8 @@ Sums = Mapping[str, int]
 class Checksums:
     """Checks the state of an engine's optimizer; all ranks build it, after `zero.set_state`.
 
-    Any single flipped bit is detected. A stage-0 rank without replica sums its own state as in stages 1 to 3.
+    Any single bit of it that flips between two sums is detected; activations and gradients are not summed. A stage-0
+    rank without replica sums its own state as in stages 1 to 3.
 
     Args:
         interval: steps between comparisons of replicas; 0 turns all checks off, also those of stages 1 to 3.

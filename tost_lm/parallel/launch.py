@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import FrameType
 from uuid import uuid4
 
-from tost_lm.errors import ConfigError, TostError
+from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.parallel import LaunchConfig
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -53,7 +53,7 @@ def start_ranks(command: str, ranks: int) -> None:
     if "RANK" in os.environ or ranks == 1:
         return
     if not find_spec("psutil"):
-        raise ConfigError(f"{ranks} ranks need psutil: pip install 'tost-lm[train]', or start one rank")
+        raise ConfigError(f"{ranks} ranks need psutil; {install_hint('train')}, or start one rank")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch

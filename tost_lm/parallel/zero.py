@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO: the engine, and whole weights and optimizer state by name under any parallel layout.
 
-Only this module uses DeepSpeed's private and undocumented names, of which a new version may change any:
+DeepSpeed's private and undocumented names, of which a new version may change any. Beside this module, only
+`fake_rank.py` uses one, `comm.comm.cdb`.
 
     groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
     optimizer._global_grad_norm                                                  the norm at stage 0
@@ -8,6 +9,13 @@ Only this module uses DeepSpeed's private and undocumented names, of which a new
     optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
     optimizer.fp32_groups_gradients_flat                                         sums of gradients in bfloat16, stage 1
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
+
+Replaced in an engine:
+
+    engine.clip_fp32_gradients                       clipping at stage 0, which then records its norm
+    engine.enable_backward_allreduce                 off on a single rank at stage 0
+    optimizer.step of torch's optimizer              an update that can be skipped, `SkippableStep`
+    engine.mesh, .skippable_step                     ours, added
 """
 
 import contextlib

@@ -182,7 +182,7 @@ def recomputed_flops(config: PlanConfig) -> float:
 
 
 def operations_per_layer(config: PlanConfig) -> float:
-    """Launches in a layer for a tile of a micro-batch, averaged over layers."""
+    """Launches in a layer for a tile of a micro-batch, averaged over layers: assumed, not counted."""
     slots = layers_by_letter(config.model)["S"] / config.model.layers
     return (1 - slots) * OPERATIONS + slots * SLOT_OPERATIONS
 

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tost_lm.errors import ConfigError, DataError, did_you_mean
+from tost_lm.errors import ConfigError, DataError, did_you_mean, install_hint
 from tost_lm.vision import ImagesConfig
 
 HUB = "hub:"
@@ -162,7 +162,7 @@ def _load(source: str) -> Any:
         import datasets
         import PIL  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"images need {error.name}: pip install 'tost-lm[vision]'") from None
+        raise ConfigError(f"images need {error.name}; {install_hint('vision')}") from None
     datasets.disable_progress_bars()
     folder = Path(source)
     if not source.startswith(HUB) and not folder.is_dir():
@@ -200,5 +200,5 @@ def _torchvision() -> Any:
         from torchvision.transforms import v2  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another version of torch
         problem = str(error).splitlines()[0]
-        raise ConfigError(f"images need torchvision ({problem}): pip install 'tost-lm[vision]'") from None
+        raise ConfigError(f"images need torchvision ({problem}); {install_hint('vision')}") from None
     return v2

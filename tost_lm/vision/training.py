@@ -1,7 +1,7 @@
 """Fine-tuning of an image classifier, in one process.
 
 The order of images, their augmentation and stochastic depth are functions of the seed and of the epoch or the step. So
-a run resumes bit-exactly from any step, on the same kind of device.
+a run resumes bit-exactly from any step, as shown on a CPU.
 """
 
 import json

@@ -177,5 +177,5 @@ def test_a_failed_download_names_the_fix(monkeypatch, tmp_path):
 def test_a_missing_tiktoken_names_the_package(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     for make in (lambda: gpt2_tokenizer(None), lambda: Gpt2Tokenizer(tokenizer.model_bytes)):
-        with pytest.raises(DataError, match=re.escape("pip install 'tost-lm[gpt2]'")):
+        with pytest.raises(DataError, match=re.escape("pip install '.[gpt2]'")):
             make()

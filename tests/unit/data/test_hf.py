@@ -196,7 +196,7 @@ def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = written(tmp_path, byte_level())
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"needs the package tokenizers: pip install 'tost-lm\[hf\]'"):
+    with pytest.raises(DataError, match=r"needs the package tokenizers; run pip install '\.\[hf\]'"):
         make_tokenizer(prep(path, eot_token=EOT))
 
 

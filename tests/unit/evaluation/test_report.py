@@ -294,7 +294,7 @@ def test_other_folders_are_rejected(tmp_path, run_folder):
 @pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
 def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{package}; run pip install 'tost-lm\[report\]'"):
+    with pytest.raises(ConfigError, match=rf"{package}; run pip install '\.\[report\]'"):
         write_report(run_folder)
 
 

@@ -176,5 +176,5 @@ def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_machine_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
-    with pytest.raises(ConfigError, match=r"need flash-linear-attention: .*; run pip install 'tost-lm\[gla\]'"):
+    with pytest.raises(ConfigError, match=r"need flash-linear-attention: .*; run pip install '\.\[gla\]'"):
         build()(drawn_tokens()[0])

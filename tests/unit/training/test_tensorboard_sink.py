@@ -14,7 +14,7 @@ from tost_lm.config import validate
 from tost_lm.training import PretrainConfig
 from tost_lm.training.metrics import Metrics
 
-pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'tost-lm[tensorboard]'")
+pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
 
 SECRET = "planted-3f9a"
 FOLDER = Path("runs/r/tensorboard")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 from tost_lm.vision import VisionTrainConfig
 
 
@@ -20,7 +20,7 @@ def main(path: Path, config: VisionTrainConfig) -> None:
     try:
         from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped
     except ImportError as error:
-        raise ConfigError(f"training needs {error.name}: pip install 'tost-lm[vision]'") from None
+        raise ConfigError(f"training needs {error.name}; {install_hint('vision')}") from None
 
     stop = GracefulStop(config.run.max_minutes)
     stop.install_handlers()

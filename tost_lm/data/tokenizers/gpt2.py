@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tost_lm.data.tokenizers.interface import Tokenizer
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, install_hint
 from tost_lm.files import sha256_file
 
 if TYPE_CHECKING:
@@ -72,18 +72,21 @@ class Gpt2Tokenizer(Tokenizer):
         return self._encoding.decode([i for i in map(int, ids) if i != self.eot], errors="replace")
 
 
-def gpt2_tokenizer(folder: Path | None) -> Gpt2Tokenizer:
+def gpt2_tokenizer(folder: Path | None, setting: str = "tokenizer.path") -> Gpt2Tokenizer:
     """GPT-2's tokenizer from encoder.json and vocab.bpe in `folder`; None: tiktoken downloads them.
+
+    Args:
+        setting: the setting that gives the folder, for messages.
 
     Raises:
         DataError: a file is missing or not the published one, the download fails, or tiktoken is not installed.
     """
-    tokens = _read_tokens(folder) if folder else _download_tokens()
+    tokens = _read_tokens(folder, setting) if folder else _download_tokens(setting)
     lines = (b2a_base64(token, newline=False) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
     return Gpt2Tokenizer(b"".join(lines))
 
 
-def _read_tokens(folder: Path) -> list[bytes]:
+def _read_tokens(folder: Path, setting: str) -> list[bytes]:
     """The bytes of each token, in the order of ranks."""
     for name, sha256 in SOURCES_SHA256.items():
         path = folder / name
@@ -92,7 +95,7 @@ def _read_tokens(folder: Path) -> list[bytes]:
                 raise DataError(f"{path}: not GPT-2's, or damaged: its SHA-256 is not {sha256}; download it again")
         except OSError as error:
             raise DataError(
-                f"tokenizer.path {folder}: {name} cannot be read: {error.strerror}; set it to the folder of "
+                f"{setting} {folder}: {name} cannot be read: {error.strerror}; set it to the folder of "
                 "GPT-2's encoder.json and vocab.bpe"
             ) from None
     # encoder.json has one printable character for each byte: the byte's own, or else one from U+0100.
@@ -103,15 +106,15 @@ def _read_tokens(folder: Path) -> list[bytes]:
     return [bytes(byte_of[character] for character in token) for token in sorted(ids, key=ids.__getitem__)[:RANKS]]
 
 
-def _download_tokens() -> list[bytes]:
+def _download_tokens(setting: str) -> list[bytes]:
     """The bytes of each token, in the order of ranks."""
     try:
         encoding = _tiktoken().get_encoding("gpt2")
     except (OSError, ValueError) as error:  # network errors are OSErrors; a damaged download is a ValueError
         problem = str(error).partition("\n")[0]
         raise DataError(
-            f"GPT-2's tokenizer cannot be downloaded: {problem}; set tokenizer.path to a folder with its encoder.json "
-            "and vocab.bpe"
+            f"GPT-2's tokenizer cannot be downloaded: {problem}; set {setting} to a folder with its encoder.json and "
+            "vocab.bpe"
         ) from None
     return [encoding.decode_single_token_bytes(rank) for rank in range(RANKS)]
 
@@ -132,5 +135,5 @@ def _tiktoken() -> Any:
     try:
         import tiktoken
     except ImportError:
-        raise DataError("GPT-2's tokenizer needs the package tiktoken: pip install 'tost-lm[gpt2]'") from None
+        raise DataError(f"GPT-2's tokenizer needs the package tiktoken; {install_hint('gpt2')}") from None
     return tiktoken

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, install_hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,7 +167,7 @@ def _parse(text: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise DataError("a tokenizer.json needs the package tokenizers: pip install 'tost-lm[hf]'") from None
+        raise DataError(f"a tokenizer.json needs the package tokenizers; {install_hint('hf')}") from None
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, install_hint
 
 
 def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
@@ -63,4 +63,4 @@ def require_packages() -> None:
     """Raises ConfigError that names a package of reports that is not installed."""
     for package in ("markdown_it", "matplotlib"):
         if not find_spec(package):
-            raise ConfigError(f"the report needs a package: {package}; run pip install 'tost-lm[report]'")
+            raise ConfigError(f"the report needs a package: {package}; {install_hint('report')}")

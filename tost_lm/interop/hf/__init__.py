@@ -10,11 +10,13 @@ The exported tokenizer starts every text with the end-of-text token. The model i
 `TostLM`, of constant size for TSSA layers.
 """
 
+from tost_lm.errors import install_hint
+
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"tost_lm.interop.hf needs transformers ({error}): pip install 'tost-lm[hf]'", name=error.name
+        f"tost_lm.interop.hf needs transformers ({error}); {install_hint('hf')}", name=error.name
     ) from None
 
 import base64

@@ -5,7 +5,9 @@ the slots:
 
     M_t = ρ M_{t−1} + w_t ⊗ u_t        N_t = ρ N_{t−1} + w_t        y_t = Σ_s r_{t,s} · M_{t,s} / (N_{t,s} + 1e-8)
 
-M/N is the decayed mean of the values u in a slot. ρ = exp(log_decay) is constant per head.
+M/N is the decayed mean of the values u in a slot. ρ = exp(log_decay) is constant per head. Without decay, and with eᵏ
+in place of w, it is causal Efficient Attention (arXiv 1812.01243). The softmax over slots is that of Slot Attention
+(2006.15055), the shift of keys that of H3 (2212.14052); see docs/operator.md.
 
 Here are the formulas as written, with a [T, T] decay mask, the reference of every test; the public operator with state
 in and state out; and its step for decoding. The convolution that a slot mixer applies before it runs over a few tokens,
