@@ -14,7 +14,7 @@ import pytest
 from benchmarks import gpu, precision_cells
 from benchmarks.engine import packed_batches
 from benchmarks.gpu import PARTS, GpuBenchmarkConfig
-from benchmarks.gpu_parts import operator_tests
+from benchmarks.gpu_parts import SLOW_CALL_S, measured, operator_tests
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import EXIT_INTERRUPTED, load_config
 from tost_lm.errors import ConfigError, TostError
@@ -91,6 +91,12 @@ def test_packed_samples_are_full_of_documents_that_differ_between_batches():
         assert {*range(0, 16 * 1024 + 1, 1024)} < {*ends}
     assert one.tokens.shape == one.labels.shape == (1, 16 * 1024)
     assert one.cu_seqlens.tolist() != other.cu_seqlens.tolist()
+
+
+def test_compilation_in_the_first_call_is_not_measured():
+    durations = iter([SLOW_CALL_S])
+    seconds, _ = measured(lambda: time.sleep(next(durations, 0)), "cpu")
+    assert seconds < SLOW_CALL_S / 2
 
 
 HANGING = """
