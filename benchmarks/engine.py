@@ -1,4 +1,4 @@
-"""A training engine of one rank, and real text: what the benchmarks of training steps share."""
+"""A training engine of one rank, packed documents, and real text: what the benchmarks of training steps share."""
 
 import importlib
 import math
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tost_lm.data.prefetch import MicroBatch
+from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
 from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
@@ -19,6 +21,9 @@ from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
 from tost_lm.parallel.zero import build_engine, own_state
 from tost_lm.training.tiled import TiledLM
+
+DOCUMENT_TOKENS = 1128
+"""Mean tokens of a document of OpenWebText: 9.04e9 in 8.01e6 documents."""
 
 
 def engine_of(
@@ -105,6 +110,23 @@ def state_bytes_of(engine: Any) -> int:
     others = [x for _, x in own_state(engine)] if uses_deepspeed(engine) else engine.state_tensors()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*weights.values(), *others]}
     return sum(storages.values())
+
+
+def packed_batches(count: int, samples: int, tokens: int, vocab_size: int, device: str) -> list[MicroBatch]:
+    """Micro-batches of one row, with random ids in documents that best-fit packing has put into samples of `tokens`.
+
+    Lengths of documents are log-normal with a mean of DOCUMENT_TOKENS, as in `benchmarks.data`.
+    """
+    draws, group = np.random.default_rng(0), max(1024, 2 * count * samples) * tokens
+    length_D = draws.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0, -(-group // DOCUMENT_TOKENS)).astype(np.int64) + 1
+    packing = pack(np.cumsum(length_D) - length_D, length_D, tokens)
+    number_KN = draws.permutation(len(packing.first_segment) - 2)[: count * samples].reshape(count, samples)
+    batches = []
+    for number_N in number_KN:  # the last sample, which is padded, is left out
+        ends = np.cumsum([0, *packing.segments_of(number_N).length])
+        windows = torch.randint(vocab_size, (1, samples * tokens + 1), device=device)
+        batches.append(MicroBatch(windows[:, :-1], windows[:, 1:], torch.tensor(ends, dtype=torch.int32)))
+    return batches
 
 
 def python_sources(tokens: int) -> Tensor:

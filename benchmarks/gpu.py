@@ -6,10 +6,12 @@
 It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic. DeepSpeed and
 flash-linear-attention are used where they can be imported. Results are written after each measurement, so a run that is
 stopped keeps those it has; measurements for which no time is left are listed. Times are medians between CUDA events.
-Output: one table and all values in benchmarks/results/, from where `tost plan` takes its constants for this GPU.
+Output: one table, all values and what the operator's tests print in benchmarks/results/, from where `tost plan` takes
+its constants for this GPU.
 """
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -45,8 +47,8 @@ from tost_lm.config import Section, run_program  # noqa: E402
 from tost_lm.errors import ConfigError, TostError  # noqa: E402
 
 PARTS = (
-    "device", "operator", "operator tests", "loss", "training step", "bfloat16 against float32", "tile by tile",
-    "decoding",
+    "device", "softmax layer", "operator", "packed training step", "compiled training step", "operator tests",
+    "training step", "loss", "bfloat16 against float32", "tile by tile", "decoding",
 )  # fmt: skip
 
 
@@ -67,7 +69,7 @@ class LengthsSection(Section):
     operator: list[PositiveInt] = Field(default=[1024, 131072, 1048576], min_length=1)
     """Tokens of a sequence of the operator and its rivals."""
     training: list[PositiveInt] = Field(default=[1024, 8192], min_length=1)
-    """Tokens of a sequence of a training step."""
+    """Tokens of a sequence of a training step. The shortest is also the length of packed samples."""
     tiled: list[PositiveInt] = Field(default=[131072, 1048576], min_length=1)
     """Tokens of the one sequence of a step tile by tile."""
     tile_tokens: int = Field(default=16384, gt=0)
@@ -153,4 +155,5 @@ def row(cell: Mapping[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that tests that run end, too
     run_program(main, name="benchmarks.gpu", doc=__doc__ or "", positional="[CONFIG]", config=GpuBenchmarkConfig)

@@ -5,32 +5,36 @@ texts: the value, and what it is compared with.
 """
 
 import gc
+import os
 import re
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import long_cells, loss_cells, model_cells, operator_cells, precision_cells
-from benchmarks.engine import engine_of, uses_deepspeed
+from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
 from benchmarks.gpu import GpuBenchmarkConfig
 from benchmarks.loss import OURS as OUR_LOSS
 from benchmarks.loss import WHOLE as WHOLE_LOGITS
-from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes
-from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SOFTMAX
+from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes, table_file
+from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SLOTS, SOFTMAX
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.model import ModelConfig
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.config import PRESETS
 from tost_lm.model.flops import flops_per_token, peak_flops
+from tost_lm.model.transforms import compile_blocks
 from tost_lm.optim import OptimConfig
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import tile
@@ -42,6 +46,7 @@ SLOW_S = 20
 SLOW_CALL_S = 2
 TEST_SECONDS = 240
 TOP_KERNELS = 8
+PACKED_SAMPLES, PACKED_BATCHES = 16, 8
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
@@ -73,6 +78,7 @@ def operator(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     copied = operator_cells.copy_bandwidth(device)["bytes_per_second"]
     rivals: dict[str, Callable[..., Callable[[], None]]] = {
         OURS: operator_cells.prepared,
+        SLOTS: operator_cells.prepared,
         SOFTMAX: operator_cells.prepared,
         **_linear_attention(device),
     }
@@ -88,20 +94,14 @@ def operator(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
                     yield {"case": case, "failed": f"not tried: would take over {SLOW_S} s"}
                     continue
                 call = prepare(rival, device=device, tokens=tokens, dtype=DTYPES[device], work=work, **shape)
-                with _flash_attention(device):
-                    seconds, peak = measured(call, device)
-                    kernels = kernels_of(call, device) if seconds < 1 else []
+                seconds, peak = measured(call, device)
+                kernels = kernels_of(call, device) if seconds < 1 else []
                 before[work] = (tokens, seconds / rows)
                 w_bytes = rows * tokens * config.shape.width * getattr(torch, DTYPES[device]).itemsize
                 yield {
                     "case": case, "seconds": seconds, "floor_seconds": SIZES_MOVED[work] * w_bytes / copied,
                     "peak_in_w": peak / w_bytes, **in_all(kernels),
                 }  # fmt: skip
-
-
-def _flash_attention(device: str) -> AbstractContextManager[Any]:
-    """On a GPU, softmax attention runs torch's flash attention, not cuDNN's."""
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else nullcontext()
 
 
 def describe_operator(cell: Mapping[str, Any]) -> tuple[str, str]:
@@ -134,33 +134,59 @@ def _linear_attention(device: str) -> dict[str, Callable[..., Callable[[], None]
     return dict.fromkeys(("gated linear attention (fla)", "gated delta rule (fla)"), prepare)
 
 
+def softmax_layer(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
+    """A softmax layer against its formula in float64 on the CPU."""
+    tokens, heads = min(config.lengths.training), config.shape.heads
+    documents = [3 * tokens // 16, tokens // 4 + 1, 9 * tokens // 16 + 1, tokens]  # of 1,024: 192, 65, 320 and 447
+    window = {"window": tokens // 4}
+    shared = {"qk_norm": True, "kv_heads": heads // 2 if heads % 2 == 0 else heads}
+    for case, settings, ends in (
+        ("all earlier tokens", {}, [tokens]),
+        ("a window", window, [tokens]),
+        ("a window, packed documents", window, documents),
+        ("a window, packed documents, shared keys", {**window, **shared}, documents),
+    ):
+        model = {**config.shape.model_dump(), **settings}
+        for row in precision_cells.softmax_errors(device, model, DTYPES[device], ends):
+            yield {"case": f"{case}: {row['tensor']}, {DTYPES[device]}", **row}
+
+
+def describe_softmax(cell: Mapping[str, Any]) -> tuple[str, str]:
+    return f"error {cell['error']:.2e}", f"{cell['formula_error']:.2e} of the formula on this device"
+
+
 def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
-    paths, options = ["tests/gpu"], ["--tb=short", "--durations=5"]  # on a CPU, it skips them all
+    paths, options = ["tests/gpu"], ["-vv", "--tb=short", "--durations=5"]  # on a CPU, it skips them all
     if device == "cuda":
         paths += ["tests/unit/ops/test_slot_kernels.py", "tests/unit/ops/test_cross_entropy_triton.py"]
         paths += ["tests/unit/model/test_gated.py"] if find_spec("fla") else []
         options += ["-n", "8"] if find_spec("xdist") else []
     limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))
-    with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", "pytest", *paths, *options]
-        try:
-            code = subprocess.run(command, cwd=CHECKOUT, stdout=output, stderr=output, timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-        output.seek(0)
-        said = output.read()
-    last = next((line for line in reversed(said.splitlines()) if re.match(r"\d+ \w+.* in ", line)), "")
+    output = table_file("gpu", device).with_suffix(".tests.txt")
+    code = _run_tests([*paths, *options], limit_s, output)
+    said = output.read_text(errors="replace")
+    last = next((line for line in reversed(said.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)", said, re.MULTILINE)
-    cell = {
-        "case": " ".join(paths),
-        "counts": counts,
-        "failed_tests": failed,
-        "exit_code": code,
-        "output": said[-20000:],
-    }
-    yield cell if code is not None else {**cell, "failed": f"not finished after {limit_s:.0f} s"}
+    cell = {"case": " ".join(paths), "counts": counts, "failed_tests": failed, "exit_code": code, "output": str(output)}
+    yield cell if code is not None else {**cell, "failed": f"not finished after {limit_s:.0f} s; see {output}"}
+
+
+def _run_tests(words: list[str], limit_s: float, output: Path) -> int | None:
+    """pytest's exit code, or None at the time limit. Its processes end with this call, however that ends."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as file:
+        command = [sys.executable, "-m", "pytest", *words]
+        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=file, stderr=file, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def describe_tests(cell: Mapping[str, Any]) -> tuple[str, str]:
@@ -184,26 +210,47 @@ def describe_loss(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def training(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
-    """A step of `tost train`, and its kernels."""
+    """A step of `tost train` of T layers, and its kernels."""
     for tokens in config.lengths.training:
         settings, rows = _model(config, max_positions=tokens), max(1, config.lengths.batch_tokens // tokens)
-        engine = engine_of(settings, device, bfloat16=device == "cuda")
-        windows = torch.randint(settings.vocab_size, (rows, tokens + 1), device=engine.mesh.device)
+        windows = torch.randint(settings.vocab_size, (rows, tokens + 1), device=device)
         batch = MicroBatch(windows[:, :-1], windows[:, 1:])
-        step = partial(train_step, engine, [batch], tile(engine.mesh, tokens), OptimConfig().lr)
-        seconds, peak = measured(step, device)
-        kernels = kernels_of(step, device)
-        flops = flops_per_token(settings, tokens).total * rows * tokens
-        case = f"{rows} × {tokens:,} tokens, {'DeepSpeed' if uses_deepspeed(engine) else 'plain loop'}"
-        yield {
-            "case": case, "seconds": seconds, "tokens": rows * tokens, "peak_bytes": peak,
-            "mfu": _of_peak(flops / seconds, device), **in_all(kernels),
-        }  # fmt: skip
-        for name, busy, count in kernels[:TOP_KERNELS]:
-            case = f"{tokens:,} tokens: {name if len(name) < 100 else f'{name[:48]}…{name[-48:]}'}"
-            yield {"case": case, "kernel": name, "kernel_seconds": busy, "calls": count, "step": seconds}
-        del engine, step
+        yield from _training_steps(f"{rows} × {tokens:,} tokens", settings, [batch], tokens, device)
         free_memory(device)
+
+
+def packed_training(
+    config: GpuBenchmarkConfig, device: str, deadline: float, prepare: Callable[[TostLM], object] = lambda model: None
+) -> Cells:
+    """A step of configs/pretrain/owt_hybrid_base.toml on one GPU, each with other documents."""
+    tokens, pattern = min(config.lengths.training), PRESETS["hybrid-base"]["pattern"]
+    layers = -(-config.shape.layers // len(pattern)) * len(pattern)
+    shape = {"preset": "hybrid-base", **config.shape.model_dump(), "layers": layers}
+    settings = validate(ModelConfig, shape, "benchmarks.gpu")
+    batches = packed_batches(PACKED_BATCHES, PACKED_SAMPLES, tokens, settings.vocab_size, device)
+    documents = mean(len(batch.cu_seqlens) - 1 for batch in batches if batch.cu_seqlens is not None)
+    case = f"hybrid-base, {PACKED_SAMPLES} × {tokens:,} tokens, {documents:.0f} documents"
+    yield from _training_steps(case, settings, batches, tokens, device, prepare)
+
+
+def _training_steps(
+    case: str, settings: ModelConfig, batches: Sequence[MicroBatch], tokens: int, device: str,
+    prepare: Callable[[TostLM], object] = lambda model: None,
+) -> Cells:  # fmt: skip
+    """Steps of one micro-batch each, in turns; `tokens` are those of a sequence."""
+    engine = engine_of(settings, device, bfloat16=device == "cuda", prepare=prepare)
+    count, turn, tiling = batches[0].tokens.numel(), cycle(batches), tile(engine.mesh, batches[0].tokens.shape[1])
+    step = lambda: train_step(engine, [next(turn)], tiling, OptimConfig().lr)
+    seconds, peak = measured(step, device)
+    kernels = kernels_of(step, device)
+    flops = flops_per_token(settings, tokens).total * count
+    yield {
+        "case": f"{case}, {'DeepSpeed' if uses_deepspeed(engine) else 'plain loop'}", "seconds": seconds,
+        "tokens": count, "peak_bytes": peak, "mfu": _of_peak(flops / seconds, device), **in_all(kernels),
+    }  # fmt: skip
+    for name, busy, calls in kernels[:TOP_KERNELS]:
+        short = name if len(name) < 100 else f"{name[:48]}…{name[-48:]}"
+        yield {"case": f"{case}: {short}", "kernel": name, "kernel_seconds": busy, "calls": calls, "step": seconds}
 
 
 def describe_training(cell: Mapping[str, Any]) -> tuple[str, str]:
@@ -272,10 +319,13 @@ def describe_decoding(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 MEASUREMENTS: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], tuple[str, str]]]] = {
     "device": (device_rates, describe_rate),
+    "softmax layer": (softmax_layer, describe_softmax),
     "operator": (operator, describe_operator),
+    "packed training step": (packed_training, describe_training),
+    "compiled training step": (partial(packed_training, prepare=compile_blocks), describe_training),
     "operator tests": (operator_tests, describe_tests),
-    "loss": (loss, describe_loss),
     "training step": (training, describe_training),
+    "loss": (loss, describe_loss),
     "bfloat16 against float32": (precision, describe_precision),
     "tile by tile": (tiled, describe_tiled),
     "decoding": (decoding, describe_decoding),
@@ -307,8 +357,10 @@ def in_all(kernels: list[tuple[str, float, int]]) -> dict[str, Any]:
 
 
 def measured(call: Callable[[], object], device: str) -> tuple[float, int]:
-    """Median seconds of a call, and its peak memory beyond what was held before; a slow call runs once."""
-    seconds, peak = once(call, device)  # compiles
+    """Median seconds of a call, and its peak memory beyond what was held before; a slow call runs twice."""
+    seconds, peak = once(call, device)
+    if seconds >= SLOW_CALL_S:  # perhaps it has compiled
+        seconds, peak = once(call, device)
     if seconds < SLOW_CALL_S:
         seconds, peak = median_seconds(call, device), peak_extra_bytes(call, device)
     return seconds, peak

@@ -117,7 +117,7 @@ def prepared(
     elif rival == SLOTS:
         layer = ModelConfig(layers=1, heads=heads, width=heads * channels)
         inputs = [make(batch, tokens, heads, size) for size in (layer.slot_channels, layer.slots, layer.slots)]
-        inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(inputs[0]).exp()]
+        inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(device).exp()]
     else:
         # Initial values of temp and bias in a model.
         w = make(batch, tokens, heads, channels)

@@ -1,24 +1,35 @@
-"""Micro-batches of packed documents on a GPU, where each wait is an error."""
+"""Where training on a GPU waits: micro-batches of packed documents nowhere, and a step not in DeepSpeed."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.engine import engine_of
 from tost_lm.config import validate
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.training.tiled import tiled_loss
+from tost_lm.parallel.mesh import stop_world
+from tost_lm.training.step import train_step
+from tost_lm.training.tiled import tile, tiled_loss
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-T, VOCAB = 512, 64
+T, VOCAB, DEVICE = 512, 64, "cuda"
+
+
+def settings() -> ModelConfig:
+    shape = {"layers": 3, "heads": 4, "width": 64, "vocab_size": VOCAB, "max_positions": T}
+    return validate(ModelConfig, {"pattern": "TSA", "window": 40, **shape}, "test")
 
 
 @pytest.mark.parametrize("tile_tokens", [None, 200])
 def test_packed_documents_wait_for_nothing(tile_tokens: int | None):
-    shape = {"layers": 3, "heads": 4, "width": 64, "vocab_size": VOCAB, "max_positions": T}
-    model = TostLM(validate(ModelConfig, {"pattern": "TSA", "window": 40, **shape}, "test")).cuda()
-    tokens = torch.randint(VOCAB, (1, T), device="cuda")
+    model = TostLM(settings()).to(DEVICE)
+    tokens = torch.randint(VOCAB, (1, T), device=DEVICE)
 
     def step(*ends: int) -> None:
         cu_seqlens = torch.tensor([0, *ends, T], dtype=torch.int32)
@@ -34,3 +45,27 @@ def test_packed_documents_wait_for_nothing(tile_tokens: int | None):
         step(7, 33, 250, 402)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    pytest.importorskip("deepspeed")
+    yield engine_of(settings(), DEVICE, bfloat16=request.param)
+    stop_world()
+
+
+@pytest.mark.parametrize("throughput_timer", [False, True])
+def test_only_its_throughput_timer_lets_deepspeed_synchronize(
+    engine: Any, throughput_timer: bool, monkeypatch: pytest.MonkeyPatch
+):
+    from deepspeed.accelerator import get_accelerator
+
+    synchronized: list[None] = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *device: synchronized.append(None))
+    assert not engine.tput_timer.config.enabled
+    monkeypatch.setattr(engine.tput_timer.config, "enabled", throughput_timer)
+    tokens = torch.randint(VOCAB, (2, T), device=DEVICE)
+    for _ in range(3):  # the timer starts with the third step
+        synchronized.clear()
+        train_step(engine, [MicroBatch(tokens, tokens)], tile(engine.mesh, T), 1e-3)
+    assert bool(synchronized) == throughput_timer

@@ -1,5 +1,5 @@
-"""Where a training step waits for the device: each place where Python reads a value of a tensor, or copies one from the
-host's memory."""
+"""Where a training step waits for the device: each place where Python reads a value of a tensor, copies one from the
+host's memory, or DeepSpeed synchronizes the device."""
 
 import traceback
 from collections import Counter
@@ -107,7 +107,9 @@ def copies_recorded(record: Callable[[], None]) -> Iterator[None]:
 
 
 def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> dict[str, int]:
-    """How often a step waits in each place, after a step with another batch."""
+    """How often a step waits in each place, after two steps with other batches."""
+    from deepspeed.accelerator import get_accelerator
+
     places: Counter[str] = Counter()
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
 
@@ -123,9 +125,11 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
         here = Batch(tokens[..., columns], labels[..., columns], ends)
         train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3)
 
-    step(0)
-    with Reads(record), copies_recorded(record):
-        step(1)
+    for number in range(2):  # DeepSpeed's throughput timer starts with the third step
+        step(number)
+    with pytest.MonkeyPatch.context() as patch, Reads(record), copies_recorded(record):
+        patch.setattr(get_accelerator(), "synchronize", record)
+        step(2)
     return dict(places)
 
 
@@ -170,6 +174,17 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
         for waits in of_rank:
             assert waits == {"step.py:train_step": 1, **of_the_norm}
+
+
+def waits_with_the_throughput_timer() -> dict[str, int]:
+    engine = build_engine(ParallelConfig(), "adamw")
+    engine.tput_timer.config.enabled = True
+    return waits_of_a_step(engine, tile(engine.mesh, T), rows)
+
+
+def test_synchronizations_by_deepspeed_are_recorded():
+    (waits,) = run_on_ranks(waits_with_the_throughput_timer, 1)
+    assert waits == {"step.py:train_step": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
 
 
 class _CopiesBackward(torch.autograd.Function):

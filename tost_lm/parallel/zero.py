@@ -84,6 +84,7 @@ def build_engine(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device in each micro-batch
     }
     mpu = deepspeed_mpu(mesh) if mesh.tensor.group is not None else None
     with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer

@@ -1,4 +1,7 @@
-"""Causal attention in blocks against the formula with a whole mask, in float64, with gradients."""
+"""Causal attention in blocks against the formula with a whole mask, in float64, with gradients; and its backends."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +48,13 @@ def test_more_earlier_tokens_than_leading_keys_count_as_all():
     q, k, v = drawn(2, 3, 8)
     ours = causal_attention(q, k, v, window=6, before_B=torch.tensor([70, 5]))
     assert_close(ours, by_formula(q, k, v, 6, None), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("model", ["Encoder", "TostLM", "TostVision"])
+def test_no_model_runs_cudnn_attention(model: str):
+    program = f"import torch; from tost_lm.model import {model}; print(torch.backends.cuda.cudnn_sdp_enabled())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 class LargestTensor(TorchDispatchMode):
