@@ -15,7 +15,7 @@ from tost_lm.config import validate
 from tost_lm.data import DataPrepConfig
 from tost_lm.data.build import build_shards
 from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
-from tost_lm.data.shard_format import FORMAT, MANIFEST, dtype_for, index_bytes
+from tost_lm.data.shard_format import FORMAT, HASH_BLOCK_BYTES, MANIFEST, block_hashes, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
 from tost_lm.data.tokenizers import (
@@ -175,8 +175,8 @@ def _encode_all(tokenizer_file: Path, texts: list[str], barrier: Any, seconds: A
 
 
 def synthetic_shards(folder: Path, tokens: int, mean_length: int, filled: bool) -> Shards:
-    """A shard folder of random ids in documents of log-normal lengths; if not `filled`, tokens are 0 in a sparse file
-    and are not hashed."""
+    """A shard folder of random ids in documents of log-normal lengths; if not `filled`, tokens are 0 in a sparse
+    file."""
     draws = np.random.default_rng(0)
     sigma = 1.0
     count = tokens // mean_length
@@ -191,12 +191,16 @@ def synthetic_shards(folder: Path, tokens: int, mean_length: int, filled: bool) 
     path = folder / "train_00000.bin"
     if filled:
         draws.integers(2, tokenizer.vocab_size, total, dtype=np.uint16).tofile(path)
+        hashes = list(block_hashes(path))
     else:
         with path.open("wb") as file:
             file.truncate(2 * total)
+        whole, rest = divmod(2 * total, HASH_BLOCK_BYTES)
+        hashes = [xxhash.xxh3_128_hexdigest(bytes(HASH_BLOCK_BYTES))] * whole
+        hashes += [xxhash.xxh3_128_hexdigest(bytes(rest))] if rest else []
     empty = {"documents": 0, "tokens": 0, "bytes": 0, "shards": []}
     counts = {"documents": count, "tokens": total, "bytes": 4 * total}
-    shard = {"name": "train_00000", **counts, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), "bin_xxh3": []}
+    shard = {"name": "train_00000", **counts, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), "bin_xxh3": hashes}
     manifest = {
         "format": FORMAT, "tool_version": VERSION, "source": "synthetic", "source_fingerprint": "", "settings": {},
         "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},

@@ -2,6 +2,24 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text with control characters (except those in `keep`) and lone surrogates escaped."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+SHOWN = 100  # characters of a path in a file
+
+
+def first_problem(error: "ValidationError") -> str:
+    """The first problem of a file that pydantic refuses, `path.to.field: problem`, in one line."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return printable(": ".join([".".join(map(str, problem["loc"]))[:SHOWN], problem["msg"]]).removeprefix(": "))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -38,6 +38,12 @@ def manifest_bytes(manifest: dict[str, Any]) -> bytes:
     return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
 
 
+def manifest_content(data: bytes) -> bytes | None:
+    """The JSON of a manifest without its hash, from the bytes of `manifest_bytes`; None: the hash is another."""
+    body, _, end = data.rpartition(b',\n "xxh3": "')
+    return body + b"\n}" if end == f'{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode() else None
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader sees either the old bytes or all new ones."""
     with atomic_writer(path) as file:

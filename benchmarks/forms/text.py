@@ -28,7 +28,7 @@ BINS = (8, 32, 64, 128, 256, 512)
 
 def split_tokens(shards: Path, split: str) -> np.ndarray:
     """All tokens of a split, documents one after another."""
-    return np.concatenate([np.asarray(part) for part in Shards.open(shards).token_arrays(split)])
+    return np.concatenate([part[:] for part in Shards.open(shards).token_arrays(split)])
 
 
 def train(model: FormLM, tokens: np.ndarray, optim: OptimConfig, steps: int, batch: int, T: int, seed: int) -> Any:

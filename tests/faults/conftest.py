@@ -55,7 +55,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = {
         "corpus": {"source": str(folder / "*.txt"), "valid_fraction": 0.1},
         "tokenizer": {"path": str(folder / "tokenizer.model"), "vocab_size": 384},
-        "shards": {"folder": str(folder / "shards"), "workers": 1},
+        "shards": {"folder": str(folder / "shards"), "workers": 1, "shard_tokens": 500},
     }
     config = validate(DataPrepConfig, tree, "test")
     with contextlib.redirect_stdout(io.StringIO()):

@@ -15,11 +15,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from tost_lm.config import Section, validate
-from tost_lm.errors import CheckpointError, TrainingError
-from tost_lm.files import flush, make_temp_folder, manifest_bytes, publish_folder, remove_temp_folder, xxh3_file
+from tost_lm.errors import CheckpointError, TrainingError, first_problem
+from tost_lm.files import (
+    flush,
+    make_temp_folder,
+    manifest_bytes,
+    manifest_content,
+    publish_folder,
+    remove_temp_folder,
+    xxh3_file,
+)
 from tost_lm.model.config import ModelConfig, VisionConfig
 
 if TYPE_CHECKING:
@@ -45,7 +55,21 @@ CLASSES = "classes"
 """The setting that all classifiers have, and language models lack."""
 
 FileEntry = dict[str, Any]
-"""A file in the manifest: {"bytes": its size, "xxh3": its XXH3-128 in hex}."""
+"""A file in the manifest, as `_File`."""
+
+
+class _File(Section):
+    """Size and XXH3-128 in hex."""
+
+    bytes: int = Field(ge=0, lt=1 << 63)
+    xxh3: str = Field(pattern="^[0-9a-f]{32}$")
+
+
+class _Manifest(Section):
+    """The content of manifest.json without its own hash."""
+
+    format: Literal["tost_lm.checkpoint.v2"]
+    files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], _File]
 
 
 class TokenizerFile(Protocol):
@@ -57,6 +81,7 @@ class TokenizerFile(Protocol):
     def model_bytes(self) -> bytes: ...
 
 
+@with_config(ConfigDict(extra="forbid", strict=True))
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run after a step, the same on every rank; training.json of a checkpoint."""
@@ -87,10 +112,8 @@ class Progress:
         """Read training.json of a checkpoint folder. Raises CheckpointError when another version wrote it."""
         path = folder / PROGRESS
         try:
-            fields = json.loads(path.read_text())
-            fields["recent"] = tuple(tuple(pair) for pair in fields["recent"])
-            return cls(**fields)
-        except (OSError, ValueError, KeyError, TypeError):
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValidationError):
             raise CheckpointError(f"{path}: written by another version; start a run under another run.name") from None
 
     def require_finite_validation(self, steps: int, run_folder: Path) -> None:
@@ -109,9 +132,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: a classifier, not a language model; give the folder of a language model")
     path = folder / MODEL
     if path.is_file():
-        return validate(ModelConfig, json.loads(path.read_text()), where=str(path))
+        return validate(ModelConfig, _read_object(path), where=str(path))
     path = folder / HUGGING_FACE_MODEL
-    tree = json.loads(path.read_text())
+    tree = _read_object(path)
     return validate(ModelConfig, {name: tree[name] for name in ModelConfig.model_fields if name in tree}, str(path))
 
 
@@ -120,13 +143,21 @@ def read_vision_config(folder: Path) -> VisionConfig:
     if not is_classifier(folder):
         raise CheckpointError(f"{folder}: a language model, not an image classifier; give the folder of a classifier")
     path = folder / MODEL
-    return validate(VisionConfig, json.loads(path.read_text()), where=str(path))
+    return validate(VisionConfig, _read_object(path), where=str(path))
 
 
 def is_classifier(folder: Path) -> bool:
     """Whether the model of a checkpoint folder is a classifier, which has no tokenizer."""
     path = folder / MODEL
-    return path.is_file() and CLASSES in json.loads(path.read_text())
+    return path.is_file() and CLASSES in _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError if it has none."""
+    try:
+        return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        raise CheckpointError(f"{path}: missing, or not a JSON object; {REPLACE}") from None
 
 
 class StoredTensors(Mapping[str, "Tensor"]):
@@ -266,19 +297,15 @@ def shard_entries(folder: Path, kind: Literal["model", "optimizer"]) -> dict[str
 
 
 def read_entries(folder: Path) -> dict[str, FileEntry]:
-    """The files in a checkpoint's manifest. Raises CheckpointError if the manifest is missing or damaged."""
+    """The files in a checkpoint's manifest. Raises CheckpointError if the manifest is missing, damaged or another."""
+    path = folder / MANIFEST
     try:
-        data = (folder / MANIFEST).read_bytes()
+        content = manifest_content(path.read_bytes())
     except OSError:
         raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}; {GIVE}") from None
+    if content is None:
+        raise CheckpointError(f"{path}: damaged, its hash differs from its content; {REPLACE}")
     try:
-        manifest = json.loads(data)
-        found = manifest["format"]
-        manifest.pop("xxh3", None)
-    except (ValueError, KeyError, TypeError):
-        manifest = found = None
-    if found != FORMAT and str(found).startswith("tost_lm.checkpoint."):
-        raise CheckpointError(f"{folder / MANIFEST}: format {found} instead of {FORMAT}; use the version that wrote it")
-    if manifest is None or manifest_bytes(manifest) != data:
-        raise CheckpointError(f"{folder / MANIFEST}: damaged, its hash differs from its content; {REPLACE}")
-    return manifest["files"]
+        return _Manifest.model_validate_json(content).model_dump()["files"]
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: not {FORMAT} ({first_problem(error)}); {GIVE}") from None

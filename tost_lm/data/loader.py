@@ -190,7 +190,8 @@ class TrainingBatches:
                     "lower it or add documents"
                 )
         padding = np.full(seq_len, corpora.eot)
-        self._tokens = Concatenation([*chain(*shards_of), padding])
+        self._token_shards = [*chain(*shards_of)]
+        self._tokens = Concatenation([*self._token_shards, padding])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
         self._mixture = Mixture(corpora.weights, seed)
         self._samples: list[Samples] = [
@@ -219,8 +220,13 @@ class TrainingBatches:
         batches._shard = shard
         return batches
 
+    def check_sizes(self) -> None:
+        """Raises DataError if a shard is missing or has another size than in its manifest."""
+        for shard in self._token_shards:
+            shard.check_size()
+
     def __getitem__(self, step: int) -> Batch:
-        """Raises IndexError for steps before the first."""
+        """Raises IndexError for steps before the first, DataError as `TokenShard`."""
         import numpy as np
 
         if step < 0:

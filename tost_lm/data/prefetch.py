@@ -63,10 +63,10 @@ def prefetched(
     Use it in the main thread, around the training that consumes the batches. The workers have ended on exit.
 
     Raises:
-        DataError: a worker died, at whatever point of the training.
+        DataError: a shard is damaged, or a worker died, at whatever point of the training.
     """
     loader = DataLoader(
-        batches,  # pyright: ignore[reportArgumentType]
+        _Reader(batches),  # pyright: ignore[reportArgumentType]
         batch_size=None,
         sampler=steps,
         num_workers=workers,
@@ -88,6 +88,7 @@ def prefetched(
     except RuntimeError as error:
         if WORKER_DIED not in str(error):
             raise
+        batches.check_sizes()  # a worker that reads a map after the end of its file is ended by SIGBUS
         line = str(error).strip().splitlines()[0].strip(" .")
         lost = DataError(
             f"data.workers: {line}, on {socket.gethostname()}; run the same command to resume from the newest "
@@ -108,7 +109,22 @@ def _each_step(steps: range, iterator: Any, device: torch.device) -> Iterator[tu
                     if not worker.is_alive():
                         raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None
                 raise
+        if isinstance(batch, DataError):
+            raise batch
         yield step, micro_batches(batch, device)
+
+
+class _Reader:
+    """The batches, or the DataError in place of one: torch would add a worker's traceback to its line."""
+
+    def __init__(self, batches: TrainingBatches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> Batch | DataError:
+        try:
+            return self._batches[step]
+        except DataError as error:
+            return error
 
 
 def _start_iterator(loader: DataLoader) -> Any:

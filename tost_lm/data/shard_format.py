@@ -8,57 +8,61 @@ commit flushes the files and returns their sizes, and to resume, the files are t
 builder cannot reopen a shard, so this module writes the index; a test reads it with megatron-core.
 """
 
-import json
 import os
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from tost_lm.config import Section
-from tost_lm.errors import DataError
-from tost_lm.files import manifest_bytes
+from tost_lm.errors import DataError, first_problem
+from tost_lm.files import manifest_content
 
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = "tost_lm.shards.v2"
+FORMAT = "tost_lm.shards.v3"
 MANIFEST = "manifest.json"
 BAD_ROWS = "bad_rows.jsonl"
 SPLITS = ("train", "valid", "test")
-HASH_BLOCK_BYTES = 1 << 24
+HASH_BLOCK_BYTES = 1 << 20
+"""Read whole when one of its tokens is first used, so it is small: a sample may be a few kB of it."""
 AGAIN = "rebuild the shards with tost prepare shards"
 
 # Magic, version 1, NumPy type code, number of sequences, entries of the document index (documents + 1).
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 DTYPE_CODES = {"int32": 4, "uint16": 8}
+ITEM_BYTES = {"int32": 4, "uint16": 2}
+
+Count = Annotated[int, Field(ge=0, lt=1 << 48)]
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class ShardEntry(Section):
     """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8.
 
-    Hashes are XXH3-128 in hex, of the whole .idx and of each 16 MiB of the .bin.
+    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the .bin.
     """
 
-    name: str
-    documents: int
-    tokens: int
-    bytes: int
-    idx_xxh3: str
-    bin_xxh3: list[str]
+    name: str = Field(pattern=rf"^({'|'.join(SPLITS)})_[0-9]{{5,}}$")
+    documents: Count = Field(gt=0)
+    tokens: Count = Field(gt=0)
+    bytes: Count
+    idx_xxh3: Hash
+    bin_xxh3: list[Hash]
 
 
 class SplitEntry(Section):
     """One split: totals and its shards in reading order."""
 
-    documents: int
-    tokens: int
-    bytes: int
+    documents: Count
+    tokens: Count
+    bytes: Count
     shards: list[ShardEntry]
 
 
@@ -73,23 +77,23 @@ class SplitsEntry(Section):
 class RowsEntry(Section):
     """Numbers of rows: read from the corpus; unreadable (`bad`); excluded by their length (`left_out`)."""
 
-    read: int
-    bad: int
-    left_out: int
+    read: Count
+    bad: Count
+    left_out: Count
 
 
 class TokenizerEntry(Section):
     """The tokenizer that made the tokens."""
 
     sha256: str
-    vocab_size: int
-    eot: int
+    vocab_size: int = Field(gt=0, lt=1 << 31)
+    eot: int = Field(ge=0)
 
 
 class Manifest(Section):
     """The content of manifest.json without its own hash."""
 
-    format: Literal["tost_lm.shards.v2"]
+    format: Literal["tost_lm.shards.v3"]
     tool_version: str
     source: str
     source_fingerprint: str
@@ -98,6 +102,16 @@ class Manifest(Section):
     dtype: Literal["uint16", "int32"]
     rows: RowsEntry
     splits: SplitsEntry
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "Manifest":
+        if self.tokenizer.eot >= self.tokenizer.vocab_size:
+            raise ValueError("tokenizer.eot is not in the vocabulary")
+        for split in SPLITS:
+            for shard in getattr(self.splits, split).shards:
+                if len(shard.bin_xxh3) != -(-shard.tokens * ITEM_BYTES[self.dtype] // HASH_BLOCK_BYTES):
+                    raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
+        return self
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -111,19 +125,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError:
         raise DataError(f"{folder}: not a shard folder; build one with tost prepare shards") from None
-    try:
-        tree = json.loads(data)
-        tree.pop("xxh3")
-        manifest = Manifest.model_validate_json(json.dumps(tree)).model_dump()
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise DataError(f"{path}: damaged or not {FORMAT} ({where}: {problem['msg']}); {AGAIN}") from None
-    except (ValueError, KeyError, AttributeError):
-        raise DataError(f"{path}: damaged or not {FORMAT}; {AGAIN}") from None
-    if manifest_bytes(manifest) != data:
+    content = manifest_content(data)
+    if content is None:
         raise DataError(f"{path}: damaged, its content does not match its hash; {AGAIN}")
-    return manifest
+    try:
+        return Manifest.model_validate_json(content).model_dump()
+    except ValidationError as error:
+        raise DataError(f"{path}: not {FORMAT} ({first_problem(error)}); {AGAIN}") from None
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
@@ -132,7 +140,7 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
 
 
 def block_hashes(path: Path) -> Iterator[str]:
-    """XXH3-128 of each 16 MiB of a file."""
+    """XXH3-128 of each block of a file, in hex."""
     with path.open("rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
             yield xxhash.xxh3_128_hexdigest(block)
@@ -154,14 +162,21 @@ def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
     return header + lengths.astype(np.int32).tobytes() + offsets.astype(np.int64).tobytes() + documents.tobytes()
 
 
-def read_lengths(path: Path, documents: int, xxh3: str) -> "np.ndarray":
-    """Tokens of each document, int32 [documents], from an .idx file. Raises DataError if its hash differs."""
+def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
+    """Tokens of each document, int32 [documents], from the .idx file of a shard's manifest entry.
+
+    Raises:
+        DataError: its hash differs, or the lengths are not those of the shard's tokens.
+    """
     import numpy as np
 
     data = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(data) != xxh3:
+    if xxhash.xxh3_128_hexdigest(data) != entry["idx_xxh3"]:
         raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
-    return np.frombuffer(data, np.int32, documents, INDEX_HEADER.size).copy()  # frees the rest of the file
+    lengths = np.frombuffer(data, np.int32, entry["documents"], INDEX_HEADER.size).copy()  # frees the rest of the file
+    if lengths.min() < 1 or lengths.sum(dtype=np.int64) != entry["tokens"]:
+        raise DataError(f"{path}: its lengths are not those of {entry['tokens']:,} tokens; {AGAIN}")
+    return lengths
 
 
 FRESH: dict[str, Any] = {"closed": [], "open": None}

@@ -1,16 +1,17 @@
-"""Reads a shard folder with NumPy; tokens are memory-mapped."""
+"""Reads a shard folder with NumPy; tokens are memory-mapped and checked on first use."""
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import xxhash
+
 from tost_lm.data.shard_format import (
     AGAIN,
     BAD_ROWS,
     HASH_BLOCK_BYTES,
     SPLITS,
-    block_hashes,
     index_size,
     read_lengths,
     read_manifest,
@@ -60,20 +61,13 @@ class Shards:
         """The full check of the named splits (default: all): read every byte and compare the hashes.
 
         Raises:
-            DataError: a hash differs; names the file and, for a .bin, the byte range.
+            DataError: a hash differs, or as `TokenShard`.
         """
         for split in splits or SPLITS:
             for entry in self.entries(split):
                 self._lengths(entry)
-                path = self.folder / f"{entry['name']}.bin"
-                for number, (found, hashed) in enumerate(zip(block_hashes(path), entry["bin_xxh3"], strict=True)):
-                    if found != hashed:
-                        start = number * HASH_BLOCK_BYTES
-                        end = min(start + HASH_BLOCK_BYTES, path.stat().st_size)
-                        raise DataError(
-                            f"{path}: damaged between bytes {start:,} and {end:,}, their hash differs from the "
-                            f"manifest; {AGAIN}"
-                        )
+            for shard in self.token_arrays(split):
+                shard[:]
         self._check_tokenizer()
 
     def tokenizer(self) -> Tokenizer:
@@ -84,12 +78,11 @@ class Shards:
         """The manifest entries of the shards of a split, in reading order."""
         return self.manifest["splits"][split]["shards"]
 
-    def token_arrays(self, split: str) -> "list[np.memmap]":
-        """The tokens of each shard as a read-only memory map [tokens] of the manifest's dtype."""
-        import numpy as np
-
-        paths = [self.folder / f"{entry['name']}.bin" for entry in self.entries(split)]
-        return [np.memmap(path, dtype=self.manifest["dtype"], mode="r") for path in paths]
+    def token_arrays(self, split: str) -> "list[TokenShard]":
+        """The tokens of each shard [tokens], of the manifest's dtype."""
+        return [
+            TokenShard(self.folder, entry, self.manifest["dtype"], self.vocab_size) for entry in self.entries(split)
+        ]
 
     def lengths(self, split: str) -> "list[np.ndarray]":
         """Tokens of each document of each shard, including its end-of-text id, int32 [documents].
@@ -103,7 +96,7 @@ class Shards:
         """The tokens [n] of each document from number `first`, without the end-of-text id.
 
         Raises:
-            DataError: a damaged .idx file.
+            DataError: a damaged .idx file, or as `TokenShard`.
         """
         import numpy as np
 
@@ -120,7 +113,7 @@ class Shards:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def _lengths(self, entry: dict[str, Any]) -> "np.ndarray":
-        return read_lengths(self.folder / f"{entry['name']}.idx", entry["documents"], entry["idx_xxh3"])
+        return read_lengths(self.folder / f"{entry['name']}.idx", entry)
 
     def _check_tokenizer(self) -> None:
         path = find_tokenizer(self.folder)
@@ -135,13 +128,67 @@ def _check_size(path: Path, size: int) -> None:
         raise DataError(f"{path}: damaged, {path.stat().st_size} bytes instead of {size}; {AGAIN}")
 
 
-class Concatenation:
-    """Concatenated arrays [n]; only `read` copies."""
+class TokenShard:
+    """The tokens of one shard [tokens], memory-mapped. Slices are read-only views.
 
-    def __init__(self, arrays: "Sequence[np.ndarray]") -> None:
+    A block is checked once, before its first use: against its hash, and its ids against the vocabulary. Later changes
+    of the block are not seen. A forked process does not know what its parent checks afterwards.
+    """
+
+    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
+        """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
         import numpy as np
 
-        self._arrays = [np.asarray(array) for array in arrays]  # slicing an np.memmap takes 2 µs
+        self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
+        self._bytes, self._vocab_size = self._tokens * np.dtype(dtype).itemsize, vocab_size
+        self.check_size()
+        # A slice of an np.memmap takes 2 µs.
+        self._array = np.asarray(np.memmap(self._path, dtype, "r"))
+        self._block_tokens = HASH_BLOCK_BYTES // self._array.itemsize
+        self._checked = bytearray(len(self._hashes))
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def __getitem__(self, wanted: slice) -> "np.ndarray":
+        """Raises DataError if a block of these tokens is damaged; names the file and the byte range."""
+        start, stop, _ = wanted.indices(self._tokens)
+        first, end = start // self._block_tokens, -(-stop // self._block_tokens)
+        while (block := self._checked.find(0, first, end)) >= 0:
+            self._check(block)
+        return self._array[start:stop]
+
+    def check_size(self) -> None:
+        """Raises DataError if the file is missing or has another size than in the manifest."""
+        _check_size(self._path, self._bytes)
+
+    def _check(self, block: int) -> None:
+        self.check_size()  # the kernel ends a process that reads a map after the end of its file
+        first = block * self._block_tokens
+        tokens = self._array[first : first + self._block_tokens]
+        start = first * tokens.itemsize
+        if xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
+            raise DataError(
+                f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs from "
+                f"the manifest; {AGAIN}"
+            )
+        unsigned = tokens.view(f"u{tokens.itemsize}")
+        if unsigned.max() >= self._vocab_size:
+            place = int(unsigned.argmax())
+            raise DataError(
+                f"{self._path}: token id {tokens[place]} at byte {start + place * tokens.itemsize:,} is not in the "
+                f"vocabulary of {self._vocab_size:,}; {AGAIN}"
+            )
+        self._checked[block] = 1
+
+
+class Concatenation:
+    """Concatenated arrays or shards [n]; only `read` copies."""
+
+    def __init__(self, arrays: "Sequence[np.ndarray | TokenShard]") -> None:
+        import numpy as np
+
+        self._arrays = arrays
         self._ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self) -> int:
@@ -186,7 +233,7 @@ def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
 
 
 def token_counts(shards: Shards, split: str) -> "np.ndarray":
-    """Occurrences of each token id, int64 [vocab_size]."""
+    """Occurrences of each token id, int64 [vocab_size]. Raises DataError as `TokenShard`."""
     import numpy as np
 
     counts = np.zeros(shards.vocab_size, np.int64)

@@ -23,6 +23,12 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(damaged)
     try:
         with zipfile.ZipFile(path) as archive:
+            content, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
+            if content > size:  # torch.save does not compress
+                raise CheckpointError(
+                    f"{path}: refused: its content is {content:,} bytes, more than the file's {size:,}, so torch.save "
+                    "did not write it; give another file"
+                )
             bad_file = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{damaged} ({error})") from None

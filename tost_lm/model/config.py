@@ -54,6 +54,10 @@ Preset = Literal[
 ]  # fmt: skip
 
 
+MAX_LAYERS = 10_000
+"""Far above any model; a larger number is a mistake that would take minutes of building."""
+
+
 def check_blocks(layers: int, heads: int, width: int, pattern: str) -> None:
     """Raises ValueError if heads cannot share the channels, or layers are not whole patterns."""
     if width % heads:
@@ -72,7 +76,7 @@ class ModelConfig(Section):
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
     """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention, G gated linear attention. With SSSA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
-    layers: int = Field(gt=0)
+    layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
     """Number of heads of the mixer; must divide model.width."""
@@ -235,7 +239,7 @@ class EncoderConfig(Section):
     """Number of classes."""
     pattern: str = "T"
     """Token mixer of each layer, one letter a layer, repeated to fill all layers: T bidirectional token statistics self-attention, S slot memory in both directions, A softmax attention of all tokens of a document, C a short convolution in both directions, N none: each token alone."""
-    layers: int = Field(gt=0)
+    layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
     """Number of heads of the mixer; must divide model.width."""
@@ -318,7 +322,7 @@ class VisionConfig(Section):
     """Sets layers, heads, width and layer_scale to those of a released model. Settings that are given explicitly override the preset."""
     classes: int = Field(default=1000, gt=0)
     """Number of classes."""
-    layers: int = Field(gt=0)
+    layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of TSSA blocks; the two class-attention blocks follow them."""
     heads: int = Field(gt=0)
     """Number of heads of the mixer; must divide model.width."""

@@ -231,8 +231,8 @@ def find_start_point(
     `verify` raises CheckpointError for a damaged checkpoint, which is skipped with a message to `warn`.
 
     Raises:
-        ConfigError: the folder is not a run folder, its run has other settings (a line for each), or other learning
-            rates so far.
+        ConfigError: the folder is not a run folder, its run has other settings (a line for each), its checkpoint is
+            of a run with other settings, or with other learning rates so far.
         CheckpointError: all checkpoints of the run are damaged, or were trained on other shards.
     With `run.on_config_change = "restart"` only a folder that is not a run folder raises.
     """
@@ -256,13 +256,21 @@ def _checkpoint_of_same_run(
     folder = config.run_folder
     recorded = load_config(PretrainConfig, folder / SETTINGS)
     changed = differences(recorded.what_is_trained(), config.what_is_trained())
-    if {line.partition(":")[0] for line in changed} - MAY_CHANGE:
+    if _not_allowed(changed):
         lines = [f"{folder}: this run has other settings; choose another run.name or undo the change"]
         raise ConfigError("\n".join(lines + changed))
     if not step_folders(folder):
         return None
     checkpoint = find_checkpoint(folder, warn, verify)
     progress = Progress.read(checkpoint)
+    if (checkpoint / SETTINGS).is_file():  # it may have been copied from another run
+        recorded = load_config(PretrainConfig, checkpoint / SETTINGS)
+        changed = differences(recorded.what_is_trained(), config.what_is_trained())
+        if _not_allowed(changed):
+            raise ConfigError(
+                f"{checkpoint}: was saved by a run with other settings ({', '.join(changed)}); delete it, or choose "
+                "another run.name"
+            )
     require_same_rates(recorded, config, progress.step, f"{folder}: {', '.join(changed)}", folder)
     if progress.shards_fingerprint != fingerprint:
         raise CheckpointError(
@@ -270,6 +278,11 @@ def _checkpoint_of_same_run(
             "choose another run.name"
         )
     return checkpoint
+
+
+def _not_allowed(changed: list[str]) -> set[str]:
+    """The changed settings that identify the run."""
+    return {line.partition(":")[0] for line in changed} - MAY_CHANGE
 
 
 def _of_an_ended_first_launch(path: Path) -> bool:

@@ -213,18 +213,22 @@ class _Run:
             if folder.exists() and any(folder.iterdir()):
                 raise ConfigError(f"{folder}: exists and is not a run folder (no {SETTINGS}); choose another run.name")
             return None
-        changed = differences(load_config(VisionTrainConfig, folder / SETTINGS), self._config)
-        if changed := [line for line in changed if not line.startswith(MAY_CHANGE)]:
-            lines = [f"{folder}: this run has other settings; choose another run.name or undo the change", *changed]
-            raise ConfigError("\n".join(lines))
+        self._require_same_settings(folder)
         if not step_folders(folder):
             return None
         checkpoint = find_checkpoint(folder)
+        self._require_same_settings(checkpoint)  # it may have been copied from another run
         if Progress.read(checkpoint).shards_fingerprint != self._images.fingerprint:
             raise DataError(
                 f"{checkpoint}: was trained on other images than {self._images.name}; choose another run.name"
             )
         return checkpoint
+
+    def _require_same_settings(self, folder: Path) -> None:
+        changed = differences(load_config(VisionTrainConfig, folder / SETTINGS), self._config)
+        if changed := [line for line in changed if not line.startswith(MAY_CHANGE)]:
+            lines = [f"{folder}: this run has other settings; choose another run.name or undo the change", *changed]
+            raise ConfigError("\n".join(lines))
 
     def _restore(self, checkpoint: Path) -> int:
         """Set the state of the optimizer; returns the step."""

@@ -4,18 +4,20 @@ import json
 import os
 import random
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 
 import tost_lm
-from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.checkpointing.format import Progress, read_model_config, write_checkpoint
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
-from tost_lm.errors import CheckpointError
+from tost_lm.errors import CheckpointError, TostError
 from tost_lm.model import ModelConfig, TostLM
 
 CONFIG = validate(
@@ -28,10 +30,15 @@ class Tokenizer(NamedTuple):
     model_bytes: bytes
 
 
-def write(folder: Path, seed: int = 0) -> TostLM:
+def write(folder: Path, seed: int = 0, files: Mapping[str, bytes] = {}) -> TostLM:
     torch.manual_seed(seed)
     model = TostLM(CONFIG)
-    write_checkpoint(folder, CONFIG, model.state_dict(), Tokenizer("tokenizer.tiktoken", b"a tokenizer"))
+
+    def write_files(temp: Path) -> None:
+        for name, content in files.items():
+            (temp / name).write_bytes(content)
+
+    write_checkpoint(folder, CONFIG, model.state_dict(), Tokenizer("tokenizer.tiktoken", b"a tokenizer"), write_files)
     return model
 
 
@@ -103,15 +110,54 @@ def test_whoever_may_read_the_folder_may_read_the_weights(tmp_path: Path):
     assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "export").iterdir()} == {"0o640"}
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"format": "tost_lm.checkpoint.v1", "sha256": {}}, r"format: Input should be 'tost_lm\.checkpoint\.v2'"),
+        ([], "Invalid JSON"),
+        ({"files": ["model.safetensors"]}, r"files: Input should be"),
+        ({"files": {"model.safetensors": 7}}, r"files\.model\.safetensors: "),
+        ({"files": {"model.safetensors": {"bytes": -1, "xxh3": "0" * 32}}}, r"model\.safetensors\.bytes"),
+        ({"files": {"model.safetensors": {"bytes": 10**30, "xxh3": "0" * 32}}}, r"model\.safetensors\.bytes"),
+        ({"files": {"model.safetensors": {"bytes": 1}}}, r"model\.safetensors\.xxh3: Field required"),
+        ({"files": {"../model.json": {"bytes": 1, "xxh3": "0" * 32}}}, r"model\.json.*: String should match"),
+        ({"files": {"a\n\u001b[2J": {"bytes": 1, "xxh3": "0" * 32}}}, r"String should match"),
+        (b'{"format": "\xff"', "Invalid JSON"),
+        (b'{"files": ' + b"[" * 100_000, "Invalid JSON: recursion"),
+    ],
+)
+def test_a_crafted_manifest_is_refused_in_one_line(tmp_path: Path, content: Any, problem: str):
+    write(tmp_path / "export")
+    path = tmp_path / "export/manifest.json"
+    if isinstance(content, dict):
+        content = {"format": "tost_lm.checkpoint.v2", **content}
+    body = (content if isinstance(content, bytes) else json.dumps(content).encode()).removesuffix(b"}")
+    path.write_bytes(body + f',\n "xxh3": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode())
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        tost_lm.load(tmp_path / "export")
+    assert str(caught.value).startswith(f"{path}: not tost_lm.checkpoint.v2 (")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff", b'{"layers": ' + b"[" * 100_000, b'{"layers": "two"}'])
+@pytest.mark.parametrize(("name", "read"), [("model.json", read_model_config), ("training.json", Progress.read)])
+def test_crafted_settings_and_progress_are_refused_in_one_line(
+    tmp_path: Path, name: str, read: Callable[[Path], object], content: bytes
+):
+    """Files with the hashes in the manifest."""
+    write(tmp_path / "export", files={name: content})
+    with pytest.raises(TostError) as caught:
+        read(tmp_path / "export")
+    assert name in str(caught.value)
+    assert all(line.isprintable() for line in str(caught.value).splitlines())
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such folder"):
         tost_lm.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"not a checkpoint: it holds no checkpoint"):
         tost_lm.load(tmp_path)
     run = run_folder(tmp_path)
-    (run / "checkpoints/step_00000015/manifest.json").write_text('{"format": "tost_lm.checkpoint.v1", "sha256": {}}')
-    with pytest.raises(CheckpointError, match=r"format tost_lm\.checkpoint\.v1 instead of tost_lm\.checkpoint\.v2"):
-        tost_lm.load(run / "checkpoints/step_00000015")
     for step in (run / "checkpoints").iterdir():
         (step / "model.json").unlink()
     with pytest.raises(CheckpointError, match="none of its checkpoints is valid"):

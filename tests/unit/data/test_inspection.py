@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.data import shards
 from tost_lm.data.shards import Shards, length_histogram, token_counts
-from tost_lm.data.sources.blocks import printable
+from tost_lm.errors import printable
 
 
 def test_buckets_count_every_document_once():
@@ -24,7 +24,7 @@ def test_buckets_count_every_document_once():
 def test_token_counts(built, monkeypatch, chunk):
     monkeypatch.setattr(shards, "COUNTED_TOKENS", chunk)
     opened = Shards.open(built.config.shards.folder)
-    by_hand = Counter(token for tokens in opened.token_arrays("train") for token in tokens.tolist())
+    by_hand = Counter(token for tokens in opened.token_arrays("train") for token in tokens[:].tolist())
     assert token_counts(opened, "train").tolist() == [by_hand[token] for token in range(opened.vocab_size)]
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from builds import TEXTS, Built, prep_config
 
 from tost_lm.data import shard_format, shards
 from tost_lm.data.build import build_shards
-from tost_lm.data.shard_format import SPLITS, dtype_for, index_size
-from tost_lm.data.shards import Shards
+from tost_lm.data.shard_format import SPLITS, dtype_for, index_bytes, index_size
+from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.sources import Splitter
 from tost_lm.errors import DataError
-from tost_lm.files import manifest_bytes
+from tost_lm.files import manifest_bytes, manifest_content
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_the_manifest_has_the_counts_of_the_shards(built):
         assert [int(lengths.sum()) for lengths in opened.lengths(split)] == [len(array) for array in arrays]
         assert entry["tokens"] == sum(map(len, arrays))
         assert entry["bytes"] == sum(len(text.encode()) for text in texts_of(built, split))
-        assert entry["documents"] == sum(int((array == eot).sum()) for array in arrays)
+        assert entry["documents"] == sum(int((array[:] == eot).sum()) for array in arrays)
     assert len(manifest["splits"]["train"]["shards"]) > 2
     for split in SPLITS:
         for entry, lengths in zip(opened.entries(split), opened.lengths(split), strict=True):
@@ -148,6 +149,31 @@ def test_verify_names_the_damaged_byte_range(built, tmp_path, monkeypatch):
     Shards.open(tmp_path / "shards").verify("valid", "test")
 
 
+def test_every_reader_checks_a_block_before_its_first_use(built, tmp_path, monkeypatch):
+    for module in (shard_format, shards):
+        monkeypatch.setattr(module, "HASH_BLOCK_BYTES", 500)
+    build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "shards"), built.tokenizer)
+    path = tmp_path / "shards/train_00000.bin"
+    opened = Shards.open(tmp_path / "shards")
+    tokens, other = opened.token_arrays("train")[0], opened.token_arrays("train")[0]
+    before = tokens[250:500].tolist()
+    data = bytearray(path.read_bytes())
+    data[750] ^= 1
+    path.write_bytes(data)
+    assert tokens[250:500].tolist() != before  # checked before: not seen
+    assert len(tokens[500:]) == len(tokens) - 500
+    assert len(other[:250]) == 250
+    for read in (
+        lambda: other[249:251], lambda: list(opened.documents("train")), lambda: token_counts(opened, "train"),
+        lambda: Concatenation([other]).read(np.array([200]), np.array([100]), np.int32), opened.verify,
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=r"train_00000\.bin: damaged between bytes 500 and 1,000"):
+            read()
+    path.write_bytes(data[:-1])
+    with pytest.raises(DataError, match=rf"train_00000\.bin: damaged, {len(data) - 1} bytes instead of {len(data)}"):
+        _ = other[600:700]
+
+
 @pytest.mark.parametrize("place", [0, 9, 17, 18, 26, 34, -400])
 def test_a_flipped_byte_in_an_index_is_refused_when_read(folder, place):
     path = folder / "train_00000.idx"
@@ -181,22 +207,79 @@ def test_wrong_and_missing_tokenizers_are_refused(folder):
         Shards.open(folder)
 
 
+def content_of(folder: Path) -> bytes:
+    """The JSON of its manifest, without the hash."""
+    content = manifest_content((folder / "manifest.json").read_bytes())
+    assert content
+    return content
+
+
+def with_hash(content: bytes) -> bytes:
+    """A manifest of any content with its correct hash, as a hostile or another writer makes it."""
+    body = content.rstrip().removesuffix(b"}").rstrip()
+    return body + f',\n "xxh3": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("tost_lm.shards.v2", "tost_lm.shards.v3", r"not tost_lm\.shards\.v2 \(format:"),
+        ("tost_lm.shards.v3", "tost_lm.shards.v2", r"not tost_lm\.shards\.v3 \(format: .*rebuild the shards"),
         ('"eot": 1', '"eot": "one"', r"\(tokenizer\.eot:"),
+        ('"eot": 1', '"eot": 300', r"eot is not in the vocabulary"),
         ('"eot"', '"end"', r"\(tokenizer\."),
-        ("}", "", "damaged or not"),
-        ('"source": "', '"source": "x', "does not match its hash"),
+        ('"eot"', '"\\u001b[2J\\n"', r"\(tokenizer\."),
+        ('"vocab_size": 300', f'"vocab_size": {10**30}', r"tokenizer\.vocab_size"),
+        ('"name": "train_00000"', '"name": "../train_00000"', r"shards\.0\.name"),
+        ('"name": "train_00000"', '"name": 7', r"shards\.0\.name"),
+        ('"settings": {', f'"settings": {{"x": {"[" * 100_000}', "Invalid JSON: recursion"),
+        ('"source": "', '"source": "\udcff', "Invalid JSON: invalid unicode"),
+        ('"dtype": "uint16"', '"dtype": "float64"', r"\(dtype"),
+        ('"rows": {', '"rows": [{', r"\(Invalid JSON"),
+        ("{", "[", r"Invalid JSON"),
     ],
 )
-def test_a_manifest_of_another_format_is_refused(folder, old, new, problem):
+def test_a_crafted_manifest_is_refused_in_one_line(folder, old, new, problem):
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace(old, new))
+    content = content_of(folder).decode()
+    assert old in content
+    path.write_bytes(with_hash(content.replace(old, new, 1).encode(errors="surrogateescape")))
     with pytest.raises(DataError, match=problem) as caught:
         Shards.open(folder)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: not tost_lm.shards.v3 (")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokens", -1), ("tokens", 10**30), ("documents", 0), ("bin_xxh3", []), ("idx_xxh3", "short")]
+)
+def test_a_crafted_shard_entry_is_refused_in_one_line(folder, field, value):
+    tree = json.loads(content_of(folder))
+    tree["splits"]["valid"]["shards"][0][field] = value
+    (folder / "manifest.json").write_bytes(manifest_bytes(tree))
+    with pytest.raises(DataError, match=rf"\(.*({field}|not one hash)") as caught:
+        Shards.open(folder)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("lengths", [[-5, 10], [3, 3]])
+def test_an_index_of_other_lengths_is_refused(folder, lengths):
+    """It has the hash in the manifest, but not the lengths of the shard's documents."""
+    tree = json.loads(content_of(folder))
+    entry = tree["splits"]["valid"]["shards"][0]
+    index = index_bytes(np.resize(np.array(lengths, np.int32), entry["documents"]), "uint16")
+    (folder / f"{entry['name']}.idx").write_bytes(index)
+    entry["idx_xxh3"] = xxhash.xxh3_128_hexdigest(index)
+    (folder / "manifest.json").write_bytes(manifest_bytes(tree))
+    with pytest.raises(DataError, match=r"valid_00000\.idx: its lengths are not those of [\d,]+ tokens"):
+        Shards.open(folder).verify()
+
+
+@pytest.mark.parametrize("damage", ["", "}", '"'])
+def test_a_manifest_that_does_not_match_its_hash_is_refused(folder, damage):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace(damage, "x", 1) if damage else "")
+    with pytest.raises(DataError, match="does not match its hash"):
+        Shards.open(folder)
 
 
 def test_other_folders_are_refused(tmp_path):

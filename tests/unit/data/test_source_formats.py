@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import random
+import re
 import tracemalloc
 from collections.abc import Callable, Sequence
 
@@ -248,6 +249,33 @@ def test_the_text_column_must_exist_and_hold_strings(tmp_path, name):
         "id": "column 'id' is int64; set corpus.text_field to a string column",
     }.items():
         assert f"{file}: {problem}" in refusal(corpus(file, text_field=column))
+
+
+@pytest.mark.parametrize(
+    ("column", "dictionary"), [(["a" * 800_000] * 100, False), (["a" * 6_000_000, "b"] * 100, True)]
+)
+def test_a_parquet_bomb_is_refused_before_it_is_read(tmp_path, column, dictionary):
+    file = tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd", use_dictionary=dictionary)
+    assert file.stat().st_size < 20_000
+    assert re.search(r"bomb\.parquet: column 'text' expands [\d,]+ times, from [\d,]+ bytes to", refusal(file))
+    parquet.write_table(pyarrow.table({"text": ["a" * 800_000] * 40}), file, compression="zstd", use_dictionary=False)
+    assert len(read(file)) == 40  # 32 MB may expand
+
+
+def test_a_parquet_dictionary_of_one_long_text_needs_little_memory(tmp_path):
+    """A file of 40 kB has 800 MB of text."""
+    file, text = tmp_path / "a.parquet", "a" * 800_000
+    parquet.write_table(pyarrow.table({"text": [text] * 1000}), file)
+    assert file.stat().st_size < 40_000
+    parent = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(parent)
+    pyarrow.set_memory_pool(pool)
+    try:
+        assert sum(block.rows for block in read_blocks(corpus(file))) == 1000
+    finally:
+        pyarrow.set_memory_pool(parent)
+    assert 10 * len(text) < pool.max_memory() < 80 * len(text)
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_stream, as_feather])

@@ -13,6 +13,7 @@ from tost_lm.config import validate
 from tost_lm.data import DataPrepConfig
 from tost_lm.data.build import build_shards
 from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, left_out_files, parse, read_blocks
+from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece, write_tokenizer
 from tost_lm.errors import DataError
@@ -141,6 +142,15 @@ def test_missing_empty_and_unsupported_sources(tmp_path):
     for call in (count_rows, fingerprint):
         with pytest.raises(DataError, match="no such file or folder"):
             call(corpus(tmp_path / "nowhere"))
+
+
+def test_a_pipe_in_a_corpus_is_refused_by_name(tmp_path):
+    """Reading it would wait for ever."""
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.jsonl")
+    for source in (tmp_path, tmp_path / "b.jsonl", tmp_path / "*"):
+        with pytest.raises(DataError, match=r"b\.jsonl is not a regular file; remove it from the corpus"):
+            corpus_files(str(source))
 
 
 def test_the_fingerprint_depends_on_files_and_document_settings(tmp_path):

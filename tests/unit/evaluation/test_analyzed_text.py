@@ -13,7 +13,7 @@ from tost_lm.evaluation.analysis.layers import WORD_CLASSES, read_text, unigram_
 
 
 def test_it_is_held_out_text_after_the_context(shards: Shards):
-    text = [token for array in shards.token_arrays("valid") for token in array.tolist()]
+    text = [token for array in shards.token_arrays("valid") for token in array[:].tolist()]
     found = read_text(shards, 4, 10, 20)
     assert found.context_S.tolist() == text[:20]
     assert found.sequences_NT[0].tolist() == text[20:30]
@@ -36,7 +36,7 @@ def test_documents_are_distinguished(shards: Shards):
 
 
 def test_information_is_of_the_held_out_text(shards: Shards):
-    text = [token for array in shards.token_arrays("valid") for token in array.tolist()]
+    text = [token for array in shards.token_arrays("valid") for token in array[:].tolist()]
     count = Counter(text)
     found = unigram_information(shards)
     assert len(found) == shards.vocab_size

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import resource
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,22 @@ def test_a_hostile_pickle_is_refused_and_never_run(tmp_path: Path):
     assert not target.exists()
     pickle.loads(path.read_bytes())  # shows that the payload works
     assert target.exists()
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path):
+    stored, path = write_theirs(tmp_path / "whole.pt", their_weights()), tmp_path / "ckpt.pt"
+    with zipfile.ZipFile(stored) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for entry in whole.infolist():
+            bomb.writestr(entry.filename, whole.read(entry))
+        bomb.writestr("archive/data/999", bytes(100_000_000))
+    assert path.stat().st_size < 1_000_000
+    tracemalloc.start()
+    with pytest.raises(
+        CheckpointError, match=r"ckpt\.pt: refused: its content is 100,\d+,\d+ bytes, more than the fil"
+    ):
+        read_authors(path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path):

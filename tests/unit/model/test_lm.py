@@ -156,6 +156,7 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
         ({"pattern": "TXA"}, r"invalid model\.pattern: 'TXA'; use the letters T \(TSSA\), S .* and G"),
         ({"pattern": "ta"}, r"invalid model\.pattern: 'ta'; use"),
         ({"pattern": ""}, r"invalid model\.pattern: ''; use"),
+        ({"layers": 300_000}, r"layers: input should be less than or equal to 10000"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),

@@ -1,6 +1,7 @@
 """What a run folder may be taken for: the same run, another one, or none."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import pytest
 
 from tost_lm.checkpointing.format import Progress, write_checkpoint
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
-from tost_lm.config import validate
+from tost_lm.config import to_toml, validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.training import PretrainConfig
@@ -88,6 +89,22 @@ def test_other_settings_and_other_shards_are_refused():
         find_start_point(config(train={"steps": 10}, model={"bias": True}), "abc")
     with pytest.raises(CheckpointError, match="was trained on other shards"):
         find_start_point(config(), "xyz")
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path):
+    """Copied into the run folder, with the same model and shards."""
+    (step_folder(run, 6) / "config.toml").write_text(to_toml(config(run={"name": "s"}, train={"micro_batch_size": 3})))
+    assert find_start_point(config(), "abc", verify=lambda folder: None).resume_from == step_folder(run, 6)
+    (step_folder(run, 6) / "config.toml").write_text(to_toml(config(train={"seed": 5}, optim={"lr": 0.5})))
+    with pytest.raises(ConfigError) as caught:
+        find_start_point(config(), "abc", verify=lambda folder: None)
+    assert re.fullmatch(
+        r"\S+step_00000006: was saved by a run with other settings \(optim\.lr: 0\.5 → \S+, train\.seed: 5 → 0\); "
+        r"delete it, or choose another run\.name",
+        str(caught.value),
+    )
+    restart = config(run={"on_config_change": "restart"})
+    assert find_start_point(restart, "abc", verify=lambda folder: None).restart_reason == str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,17 @@ def test_a_run_with_other_settings_or_images_is_refused(workplace: Path):
         train(settings(train={"epochs": 1}))
 
 
+def test_a_checkpoint_of_another_run_is_refused(workplace: Path):
+    train(settings(train={"epochs": 1}))
+    train(settings(train={"epochs": 1, "seed": 3}, run={"name": "other"}))
+    (workplace / "runs/run/checkpoints").rename(workplace / "own")
+    (workplace / "runs/other/checkpoints").rename(workplace / "runs/run/checkpoints")
+    with pytest.raises(
+        ConfigError, match=r"^runs/run/checkpoints/step_\d+: this run has other settings.*\ntrain\.seed:"
+    ):
+        train(settings(train={"epochs": 1}))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_is_named_in_one_line(workplace: Path, workers: int):
     (workplace / "images").unlink()

@@ -87,7 +87,7 @@ def progress_of(shards: "Shards") -> Callable[[int], None]:
 
 
 def print_result(shards: "Shards", result: "Contamination") -> None:
-    from tost_lm.data.sources.blocks import printable
+    from tost_lm.errors import printable
     from tost_lm.evaluation.contamination import SPLIT
 
     print(f"{shards.folder}:\n{'test set':<18} {'examples':>9} {'of 13 words':>12} {'overlapping':>12}")

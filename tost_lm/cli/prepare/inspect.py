@@ -14,7 +14,7 @@ from tost_lm.config import run_program
 from tost_lm.data import InspectConfig, InspectShardsConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards, length_histogram, token_counts
-from tost_lm.data.sources.blocks import printable
+from tost_lm.errors import printable
 
 BAR = 40
 FREQUENT = 12

@@ -11,12 +11,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from tost_lm.data import CorpusConfig
-from tost_lm.errors import DataError
-
-
-def printable(text: str, keep: str = "") -> str:
-    """A text with control characters (except those in `keep`) and lone surrogates escaped."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+from tost_lm.errors import DataError, printable
 
 
 def listed(names: Iterable[str]) -> str:

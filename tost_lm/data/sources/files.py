@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -78,6 +79,8 @@ def corpus_files(source: str) -> list[CorpusFile]:
         for _, file in found:
             if format_of(file) is None:
                 raise DataError(f"corpus.source {source}: {file} has no supported format; convert it to {SUPPORTED}")
+            if not S_ISREG(file.stat().st_mode):  # reading a pipe would wait for a writer
+                raise DataError(f"corpus.source {source}: {file} is not a regular file; remove it from the corpus")
         return [CorpusFile(name, file, (stat := file.stat()).st_size, stat.st_mtime_ns) for name, file in found]
     except OSError as error:
         raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
@@ -145,7 +148,7 @@ def _matching(source: str) -> Iterator[tuple[str, Path]]:
     """Files that a glob matches, unsorted; names are relative to the path before its first wildcard."""
     matched = [Path(match) for match in glob.glob(source, recursive=True)]
     of_shards = cache(_is_shard_folder)
-    files = [path for path in matched if path.is_file() and not of_shards(path.parent) and not _is_tokenizer(path)]
+    files = [path for path in matched if not path.is_dir() and not of_shards(path.parent) and not _is_tokenizer(path)]
     if not files:
         only_folders = any(map(Path.is_dir, matched))
         fix = f", only folders; set it to {source}/**" if only_folders else "; correct the pattern"

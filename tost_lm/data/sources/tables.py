@@ -12,6 +12,10 @@ from tost_lm.data import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 
+PARQUET_ROWS = 16
+"""Read at once: few, because a dictionary may repeat one long text."""
+EXPANSION, EXPANDED_BYTES = 1000, 1 << 26
+"""What a column may expand, and beyond it the bytes in memory. Natural text is compressed 3 to 20 times."""
 ROW_OVERHEAD = 16
 """Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 
@@ -24,14 +28,29 @@ def parquet_blocks(path: Path, size: int, text_field: str, offset: int, block_by
         total = file.metadata.num_rows
         check_column(str(path), file.schema_arrow, text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+        for index in range(len(groups)):
+            _check_expansion(path, file.metadata.row_group(index), text_field)
         first = skipped = 0
         while first < len(groups) and skipped + groups[first] <= offset:
             skipped += groups[first]
             first += 1
-        # few rows at a time: their size is unknown before they are read
-        batches = file.iter_batches(256, row_groups=range(first, len(groups)), columns=[text_field], use_threads=False)
+        batches = file.iter_batches(
+            PARQUET_ROWS, row_groups=range(first, len(groups)), columns=[text_field], use_threads=False
+        )
         columns = _from_row(offset - skipped, (batch.column(0) for batch in batches))
         yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
+
+
+def _check_expansion(path: Path, group: Any, text_field: str) -> None:
+    """Raise DataError if a row group expands so much that its pages, which are read whole, would fill the memory."""
+    for column in map(group.column, range(group.num_columns)):
+        unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
+        at_once = unpacked * (PARQUET_ROWS if column.has_dictionary_page else 1)  # all rows may be its longest entry
+        if column.path_in_schema == text_field and unpacked > EXPANSION * packed and at_once > EXPANDED_BYTES:
+            raise DataError(
+                f"{path}: column {text_field!r} expands {unpacked // packed:,} times, from {packed:,} bytes to "
+                f"{at_once:,}; remove the file, or write it without compression and dictionaries"
+            )
 
 
 def parquet_rows(path: Path) -> int:
