@@ -123,7 +123,7 @@ def _dump(gil_timeout_s: float) -> None:
             record = _flight_record()
         finally:
             faulthandler.cancel_dump_traceback_later()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # of a run folder that was moved, none is made anew
         path.write_bytes(pickle.dumps(record))
 
 

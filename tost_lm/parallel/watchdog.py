@@ -109,8 +109,8 @@ class Heartbeat:
         self.last = self.last._replace(step=step, phase=phase, time=round(time.time(), 3))
         line = json.dumps(self.last._asdict()).ljust(LINE_BYTES - 1) + "\n"
         with suppress(OSError):  # the file is only informative: whoever must write reports a full or lost disk
-            if not self.folder.exists():  # at the start, or after the run folder was renamed
-                self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.folder.exists():  # at the start; not its run folder, which may have been moved
+                self.folder.mkdir(exist_ok=True)
             # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
             file = os.open(self.folder / f"rank_{self.last.rank:05d}.json", os.O_WRONLY | os.O_CREAT, 0o666)
             try:
