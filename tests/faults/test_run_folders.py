@@ -104,8 +104,8 @@ def test_a_launch_whose_owner_file_was_taken_over_saves_nothing_more(workplace: 
 
 def test_a_run_folder_that_is_moved_ends_the_run(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
     runs = workplace / "runs"
-    for ranks in (2, 1):
-        with launch(workplace, ranks) as running:
+    for _ in range(2):
+        with launch(workplace, 2) as running:
             newest = max(saved_steps(runs / "tiny"), default=0)
             running.until(lambda: max(saved_steps(runs / "tiny"), default=0) > newest)
             (runs / "tiny").rename(runs / "moved")

@@ -1,7 +1,7 @@
 """Pre-train a language model.
 
     tost train configs/pretrain/demo.toml launch.ranks=2
-    tost train configs/pretrain/demo.toml launch.ranks=1 run.name=debug      (one process, for a debugger)
+    tost train configs/pretrain/demo.toml launch.ranks=1 run.timeout_seconds=86400      (one process, for a debugger)
     tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.cli.train CONFIG      (several nodes)
 

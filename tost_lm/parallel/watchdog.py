@@ -182,6 +182,8 @@ def _hang(states: Sequence[RankState]) -> str:
     """Names the ranks that are not at the most frequent position; in a tie, at the later one."""
     ranks_at = Counter(state.position for state in states)
     most = max(ranks_at, key=lambda position: (ranks_at[position], position))
+    if len(states) == 1:
+        return f"{states[0].name} hangs: {most[2]} for {_seconds(states[0].last)}"
     if len(ranks_at) == 1:
         newest = max(states, key=lambda state: state.last.time)
         return f"all ranks hang, though every rank answers: {most[2]} for {_seconds(newest.last)}"
@@ -215,7 +217,7 @@ def watch_ranks(
         LostRankError: another rank ended the run.
         SystemExit: on SIGTERM while no rank is lost, if neither `on_terminate` nor the program handles it.
     """
-    watchdog = _Watchdog(heartbeat, limits or Timeouts()) if dist.get_world_size() > 1 else None
+    watchdog = _Watchdog(heartbeat, limits or Timeouts()) if heartbeat or dist.get_world_size() > 1 else None
     before, pid = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def terminate(*_: object) -> None:
@@ -273,6 +275,9 @@ class _Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """End the thread. Raise the line if this error comes from another rank; else publish it as the line."""
+        if len(self.ranks) == 1:
+            self.finish("")
+            return
         inner = error if isinstance(error, LostRankError) else None  # of a use within this one, which chose the printer
         if inner or is_communication_error(error) or (isinstance(error, SystemExit) and self.is_needed()):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the line is printed

@@ -142,7 +142,7 @@ def _train_together(
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
     measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
     writer = build_writer(engine, config, corpora, check_folder, progress.step)
-    stop, save = StopGracefully(graceful_stop, writer), Save(checksums, writer)
+    stop, save = StopGracefully(graceful_stop, writer, world.size), Save(checksums, writer)
     after_step: list[Hook] = [
         partial(hooks.verify_checksums, checksums), partial(hooks.count_skips, guard), hooks.log_metrics,
         lambda run: profiler.after_step(run.progress.step), *measuring, stop.after_step,
@@ -155,26 +155,26 @@ def _train_together(
     run.stop_reason = graceful_stop.start_training(stop.reason)  # also a barrier: rank 0 has made the run folder
     data_start = progress.data_start
     todo = range(progress.step - data_start, (progress.step if run.stop_reason else config.last_step) - data_start)
-    with prefetched(batches, todo, config.data.workers, mesh.device) as numbered:
-        for number, micro_batches in numbered:
-            step = data_start + number
-            heartbeat.record(step, "training")
-            profiler.before_step(step + 1)
-            lr = learning_rate(step, config.train.steps, config.optim)
-            try:
+    heartbeat.record(progress.step, "reading")
+    with prefetched(batches, todo, config.data.workers, mesh.device, stop.while_waiting) as numbered:
+        try:
+            for number, micro_batches in numbered:
+                step = data_start + number
+                heartbeat.record(step, "training")
+                profiler.before_step(step + 1)
+                lr = learning_rate(step, config.train.steps, config.optim)
                 outcome = train_step(
                     engine, micro_batches, tiling, lr, guard.reason_to_skip, checksums.before_update, stop.check
                 )
-            except StopRequestedError as request:
-                run.stop_reason = request.reason
-                save.after_step(run)
-                break
-            run.count_step(outcome, lr)
-            for hook in after_step:
-                hook(run)
-            if run.is_over:
-                break
-            heartbeat.record(step + 1, "reading")
+                run.count_step(outcome, lr)
+                for hook in after_step:
+                    hook(run)
+                if run.is_over:
+                    break
+                heartbeat.record(step + 1, "reading")
+        except StopRequestedError as request:
+            run.stop_reason = request.reason
+            save.after_step(run)
 
     heartbeat.record(run.progress.step, "leaving")
     writer.finish()
