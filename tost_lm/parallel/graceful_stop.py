@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -76,7 +77,8 @@ class GracefulStop:
         if not self._interrupted_at:
             self._interrupted_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                print("\nsaving a checkpoint before the run stops; press Ctrl-C again to stop at once", flush=True)
+                with suppress(OSError):  # past sys.stdout, which may be in a write that this handler interrupts
+                    os.write(1, b"\nsaving a checkpoint before the run stops; press Ctrl-C again to stop at once\n")
             self.request("SIGINT")
 
 
