@@ -85,7 +85,10 @@ class GracefulStop:
 def exit_stopped() -> NoReturn:
     """End this process with the exit code of a graceful stop."""
     if "STOPPED_FILE" in os.environ:  # configs/cluster/launch.sh reads it
-        Path(os.environ["STOPPED_FILE"]).touch()
+        try:
+            Path(os.environ["STOPPED_FILE"]).touch()
+        except OSError as error:  # everything is saved
+            print(f"warning: STOPPED_FILE {error.filename}: {error.strerror}", file=sys.stderr)
     sys.exit(EXIT_STOPPED)
 
 
