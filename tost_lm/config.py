@@ -16,6 +16,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
@@ -265,6 +266,27 @@ def run_program(
             raise
         _exit_with_lines(TostError(f"{error.filename}: {error.strerror}"))
     sys.exit(0)
+
+
+class _Lenient(io.FileIO):
+    """An output whose errors are ignored: what cannot be written is lost."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            if (written := super().write(data)) is not None:
+                return written
+        return memoryview(data).nbytes
+
+
+def ignore_output_errors() -> None:
+    """From now on a full or closed stdout or stderr does not end this program: its results are in files."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() in (1, 2):
+            with suppress(OSError):
+                stream.flush()
+            file = io.BufferedWriter(_Lenient(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
 def help_text(command: str, doc: str, positional: str, config: type[Section]) -> str:

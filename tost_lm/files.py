@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import xxhash
+
+from tost_lm.errors import ConfigError
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -69,6 +72,18 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             temp.unlink(missing_ok=True)
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError when its folder, or the nearest parent that exists, takes no file."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written: {error.strerror}; make {folder} writable, or use a copy of it"
+        ) from None
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

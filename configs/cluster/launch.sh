@@ -54,6 +54,7 @@ export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 STOPPED_FILE="$(mktemp -u)" # the ranks create it after a graceful stop, since torchrun then exits with 1
 export STOPPED_FILE
+[[ -w "${STOPPED_FILE%/*}" ]] || fail "TMPDIR=${STOPPED_FILE%/*}: not a folder that can be written; set TMPDIR to one"
 
 torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-tost_lm.cli.train}" "$@" &

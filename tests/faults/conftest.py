@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,10 +66,38 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
+class Pace:
+    """How much longer work takes than the processor works on it: 1 on a quiet machine, more while others use its cores.
+
+    A thread works for WORK_S in every WINDOW_S, as a rank does that watches the others.
+    """
+
+    WINDOW_S, WORK_S = 0.25, 0.01
+
+    def __init__(self) -> None:
+        self.slowest, self._is_over = 1.0, threading.Event()
+        self._thread = threading.Thread(target=self._measure)
+
+    def _measure(self) -> None:
+        while not self._is_over.wait(self.WINDOW_S - self.WORK_S):
+            worked, began = time.thread_time(), time.monotonic()
+            while time.thread_time() < worked + self.WORK_S:
+                pass
+            self.slowest = max(self.slowest, (time.monotonic() - began) / (time.thread_time() - worked))
+
+    def __enter__(self) -> "Pace":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
 @pytest.fixture
-def slack_s(in_ci: bool) -> float:
-    """How much later than promised something may happen: in CI two tests share the cores, elsewhere much may run."""
-    return 3 if in_ci else 30
+def pace() -> type[Pace]:
+    """Measures the machine while a fault is injected; a limit of time is what is promised times `slowest`."""
+    return Pace
 
 
 @pytest.fixture

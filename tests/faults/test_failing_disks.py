@@ -10,6 +10,11 @@ from launches import Launch, launch, train
 from test_stopped_runs import assert_same_run, saved_steps
 
 from tost_lm.checkpointing.run_folder import find_checkpoint
+from tost_lm.cli.eval import zero_shot
+from tost_lm.config import load_config
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation import ZeroShotConfig
+from tost_lm.evaluation.ranks import Ranks
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
@@ -50,6 +55,18 @@ def test_a_read_only_run_folder_is_named(workplace: Path, small_disk: Path):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with launch(workplace, 1) as running:
         assert_ends_in_one_line(running, "runs/tiny: cannot be written: Read-only file system; make it writable")
+
+
+def test_an_evaluation_that_cannot_write_its_result_is_refused_before_it_scores(
+    workplace: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    train(workplace, 1, "run.stop_at_step=2")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(Ranks, "load", lambda *arguments: pytest.fail("the model was loaded"))
+    line = r"runs/tiny/eval/heldout@bpb/results\.json: cannot be written: Read-only file system; make .*/tiny writable"
+    with pytest.raises(ConfigError, match=line):
+        zero_shot.main(Path("runs/tiny"), load_config(ZeroShotConfig, None, []))
 
 
 def test_a_full_disk_loses_nothing(

@@ -17,7 +17,7 @@ from test_stopped_runs import curve
 from tost_lm.parallel.watchdog import read_heartbeats
 
 CHECKOUT = Path(__file__).parents[2]
-KILLS = 20
+KILLS = int(os.environ.get("KILLS", "20"))
 
 
 def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:

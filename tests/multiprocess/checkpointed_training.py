@@ -76,7 +76,7 @@ class Training:
         self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
         self.optimizer = trainee.optimizer
-        self.writer = build_writer(self.engine, config, trainee.corpora)
+        self.writer = build_writer(self.engine, config, trainee.corpora, lambda: None)
         self.curve: Curve = []
 
     def step(self) -> None:

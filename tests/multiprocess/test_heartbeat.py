@@ -37,6 +37,9 @@ def test_a_heartbeat_is_one_line_in_the_file_of_its_rank(tmp_path: Path):
     heartbeat = Heartbeat(folder, 3)
     assert heartbeat.last[:5] == (3, HOST, os.getpid(), 0, "building")
     assert not folder.exists()  # it may belong to another run until the first heartbeat
+    heartbeat.record(16, "training")
+    assert not folder.parent.exists()  # a run folder that was moved is not made again
+    folder.parent.mkdir(parents=True)
     began = time.time()
     heartbeat.record(17, "training")
     (beat,) = read_heartbeats(folder).values()

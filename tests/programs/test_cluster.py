@@ -128,6 +128,7 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
             {"MASTER_PORT": "65536"},
             "MASTER_PORT=65536: not an integer from 1 to 65535; set it to the number ",
         ),
+        ({"TMPDIR": "/none"}, "TMPDIR=/none: not a folder that can be written; set TMPDIR to one"),
         ({"INTERFACE": "none0"}, "INTERFACE=none0: this node has no such network interface; choose one of "),
     ],
 )

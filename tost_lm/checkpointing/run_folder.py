@@ -1,4 +1,4 @@
-"""The run folder: its layout, its lock, and the checkpoints that stay in it.
+"""The run folder: its layout, and the checkpoints that stay in it.
 
     config.toml, env.json               settings and environment of the newest launch
     log.txt, metrics.jsonl, …           records of training
@@ -7,22 +7,18 @@
     profile/, wandb/, tensorboard/      traces, and the records as loggers show them
     eval/PROTOCOL/results.json          results of evaluations
 
-The file that a launch locks is beside the folder.
+The file that a launch locks is beside the folder: see `run_lock.py`.
 """
 
-import fcntl
 import math
-import os
 import re
 import shutil
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkpoint
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import CheckpointError
 
 CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"
 ROWS = ("metrics", "validation", "evaluations", "events")
@@ -69,44 +65,6 @@ def find_checkpoint(
             warn(f"skipped checkpoint: {error}")
     reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
-
-
-@contextmanager
-def run_lock(run_folder: Path, rank: int) -> Iterator[None]:
-    """Rank 0 locks the run folder against other launches; the kernel releases the lock whenever the process ends.
-
-    The locked file is beside the folder, because the folder may be renamed. POSIX locks belong to the process, so
-    forked loader workers do not hold it. File systems without locks, or with locks per node, protect less.
-
-    Raises:
-        ConfigError: another launch has the lock (the message names its host and pid), or the folder is read-only.
-    """
-    if rank > 0:
-        yield
-        return
-    path = run_folder.with_name(f".{run_folder.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-    except OSError as error:
-        raise ConfigError(
-            f"{run_folder}: cannot be written: {error.strerror}; make it writable, or start in another folder"
-        ) from None
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            raise ConfigError(
-                f"{run_folder}: another launch is using it ({file.read().strip()}); wait for it, stop it, or "
-                "choose another run.name"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(f"host {socket.gethostname()}, pid {os.getpid()}")
-        file.flush()
-        yield
 
 
 def prune(newest: Path, settings: CheckpointConfig) -> None:

@@ -52,6 +52,8 @@ class RunFiles(NamedTuple):
 
     folder: Path
     """The run folder."""
+    check_folder: Callable[[], None]
+    """Raises TrainingError when it is no longer the folder of this launch (`run_lock`)."""
     settings: str
     """Of the run, as TOML."""
     tokenizer: TokenizerFile
@@ -102,7 +104,8 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Raises CheckpointError, once, if an asynchronous save failed."""
+        """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `RunFiles.check_folder`."""
+        self._run.check_folder()
         if self._thread and not self._thread.is_alive():
             self.finish()
 
@@ -132,6 +135,7 @@ class CheckpointWriter:
 
     def _save_on_rank_0(self, folder: Path, temp_folder: Path, progress: Progress) -> None:
         try:
+            self._run.check_folder()
             require_disk_space(folder, self._bytes, self._settings, "this checkpoint")
             with _explain_write_errors(temp_folder):
                 make_temp_folder(folder)

@@ -4,8 +4,8 @@
     torchrun --nnodes N … -m tost_lm.cli.preflight CONFIG      (several nodes)
 
 It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
-space and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node, then `ok`
-or a line for each problem. It takes seconds and leaves no files.
+space, /dev/shm and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node,
+then `ok` or a line for each problem. It takes seconds and leaves no files.
 """
 
 import os
@@ -23,7 +23,9 @@ from tost_lm.training.plan_memory import checkpoint_bytes
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
         raise ConfigError(f"psutil is not installed; {install_hint('train')}")
-    start_ranks("preflight", ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device))
+    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
+    start_ranks("preflight", ranks)
+    from tost_lm.data.prefetch import shared_memory_bytes
     from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import check_nodes
 
@@ -33,6 +35,9 @@ def main(path: Path, config: PretrainConfig) -> None:
         shards_folders=config.data.folders,
         runs_folder=config.run_folder.parent,
         disk_bytes=disk_bytes(config),
+        shared_memory_bytes=shared_memory_bytes(
+            config.batch_tokens * config.parallel.tensor // ranks, config.data.workers
+        ),
     )
     if os.environ.get("RANK", "0") == "0":
         warnings = [f"warning: {line}" for line in result.warnings]

@@ -1,7 +1,7 @@
 """Pre-train a language model.
 
     tost train configs/pretrain/demo.toml launch.ranks=2
-    tost train configs/pretrain/demo.toml launch.ranks=1 run.name=debug      (one process, for a debugger)
+    tost train configs/pretrain/demo.toml launch.ranks=1 run.timeout_seconds=86400      (one process, for a debugger)
     tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.cli.train CONFIG      (several nodes)
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress
-from tost_lm.config import run_program
+from tost_lm.config import ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.training import PretrainConfig
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(path: Path, config: PretrainConfig) -> None:
+    ignore_output_errors()  # log.txt has the lines
     ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
     config.accumulation(ranks)  # reports a bad batch size before anything is loaded
     for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:

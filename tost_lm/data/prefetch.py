@@ -6,12 +6,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
+from multiprocessing.queues import Queue
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -49,22 +53,39 @@ def _cu_seqlens(document_ends: Tensor, rows: int) -> list[Tensor] | list[None]:
 
 
 WORKER_DIED = "DataLoader worker (pid"  # how torch's message begins
+TIMED_OUT = "DataLoader timed out"  # the same
+WAIT_S = 0.25  # for a batch, until signals are handled
+PREFETCHED = 2  # batches that torch lets each worker read ahead
 PR_SET_PDEATHSIG = 1
 ON_LINUX = sys.platform == "linux"  # elsewhere the sender of a signal is unknown, and torch ends orphans after 5 s
 BLOCKED_IN_WORKERS = {signal.SIGINT, signal.SIGTERM} if ON_LINUX else {signal.SIGINT}
 
 
+def shared_memory_bytes(tokens: int, workers: int) -> int:
+    """What a rank needs of /dev/shm for its batches of so many tokens: those read ahead, and the one in use."""
+    return 2 * np.dtype(np.int32).itemsize * tokens * (PREFETCHED * workers + 1) if workers else 0
+
+
 @contextmanager
 def prefetched(
-    batches: TrainingBatches, steps: range, workers: int, device: torch.device
+    batches: TrainingBatches,
+    steps: range,
+    workers: int,
+    device: torch.device,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[Iterator[tuple[int, list[MicroBatch]]]]:
     """Each step with its micro-batches, prefetched by `workers` processes (0: read in this process).
 
     Use it in the main thread, around the training that consumes the batches. The workers have ended on exit.
 
+    Args:
+        while_waiting: called every WAIT_S in which a worker has no batch; it may raise.
+
     Raises:
-        DataError: a shard is damaged, or a worker died, at whatever point of the training.
+        DataError: a shard is damaged, or a worker died, at whatever point of the training, or could not send a batch.
     """
+    reason, write_reason = os.pipe()
+    os.set_blocking(reason, False)
     loader = DataLoader(
         _Reader(batches),  # pyright: ignore[reportArgumentType]
         batch_size=None,
@@ -73,14 +94,15 @@ def prefetched(
         # Safe although CUDA and InfiniBand have started: workers read files into host memory, torch refuses CUDA in
         # them, and start_world makes InfiniBand's memory survive a fork.
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=_exit_with_parent,
+        worker_init_fn=partial(_exit_with_parent, write_reason),
+        timeout=WAIT_S if workers else 0,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise it draws from the default generator, which training uses
     )
     try:
         iterator = _start_iterator(loader)
         try:
-            yield _each_step(steps, iterator, device)
+            yield _each_step(steps, iterator, device, while_waiting)
         finally:
             if workers:
                 with _signals_deferred():
@@ -91,24 +113,22 @@ def prefetched(
         batches.check_sizes()  # a worker that reads a map after the end of its file is ended by SIGBUS
         line = str(error).strip().splitlines()[0].strip(" .")
         lost = DataError(
-            f"data.workers: {line}, on {socket.gethostname()}; run the same command to resume from the newest "
-            "checkpoint, with data.workers=0 to use no workers"
+            f"data.workers: {line}, on {socket.gethostname()}{_read(reason)}; run the same command to resume from the "
+            "newest checkpoint, with data.workers=0 to use no workers"
         )
         lost.printed_here = True  # no other rank reports this worker
         raise lost from None
+    finally:
+        os.close(reason)
+        os.close(write_reason)
 
 
-def _each_step(steps: range, iterator: Any, device: torch.device) -> Iterator[tuple[int, list[MicroBatch]]]:
+def _each_step(
+    steps: range, iterator: Any, device: torch.device, while_waiting: Callable[[], None]
+) -> Iterator[tuple[int, list[MicroBatch]]]:
     for step in steps:
-        with _signals_deferred():
-            try:
-                batch = next(iterator)
-            except (ConnectionError, EOFError, FileNotFoundError):  # a worker died while it sent a batch
-                for worker in loader_workers(iterator):
-                    worker.join(1.0)
-                    if not worker.is_alive():
-                        raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None
-                raise
+        while (batch := _next(iterator)) is None:
+            while_waiting()
         if isinstance(batch, DataError):
             raise batch
         yield step, micro_batches(batch, device)
@@ -127,6 +147,30 @@ class _Reader:
             return error
 
 
+def _next(iterator: Any) -> Batch | DataError | None:
+    """The next batch; None: there is none after WAIT_S."""
+    with _signals_deferred():
+        try:
+            return next(iterator)
+        except (ConnectionError, EOFError, FileNotFoundError):  # a worker died while it sent a batch
+            for worker in loader_workers(iterator):
+                worker.join(1.0)
+                if not worker.is_alive():
+                    raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None
+            raise
+        except RuntimeError as error:
+            if TIMED_OUT not in str(error):
+                raise
+            return None
+
+
+def _read(reason: int) -> str:
+    try:
+        return f": {os.read(reason, 4096).decode(errors='replace')}"
+    except BlockingIOError:
+        return ""  # the worker was killed
+
+
 def _start_iterator(loader: DataLoader) -> Any:
     """Start the workers with SIGINT and SIGTERM blocked, because these go to all processes of a rank.
 
@@ -142,18 +186,23 @@ def _start_iterator(loader: DataLoader) -> Any:
 
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer the first SIGINT and the first SIGTERM to the exit of this context, if they have Python handlers.
+    """Defer the first exception of a Python handler of SIGINT or SIGTERM to the exit of this context.
 
-    An exception inside a queue's lock would leave it locked, and the process would never end.
+    Inside a queue's lock it would leave it locked, and the process might never end. It is not deferred after 2·WAIT_S:
+    a worker that has stopped while it sends a batch may block this process without a limit.
     """
-    deferred: list[signal.Signals] = []
+    deferred: list[BaseException] = []
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     ours = {signum: handler for signum, handler in handlers.items() if callable(handler)}
+    began = time.monotonic()
 
     def defer(signum: int, frame: FrameType | None) -> None:
-        if signum in deferred:
+        try:
             ours[signal.Signals(signum)](signum, frame)
-        deferred.append(signal.Signals(signum))
+        except BaseException as error:
+            if deferred or time.monotonic() > began + 2 * WAIT_S:
+                raise
+            deferred.append(error)
 
     for signum in ours:
         signal.signal(signum, defer)
@@ -162,19 +211,29 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for signum, handler in ours.items():
             signal.signal(signum, handler)
-        for signum in deferred:
-            ours[signum](signum, None)
+        if deferred:
+            raise deferred[0]
 
 
-def _exit_with_parent(worker: int) -> None:
-    """Make this worker exit when its rank exits for any reason, and on SIGTERM from its rank.
+def _exit_with_parent(write_reason: int, worker: int) -> None:
+    """Make this worker exit when its rank exits, on SIGTERM from its rank, and if it cannot send a batch.
 
     A worker that outlives its rank keeps the rank's connections open, and the other ranks wait.
     """
     sys.excepthook = _report_unless_disconnected
+    # Python's own would print the error and drop the batch.
+    Queue._on_queue_feeder_error = staticmethod(partial(_exit_with_reason, write_reason))  # pyright: ignore[reportAttributeAccessIssue]
     if ON_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
+
+
+def _exit_with_reason(write_reason: int, error: Exception, batch: object) -> None:
+    text = str(error).partition("\n")[0]
+    if "shared memory" in text:
+        text += " (enlarge /dev/shm; in a container with --shm-size)"
+    os.write(write_reason, text.encode())
+    os._exit(1)
 
 
 def _exit_on_sigterm_of_parent() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from tost_lm.evaluation.recall_config import MqarConfig, RecallConfig
 from tost_lm.evaluation.small_models import fit, scale_initial_std, store_result, stored_results
 from tost_lm.evaluation.subject import pick_device, results_path
+from tost_lm.files import require_writable
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -103,6 +104,8 @@ def measure(config: RecallConfig) -> list[Result]:
         for seed in config.recall.seeds:
             identity = _identity(config, pattern, seed)
             kept = next((result for result in stored_results(path) if result["identity"] == identity), None)
+            if kept is None:
+                require_writable(path)
             result = kept or {"identity": identity, **_train_and_test(config, pattern, seed)}
             if kept is None:
                 store_result(path, PROTOCOL, result)

@@ -21,7 +21,7 @@ from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.data_sets import describe_published
-from tost_lm.files import sha256_file, write_atomically
+from tost_lm.files import require_writable, sha256_file, write_atomically
 from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
 
@@ -135,18 +135,21 @@ class Subject:
 
     def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """Existing results with this identity, reported on stdout; else None. Results of another one are named, except
-        for samples, which each prompt replaces."""
+        for samples, which each prompt replaces.
+
+        Raises:
+            ConfigError: there are none, and new ones could not be written.
+        """
         path = self.results_path(protocol)
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             results = json.loads(path.read_bytes())
-            if results["identity"] != identity:
-                if protocol != SAMPLE:
-                    print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
-                return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        print(f"reusing {path} (same checkpoint, text and settings)")
-        return results
+            if results["identity"] == identity:
+                print(f"reusing {path} (same checkpoint, text and settings)")
+                return results
+            if protocol != SAMPLE:
+                print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
+        require_writable(path)
+        return None
 
     def cited_results(self) -> list[dict[str, Any]]:
         """The results with a headline that were measured on exactly this checkpoint, by protocol."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,7 @@ class GracefulStop:
     """The requests to stop that this rank has received. The ranks compare them and stop together."""
 
     def __init__(self, max_minutes: float | None = None) -> None:
-        self._deadline = None if max_minutes is None else _launched() + 60 * max_minutes
+        self._deadline = None if max_minutes is None else time.monotonic() - launched_ago() + 60 * max_minutes
         self._reason, self._interrupted_at = "", 0.0
         self._training = False
 
@@ -67,7 +68,7 @@ class GracefulStop:
         Args:
             seconds_needed: time [s] that it takes to finish and save before `run.max_minutes`.
         """
-        late = self._deadline is not None and time.time() + seconds_needed >= self._deadline
+        late = self._deadline is not None and time.monotonic() + seconds_needed >= self._deadline
         return self._reason or ("run.max_minutes" if late else "")
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -76,23 +77,28 @@ class GracefulStop:
         if not self._interrupted_at:
             self._interrupted_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                print("\nsaving a checkpoint before the run stops; press Ctrl-C again to stop at once", flush=True)
+                with suppress(OSError):  # past sys.stdout, which may be in a write that this handler interrupts
+                    os.write(1, b"\nsaving a checkpoint before the run stops; press Ctrl-C again to stop at once\n")
             self.request("SIGINT")
 
 
 def exit_stopped() -> NoReturn:
     """End this process with the exit code of a graceful stop."""
     if "STOPPED_FILE" in os.environ:  # configs/cluster/launch.sh reads it
-        Path(os.environ["STOPPED_FILE"]).touch()
+        try:
+            Path(os.environ["STOPPED_FILE"]).touch()
+        except OSError as error:  # everything is saved
+            print(f"warning: STOPPED_FILE {error.filename}: {error.strerror}", file=sys.stderr)
     sys.exit(EXIT_STOPPED)
 
 
-def _launched() -> float:
-    """Start of the launch in Unix time [s]: a launcher, if there is one, may have started other processes before."""
+def launched_ago() -> float:
+    """Time [s] since the start of the launch: a launcher, if there is one, may have started other processes before."""
     import psutil  # of the extra `train`
 
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-    return psutil.Process(os.getppid() if has_launcher else os.getpid()).create_time()
+    # Both follow the wall clock, so their difference does not.
+    return time.time() - psutil.Process(os.getppid() if has_launcher else os.getpid()).create_time()
 
 
 EXIT_TERMINATED = 128 + signal.SIGTERM

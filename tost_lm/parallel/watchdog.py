@@ -109,8 +109,8 @@ class Heartbeat:
         self.last = self.last._replace(step=step, phase=phase, time=round(time.time(), 3))
         line = json.dumps(self.last._asdict()).ljust(LINE_BYTES - 1) + "\n"
         with suppress(OSError):  # the file is only informative: whoever must write reports a full or lost disk
-            if not self.folder.exists():  # at the start, or after the run folder was renamed
-                self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.folder.exists():  # at the start; not its run folder, which may have been moved
+                self.folder.mkdir(exist_ok=True)
             # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
             file = os.open(self.folder / f"rank_{self.last.rank:05d}.json", os.O_WRONLY | os.O_CREAT, 0o666)
             try:
@@ -182,6 +182,8 @@ def _hang(states: Sequence[RankState]) -> str:
     """Names the ranks that are not at the most frequent position; in a tie, at the later one."""
     ranks_at = Counter(state.position for state in states)
     most = max(ranks_at, key=lambda position: (ranks_at[position], position))
+    if len(states) == 1:
+        return f"{states[0].name} hangs: {most[2]} for {_seconds(states[0].last)}"
     if len(ranks_at) == 1:
         newest = max(states, key=lambda state: state.last.time)
         return f"all ranks hang, though every rank answers: {most[2]} for {_seconds(newest.last)}"
@@ -215,7 +217,7 @@ def watch_ranks(
         LostRankError: another rank ended the run.
         SystemExit: on SIGTERM while no rank is lost, if neither `on_terminate` nor the program handles it.
     """
-    watchdog = _Watchdog(heartbeat, limits or Timeouts()) if dist.get_world_size() > 1 else None
+    watchdog = _Watchdog(heartbeat, limits or Timeouts()) if heartbeat or dist.get_world_size() > 1 else None
     before, pid = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def terminate(*_: object) -> None:
@@ -273,6 +275,9 @@ class _Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """End the thread. Raise the line if this error comes from another rank; else publish it as the line."""
+        if len(self.ranks) == 1:
+            self.finish("")
+            return
         inner = error if isinstance(error, LostRankError) else None  # of a use within this one, which chose the printer
         if inner or is_communication_error(error) or (isinstance(error, SystemExit) and self.is_needed()):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the line is printed

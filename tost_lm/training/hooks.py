@@ -259,8 +259,8 @@ def measured(run: Run, measure: Callable[[Callable[[], None]], Any]) -> Any:
 class StopGracefully:
     """Stops all ranks together when one of them has a reason: after a step, or between two micro-batches."""
 
-    def __init__(self, graceful_stop: GracefulStop, writer: CheckpointWriter) -> None:
-        self._graceful_stop, self._writer = graceful_stop, writer
+    def __init__(self, graceful_stop: GracefulStop, writer: CheckpointWriter, ranks: int) -> None:
+        self._graceful_stop, self._writer, self._ranks = graceful_stop, writer, ranks
         self._since, self._longest_step = time.monotonic(), 0.0
 
     def after_step(self, run: Run) -> None:
@@ -272,6 +272,12 @@ class StopGracefully:
         """Called by all ranks between two micro-batches. Raises StopRequestedError."""
         if reason := self.reason():
             raise StopRequestedError(reason)
+
+    def while_waiting(self) -> None:
+        """Called by a rank that waits for data. Raises StopRequestedError, but not on several ranks: they wait for this
+        one, until it has data or the watchdog ends them."""
+        if self._ranks == 1:
+            self.check()
 
     def reason(self, seconds_needed: float = 0.0) -> str:
         """The reason of any rank, the same on all of them; empty: continue.

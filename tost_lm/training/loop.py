@@ -2,6 +2,7 @@
 chrome://tracing and Perfetto.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tost_lm.checkpointing.format import Progress
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, run_lock, step_folder
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
+from tost_lm.checkpointing.run_lock import run_lock
 from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.data.loader import Corpora
@@ -74,7 +76,7 @@ class Profiler:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # include the last step's kernels
         trace.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         path = self._folder / f"rank_{self._rank:05d}_steps_{self._first}-{self._last}.json.gz"
         temp_path = path.with_name(f".{path.name}")
         trace.export_chrome_trace(str(temp_path))
@@ -108,8 +110,8 @@ def train(
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
         _require_agreement(config, corpora, start, evaluation)
         config = with_tile_size(config, world)
-        with run_lock(config.run_folder, world.rank), explain_out_of_memory(config, heartbeat):
-            stop_reason = _train_together(config, corpora, start, graceful_stop, evaluation, world, heartbeat)
+        with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
+            stop_reason = _train_together(config, corpora, start, graceful_stop, evaluation, world, heartbeat, check)
             stop_world()
     return stop_reason
 
@@ -128,6 +130,7 @@ def _train_together(
     evaluation: Evaluation | None,
     world: World,
     heartbeat: Heartbeat,
+    check_folder: Callable[[], None],
 ) -> str:
     mesh = build_mesh(world, config.parallel)
     tiling = tiling_of(config, mesh)
@@ -138,39 +141,40 @@ def _train_together(
     checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
     measuring = _build_measuring(config, corpora, mesh, tiling, evaluation)
-    writer = build_writer(engine, config, corpora, progress.step)
-    stop, save = StopGracefully(graceful_stop, writer), Save(checksums, writer)
+    writer = build_writer(engine, config, corpora, check_folder, progress.step)
+    stop, save = StopGracefully(graceful_stop, writer, world.size), Save(checksums, writer)
     after_step: list[Hook] = [
         partial(hooks.verify_checksums, checksums), partial(hooks.count_skips, guard), hooks.log_metrics,
         lambda run: profiler.after_step(run.progress.step), *measuring, stop.after_step,
         save.after_step,  # last, so that a checkpoint contains the results of the others
     ]  # fmt: skip
     metrics = _open_folder(config, start, progress, world, heartbeat, tiling)
+    check_folder()
     run = Run(config, engine, progress, metrics, heartbeat, stop)
 
     run.stop_reason = graceful_stop.start_training(stop.reason)  # also a barrier: rank 0 has made the run folder
     data_start = progress.data_start
     todo = range(progress.step - data_start, (progress.step if run.stop_reason else config.last_step) - data_start)
-    with prefetched(batches, todo, config.data.workers, mesh.device) as numbered:
-        for number, micro_batches in numbered:
-            step = data_start + number
-            heartbeat.record(step, "training")
-            profiler.before_step(step + 1)
-            lr = learning_rate(step, config.train.steps, config.optim)
-            try:
+    heartbeat.record(progress.step, "reading")
+    with prefetched(batches, todo, config.data.workers, mesh.device, stop.while_waiting) as numbered:
+        try:
+            for number, micro_batches in numbered:
+                step = data_start + number
+                heartbeat.record(step, "training")
+                profiler.before_step(step + 1)
+                lr = learning_rate(step, config.train.steps, config.optim)
                 outcome = train_step(
                     engine, micro_batches, tiling, lr, guard.reason_to_skip, checksums.before_update, stop.check
                 )
-            except StopRequestedError as request:
-                run.stop_reason = request.reason
-                save.after_step(run)
-                break
-            run.count_step(outcome, lr)
-            for hook in after_step:
-                hook(run)
-            if run.is_over:
-                break
-            heartbeat.record(step + 1, "reading")
+                run.count_step(outcome, lr)
+                for hook in after_step:
+                    hook(run)
+                if run.is_over:
+                    break
+                heartbeat.record(step + 1, "reading")
+        except StopRequestedError as request:
+            run.stop_reason = request.reason
+            save.after_step(run)
 
     heartbeat.record(run.progress.step, "leaving")
     writer.finish()
@@ -208,15 +212,16 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
     )
 
 
-def build_writer(engine: Any, config: PretrainConfig, corpora: Corpora, first_step: int = 0) -> CheckpointWriter:
+def build_writer(
+    engine: Any, config: PretrainConfig, corpora: Corpora, check_folder: Callable[[], None], first_step: int = 0
+) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
 
     Raises:
         CheckpointError: the disk is too small for the run; on rank 0.
     """
-    files = RunFiles(
-        config.run_folder, to_toml(config), corpora.tokenizer(), card=partial(model_card, run=config.run_folder)
-    )
+    card = partial(model_card, run=config.run_folder)
+    files = RunFiles(config.run_folder, check_folder, to_toml(config), corpora.tokenizer(), card)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     writer.require_disk_space(first_step, config.last_step, keeps_best=config.validation.every is not None)
     return writer

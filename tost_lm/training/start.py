@@ -299,10 +299,11 @@ def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:
 def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
     """Rename the run folder if the run restarts, and print the reason."""
     if start.restart_reason:
-        folder = config.run_folder
+        folder = config.run_folder.resolve() if config.run_folder.is_symlink() else config.run_folder
         renamed = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
         print(f"{start.restart_reason}\nrenamed {folder} to {renamed}; the run restarts", flush=True)
         folder.rename(renamed)
+        folder.mkdir()
 
 
 def start_engine(

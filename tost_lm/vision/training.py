@@ -7,7 +7,7 @@ a run resumes bit-exactly from any step, as shown on a CPU.
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import SETTINGS, Progress, StoredTensors, shard_name, write_checkpoint, write_tensors
-from tost_lm.checkpointing.run_folder import find_checkpoint, prune, run_lock, step_folder, step_folders
+from tost_lm.checkpointing.run_folder import find_checkpoint, prune, step_folder, step_folders
+from tost_lm.checkpointing.run_lock import run_lock
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.data.samples import permuted
 from tost_lm.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -65,17 +66,23 @@ def fine_tune(config: VisionTrainConfig, transforms: Transforms, stop: GracefulS
     """
     images, held_out = (open_images(config.data, split) for split in (config.data.train_split, config.data.test_split))
     _check_classes(config, images, held_out)
-    with run_lock(config.run_folder, 0):
-        run = _Run(config, transforms, images, held_out, stop)
+    with run_lock(config.run_folder, 0) as check_folder:
+        run = _Run(config, transforms, images, held_out, stop, check_folder)
         stop.start_training(lambda: "")
         return run.train()
 
 
 class _Run:
     def __init__(
-        self, config: VisionTrainConfig, transforms: Transforms, images: Images, held_out: Images, stop: GracefulStop
+        self,
+        config: VisionTrainConfig,
+        transforms: Transforms,
+        images: Images,
+        held_out: Images,
+        stop: GracefulStop,
+        check_folder: Callable[[], None],
     ) -> None:
-        self._config, self._transforms, self._stop = config, transforms, stop
+        self._config, self._transforms, self._stop, self._check_folder = config, transforms, stop, check_folder
         self._images, self._held_out = images, held_out
         self._steps_per_epoch = math.ceil(len(images) / config.train.batch_size)
         self._steps = config.train.epochs * self._steps_per_epoch
@@ -88,7 +95,7 @@ class _Run:
         self._model.to(self._device)
         self._optimizer = build_optimizer(self._model, config.optim)
         self._step = self._restore(checkpoint) if checkpoint else 0
-        config.run_folder.mkdir(parents=True, exist_ok=True)
+        check_folder()
         write_atomically(config.run_folder / SETTINGS, to_toml(config))
         for name in (METRICS, VALIDATION):
             drop_rows_after(config.run_folder / name, self._step)
@@ -187,6 +194,7 @@ class _Run:
             file.write(json.dumps(row) + "\n")
 
     def _save(self) -> None:
+        self._check_folder()
         folder = step_folder(self._config.run_folder, self._step)
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         statistics = {

@@ -38,7 +38,7 @@ def main(path: Path, config: ContaminationConfig) -> None:
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.protocols import READERS
     from tost_lm.evaluation.subject import Subject
-    from tost_lm.files import write_rows
+    from tost_lm.files import require_writable, write_rows
 
     started, output = time.monotonic(), config.contamination.output
     given = [name for name, file in config.sets if file is not None]
@@ -49,6 +49,8 @@ def main(path: Path, config: ContaminationConfig) -> None:
     if output and output.exists():
         raise ConfigError(f"contamination.output {output}: exists already; give a new file")
     subject = Subject.find(path) if (path / "config.toml").is_file() else None
+    if subject:
+        require_writable(subject.results_path(protocol_of(given[0])))
     opened = [Shards.open(folder) for folder in (training_folders(path) if subject else [path])]
     files = {name: find_set_file(name, config.sets) for name in given}
     texts = {name: list(READERS[name](file.path)) for name, file in files.items()}

@@ -11,12 +11,13 @@ on the test split. The same command resumes a run. SIGTERM, SIGUSR1, a first Ctr
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.config import ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.vision import VisionTrainConfig
 
 
 def main(path: Path, config: VisionTrainConfig) -> None:
+    ignore_output_errors()  # the run folder has the figures
     try:
         from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped
     except ImportError as error:

@@ -23,6 +23,7 @@ from tost_lm.evaluation.lra import BAG_OF_TOKENS, LraConfig, LraPretrainConfig
 from tost_lm.evaluation.lra.tasks import Split, Task
 from tost_lm.evaluation.small_models import Result, fit, scale_initial_std, store_result, stored_results
 from tost_lm.evaluation.subject import pick_device, results_path
+from tost_lm.files import require_writable
 from tost_lm.model.config import EncoderConfig
 from tost_lm.model.encoder import Encoder
 from tost_lm.optim import OptimConfig
@@ -156,6 +157,7 @@ class Trainings:
         return result
 
     def _train_and_test(self, lr: float, seed: int) -> Result:
+        require_writable(self._path)
         config, task, split = self._config, self._task, self._task.train
         batch_size = config.train.batch_size
         began = time.monotonic()
