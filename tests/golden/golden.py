@@ -170,6 +170,10 @@ EVALUATIONS = [
 ]  # fmt: skip
 
 
+VOLATILE = ("/seconds", "_per_second", "/commit", "/tost_lm")
+"""Results that are not of the checkpoint: times and versions."""
+
+
 def in_a_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for the programs, with the frozen shards and run."""
     folder = tempfile.TemporaryDirectory(prefix="tost_lm_golden_")
@@ -194,7 +198,7 @@ def trained_by_programs() -> dict[str, list[float]]:
 
 
 def evaluated() -> dict[str, Any]:
-    """The results of all evaluation programs on the frozen checkpoint but times, as one value for each key."""
+    """The results of all evaluation programs on the frozen checkpoint but times and commits, as one value for each key."""
     found = {}
     with in_a_folder() as folder:
         for program, *words in EVALUATIONS:
@@ -212,7 +216,7 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from flat(inner, f"{key}/{number}")
-    elif not key.endswith(("seconds", "per_second")):
+    elif not key.endswith(VOLATILE):
         yield key, value
 
 
