@@ -23,7 +23,7 @@ clean-demo:
 # Shows in five minutes that the installation works: tests/quick.txt lists what it runs. With three workers two cores are
 # seldom idle.
 test: env
-	$(BIN)/python -m pytest -n 3 --dist loadfile --budget 5 $(PYTEST) @tests/quick.txt
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --budget 5 $(PYTEST) @tests/quick.txt
 
 test-all: test test-rest
 

@@ -198,7 +198,7 @@ def trained_by_programs() -> dict[str, list[float]]:
 
 
 def evaluated() -> dict[str, Any]:
-    """The results of all evaluation programs on the frozen checkpoint but times and commits, as one value for each key."""
+    """The results of all evaluation programs on the frozen checkpoint, as one value for each key."""
     found = {}
     with in_a_folder() as folder:
         for program, *words in EVALUATIONS:

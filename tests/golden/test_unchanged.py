@@ -3,6 +3,7 @@
 import json
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ pytestmark = pytest.mark.timeout(900)
 def stored() -> tuple[dict[str, Any], bool]:
     """The stored results, and whether they are of this processor."""
     path = RESULTS / f"{processor()}.json"
-    return json.loads((path if path.is_file() else min(RESULTS.glob("*.json"))).read_text()), path.is_file()
+    return json.loads((path if path.is_file() else of_processors()[0]).read_text()), path.is_file()
+
+
+def of_processors() -> list[Path]:
+    return sorted(RESULTS.glob("*.json"))
 
 
 def test_training_is_unchanged():
@@ -34,12 +39,16 @@ def test_training_is_unchanged():
 
 
 def test_runs_of_the_program_are_unchanged():
+    """On another processor, differences are at most a multiple of those between two processors with stored results."""
     (results, same_processor), found = stored(), trained_by_programs()
     assert found.keys() == results["programs"].keys()
-    for name, values in results["programs"].items():
-        assert len(found[name]) == len(values)
-        for ours, theirs in zip(found[name], values, strict=True):
-            assert_same(ours, theirs, same_processor, name)
+    one, other = (json.loads(path.read_text())["programs"] for path in of_processors()[:2])
+    for name, theirs in results["programs"].items():
+        if same_processor:
+            assert found[name] == theirs, name
+        else:
+            ours, a, b = (torch.tensor(values[name]) for values in (found, one, other))
+            assert_as_accurate(ours, a, b, name, factor=8)
 
 
 def test_evaluation_is_unchanged():
