@@ -1,8 +1,10 @@
 """`launch.ranks`: a program starts its ranks itself, forwards signals to them and exits with their code."""
 
+import ipaddress
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +38,41 @@ def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
     while not (rows.exists() and rows.stat().st_size) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.05)
+
+
+def test_no_other_machine_can_connect_to_a_launch_or_its_ranks(workplace: Path):
+    with launched("train", "run.toml", *LONG, cwd=workplace) as process:
+        wait_for_a_step(process, workplace)
+        launcher = psutil.Process(process.pid)
+        listening = [
+            (connection.laddr.ip, "launcher" if of == launcher else "rank")
+            for of in [launcher, *launcher.children(recursive=True)]
+            for connection in of.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    assert listening[0] == ("127.0.0.1", "launcher")  # the store
+    assert [of for _, of in listening].count("launcher") == 1
+    assert len(listening) >= 3  # gloo's of two ranks
+    assert {ipaddress.ip_address(address).is_loopback for address, _ in listening} == {True}
+
+
+def test_gloo_on_one_node_does_not_follow_the_host_name(tmp_path: Path):
+    addresses = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+    outside = next((address for address in addresses if not address.startswith("127.")), None)
+    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', str(outside)]
+    if not outside or subprocess.run([*named, "true"], check=False).returncode:
+        pytest.skip("needs a network interface and the right to set a host name")
+    script = (
+        "import psutil\nfrom tost_lm.parallel.mesh import start_world\nstart_world('cpu')\n"
+        "print({c.laddr.ip for c in psutil.Process().net_connections('tcp') if c.status == psutil.CONN_LISTEN})"
+    )
+    command = [*named, sys.executable, "-c", script]
+    assert subprocess.check_output(command, cwd=tmp_path, env=ENVIRONMENT, text=True) == "{'127.0.0.1'}\n"
 
 
 def test_sigterm_saves_on_all_ranks_and_exits_with_75(workplace: Path):

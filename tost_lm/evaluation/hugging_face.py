@@ -47,11 +47,13 @@ def find_subject(path: Path) -> Subject:
 
 
 class HuggingFaceSubject(Subject):
-    """A folder that `save_pretrained` wrote."""
+    """A folder that `save_pretrained` wrote. Code in it is never run."""
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
         transformers = _library()
-        tokenizer = _guarded(self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint))
+        tokenizer = _guarded(
+            self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=False)
+        )
         return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
 
     def load(self, device: str) -> "HuggingFaceLM":
@@ -60,7 +62,7 @@ class HuggingFaceSubject(Subject):
 
         def load() -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(
-                self.checkpoint, dtype=torch.float32, output_loading_info=True
+                self.checkpoint, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
 
         model, info = _guarded(self, load)
@@ -241,7 +243,8 @@ def _guarded(subject: Subject, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # each architecture raises its own errors
         raise CheckpointError(
-            f"{subject.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model"
+            f"{subject.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model of "
+            "transformers, because code in a model folder is never run"
         ) from None
 
 

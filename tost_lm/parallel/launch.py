@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 from importlib.util import find_spec
 from types import FrameType
@@ -11,6 +12,7 @@ from uuid import uuid4
 from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.parallel import LaunchConfig
 
+LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -41,7 +43,8 @@ def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device
 
 
 def start_ranks(command: str, ranks: int) -> None:
-    """Run `tost COMMAND` with the arguments of this process on several ranks, and exit with their exit code.
+    """Run `tost COMMAND` with the arguments of this process on several ranks, and exit with their exit code. The ranks
+    and their store listen on the loopback interface only.
 
     Returns if this process is a rank of a launcher, or `ranks` is 1. Signals are forwarded to all ranks. Cores are
     divided among the ranks unless OMP_NUM_THREADS is set.
@@ -54,20 +57,25 @@ def start_ranks(command: str, ranks: int) -> None:
         return
     if not find_spec("psutil"):
         raise ConfigError(f"{ranks} ranks need psutil; {install_hint('train')}, or start one rank")
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // ranks)))
+    # torch lets any host connect to its store. The launcher finds this one by its port, and opens no other.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
     config = ElasticConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{store.host}:{store.port}",
+        rdzv_configs={"rank": 0},
         max_restarts=0,
         signals_to_handle="",  # its handlers kill ranks that are still saving, and hide their exit codes
     )

@@ -8,6 +8,7 @@ selective activation checkpointing keeps their results. (Recomputation does repe
 import os
 import secrets
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
         TostError: the rendezvous timed out.
     """
     kind = _device_kind(device)
+    prefer_loopback()
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed needs it without a launcher, too
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     timeouts = timeouts or Timeouts()
@@ -84,6 +86,15 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
             device_id=chosen if kind == "cuda" else None,
         )
     return World(dist.get_rank(), dist.get_world_size(), chosen, timeout)
+
+
+def prefer_loopback() -> None:
+    """Ranks that are all on one node listen on its loopback interface, unless the user has chosen one: gloo and NCCL
+    trust whoever connects."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        name = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL treats a bare name as a prefix
 
 
 def stop_world() -> None:

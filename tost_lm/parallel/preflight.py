@@ -31,7 +31,7 @@ from tost_lm.parallel.agreement import (
     rank_numbers,
     settings_as_facts,
 )
-from tost_lm.parallel.mesh import start_world, stop_world
+from tost_lm.parallel.mesh import prefer_loopback, start_world, stop_world
 from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.version import VERSION, git_commit
 
@@ -74,6 +74,7 @@ def check_nodes(
         LostRankError: a rank failed.
     """
     host = socket.gethostname()
+    prefer_loopback()
     network = network_in_use("nccl" if device in ("auto", "cuda") and torch.cuda.is_available() else "gloo")
     try:
         world = start_world(device)

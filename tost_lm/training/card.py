@@ -21,8 +21,8 @@ from tost_lm.markdown import escape, format_result, table
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim import OptimConfig, warmup_steps
+from tost_lm.redaction import redact_text, redact_tree
 from tost_lm.training import PretrainConfig, TrainConfig
-from tost_lm.training.loggers import redact_text, redact_tree
 
 USAGE = """\
 import tost_lm

@@ -1,7 +1,5 @@
 """wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows.
 
-Keys, tokens, secrets and passwords in settings and command lines are redacted before they are recorded.
-
 wandb's offline files of earlier launches are truncated to the step from which a run resumes, because wandb's own means
 need its server. Offline, wandb 0.31 ignores `resume`, and after `resume_from="ID?_step=5"` the files still have the
 steps after 5 twice. Logging all rows again would be simpler, but wandb takes up to a millisecond per row, and a long
@@ -11,7 +9,6 @@ run has 60,000.
 import json
 import os
 import queue
-import re
 import shutil
 import threading
 import uuid
@@ -21,58 +18,8 @@ from typing import Any
 
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
+from tost_lm.redaction import redact_tree
 from tost_lm.training import PretrainConfig, RunConfig
-
-MARK = "[redacted]"
-SECRET_WORDS = {"key", "keys", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd"}
-"""A name that has one of these words is a secret. `tokens` is missing because settings count tokens."""
-
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_USER_IN_URL = re.compile(r"(:/{1,2})[^/\s]+@")  # pathlib turns // into /
-_PAIR = re.compile(r"""([\w.-]+["']?\s*[=:]\s*)("(?:\\.|[^"\\])*"|'[^']*'|[^\s,;&}\]]+)""")
-_ASSIGNMENT = re.compile(r"([\w.-]+=)(.*)", re.DOTALL)
-
-
-def is_secret(name: str) -> bool:
-    """Whether the name of a setting, variable or flag is that of a secret: hub.token, WANDB_API_KEY, apiKey."""
-    return any(word.lower() in SECRET_WORDS for word in _WORD.findall(name))
-
-
-def redact_command(words: Sequence[str]) -> list[str]:
-    """The words of a command line without the values of secrets in `name=value` and `--name value`."""
-    shown: list[str] = []
-    for i, word in enumerate(words):
-        before = words[i - 1] if i else ""
-        if before.startswith("-") and "=" not in before and is_secret(before):
-            shown.append(MARK)
-        elif (assignment := _ASSIGNMENT.fullmatch(word)) and is_secret(assignment[1]):
-            shown.append(assignment[1] + MARK)
-        else:
-            shown.append(redact_text(word))
-    return shown
-
-
-def redact_tree(tree: Any) -> Any:
-    """Settings in tables and lists without the values, even tables, whose name is that of a secret."""
-    if isinstance(tree, dict):
-        return {
-            redact_text(name): MARK if is_secret(name) and value is not None else redact_tree(value)
-            for name, value in tree.items()
-        }
-    if isinstance(tree, list | tuple):
-        return [redact_tree(item) for item in tree]
-    return redact_text(tree) if isinstance(tree, str) else tree
-
-
-def redact_text(text: str) -> str:
-    """The text without user and password in URLs and secrets in pairs like `token=abc` and `"token": "abc"`."""
-    return _PAIR.sub(_redact_pair, _USER_IN_URL.sub(rf"\1{MARK}@", text))
-
-
-def _redact_pair(pair: re.Match[str]) -> str:
-    name, value = pair.groups()
-    return name + (MARK if is_secret(name) else redact_text(value))
-
 
 Row = Mapping[str, Any]
 """Values by name, with `step`; a value may be None."""

@@ -23,6 +23,7 @@ from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
 from tost_lm.files import read_rows, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
+from tost_lm.redaction import redact_command
 from tost_lm.training import PretrainConfig
 from tost_lm.training.loggers import (
     Row,
@@ -31,7 +32,6 @@ from tost_lm.training.loggers import (
     evaluation_values,
     loggers_in_use,
     merge_by_step,
-    redact_command,
     validation_values,
 )
 from tost_lm.version import VERSION, git_commit

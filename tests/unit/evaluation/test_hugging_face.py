@@ -1,6 +1,10 @@
 """Models of the Hugging Face library as baselines: scores against a pass for every token, and rejected folders."""
 
+import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +134,24 @@ def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
     (tmp_path / "copy/config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"copy: cannot be loaded \(.*\); give a causal"):
         find_subject(tmp_path / "copy").load("cpu")
+
+
+def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_path: Path):
+    hostile = tmp_path / "hostile"
+    shutil.copytree(saved, hostile)
+    (hostile / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = {"model_type": "hostile", "auto_map": {"AutoConfig": "code.Hostile"}}
+    (hostile / "config.json").write_text(json.dumps(settings))
+    texts, protocol = tmp_path / "lambada.jsonl", 'zero_shot.protocols=["lambada_openai@lm-eval"]'
+    texts.write_text('{"text": "some words of a text"}\n')
+    command = ["eval", "zero-shot", hostile, protocol, f"sets.lambada_openai={texts}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tost_lm.cli.main", *command], input="y\n" * 9, capture_output=True, text=True
+    )
+    assert not (tmp_path / "ran").exists()
+    assert ended.returncode == 2
+    start = f"error: {hostile}: cannot be loaded (The repository {hostile} contains custom code"
+    assert re.fullmatch(rf"{re.escape(start)}.*code in a model folder is never run\n", ended.stderr)
 
 
 def test_a_model_that_cannot_be_downloaded_is_rejected(monkeypatch: pytest.MonkeyPatch):

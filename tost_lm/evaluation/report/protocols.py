@@ -14,6 +14,7 @@ from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, fenced, format_result, table
+from tost_lm.redaction import redact_text
 
 ENOUGH_DOCUMENTS = 10
 
@@ -69,7 +70,7 @@ def text(run: EvaluatedModel) -> str:
         # Most text files are longer than a model's learned positions.
         limited = read_model_config(run.subject.checkpoint).position_limit
         return "" if limited else f"## Text file\n\n{missing_line('tost eval text', f'{run.folder} text.file=PATH')}"
-    model, path = results["model"], results["identity"]["settings"]["text"]["file"]
+    model, path = results["model"], redact_text(results["identity"]["settings"]["text"]["file"])
     scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
     return "\n\n".join([
         f"## Text file ({escape(TEXT)})",
@@ -93,7 +94,7 @@ def sample(run: EvaluatedModel) -> str:
     paragraphs = [
         "## Generated text",
         checkpoint_line(run, results, f"tost generate {run.folder}"),
-        f"End of the prompt {escape(file)}:" if (file := settings.get("prompt_file")) else "Prompt:",
+        f"End of the prompt {escape(redact_text(file))}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"Continuation ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
         fenced(results["text"]),

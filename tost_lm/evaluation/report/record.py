@@ -30,6 +30,7 @@ from tost_lm.evaluation.report.page import (
 )
 from tost_lm.evaluation.subject import HELDOUT, Subject, results_path
 from tost_lm.files import read_rows
+from tost_lm.redaction import redact_text
 
 
 @dataclass(frozen=True)
@@ -239,10 +240,16 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Of the checkpoint of a branch only its step counts, because runs with other seeds branch from other trunks.
     """
     return {
-        path: Path(value).name if path == "train.branch_from" else value
+        path: _shown_setting(path, value)
         for path, value in leaves(dict(config))
         if path.split(".")[0] not in IGNORED and path not in IGNORED and path != "train.seed"
     }
+
+
+def _shown_setting(path: str, value: Any) -> Any:
+    if path == "train.branch_from":
+        return Path(value).name
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def seed(run: RunRecord) -> int:

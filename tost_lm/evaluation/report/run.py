@@ -15,6 +15,7 @@ from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
+from tost_lm.redaction import redact_text
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
@@ -98,7 +99,8 @@ def overview(run: RunRecord) -> str:
         tokens = run.metrics[-1]["tokens"] - earlier_steps * train["global_batch_size"] * train["seq_len"]
         rows.append(("training time", f"{seconds:,.0f} s"))
         rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
-    return f"{_smoke_notice(run)}\n\n## Overview\n\n{table(('property', 'value'), rows)}"
+    shown = [(name, redact_text(value)) for name, value in rows]
+    return f"{_smoke_notice(run)}\n\n## Overview\n\n{table(('property', 'value'), shown)}"
 
 
 def software(run: RunRecord) -> str:
@@ -119,7 +121,7 @@ def files(run: EvaluatedModel, page: Page) -> str:
     rows += [(f"{checkpoint.name}/{name}", f"XXH3 {entry['xxh3']}") for name, entry in read_entries(checkpoint).items()]
     if results := run.results(HELDOUT):
         identity = results["identity"]
-        rows.append((f"{identity['shards']}/manifest.json", f"SHA-256 {identity['shards_fingerprint']}"))
+        rows.append((f"{redact_text(identity['shards'])}/manifest.json", f"SHA-256 {identity['shards_fingerprint']}"))
     return f"## Files\n\n{table(('file', 'hash'), rows)}\n\n{page.figure_files()}"
 
 

@@ -26,6 +26,7 @@ from tost_lm.evaluation.report.page import (
 from tost_lm.evaluation.report.protocols import missing_line
 from tost_lm.evaluation.report.record import RunRecord, mean_curve, step_chart
 from tost_lm.markdown import table
+from tost_lm.redaction import redact_text
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50
@@ -151,7 +152,7 @@ def _cells_of_branch(name: str, run: RunRecord) -> tuple[str, ...]:
         f"{branch['step']:,}" if branch else "–",
         f"{last:,} of {run.config['train']['steps']:,}",
         schedule,
-        f"{_shards(run)}, {branch['data']}" if branch else _shards(run),
+        redact_text(f"{_shards(run)}, {branch['data']}" if branch else _shards(run)),
         *[_last_loss(rows) for rows in (run.metrics, run.validation)],
     )
 

@@ -6,18 +6,22 @@ from typing import Any
 import pytest
 
 from tost_lm.config import Section
+from tost_lm.redaction import MARK, is_secret, redact_command, redact_text, redact_tree
 from tost_lm.training import PretrainConfig
-from tost_lm.training.loggers import MARK, is_secret, redact_command, redact_text, redact_tree
 
 
 @pytest.mark.parametrize(
-    "name", ["hub.token", "WANDB_API_KEY", "apiKey", "APIKey", "--password", "aws-secret-access-key", "db.secrets"]
-)
+    "name",
+    [
+        "hub.token", "WANDB_API_KEY", "apiKey", "APIKey", "--password", "aws-secret-access-key", "db.secrets", "--auth",
+        "PGPASSWORD", "pwd", "X-Amz-Signature", "X-Amz-Credential", "sig", "Signature", "Authorization",
+    ],
+)  # fmt: skip
 def test_a_word_of_its_own_makes_a_secret(name: str):
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", ["train.seq_len", "tokenizer.path", "monkey", "keyboard", "secretary", "--"])
+@pytest.mark.parametrize("name", ["train.seq_len", "tokenizer.path", "monkey", "keyboard", "authors", "sigma", "--"])
 def test_a_part_of_a_word_does_not(name: str):
     assert not is_secret(name)
 
@@ -33,13 +37,27 @@ def test_a_command_line_keeps_everything_but_secrets():
         "configs/x.toml", "train.seq_len=64", "hub.token=a b=c", "--password", "-x y", "--token=abc",
         "--dry-run", "data.folder=https://me:pa@ss@host/shards?token=abc&part=1",
         'hub={name = "n", "api_key" : "x\\"y", token=z}',
-        "WANDB_API_KEY=0123",
+        "WANDB_API_KEY=0123", "--auth", "me:abc",
     ]  # fmt: skip
     assert redact_command(command) == [
         "configs/x.toml", "train.seq_len=64", f"hub.token={MARK}", "--password", MARK, f"--token={MARK}",
         "--dry-run", f"data.folder=https://{MARK}@host/shards?token={MARK}&part=1",
-        f'hub={{name = "n", "api_key" : {MARK}, token={MARK}}}', f"WANDB_API_KEY={MARK}",
+        f'hub={{name = "n", "api_key" : {MARK}, token={MARK}}}', f"WANDB_API_KEY={MARK}", "--auth", MARK,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://host/x?X-Amz-Signature=abc&part=1", f"https://host/x?X-Amz-Signature={MARK}&part=1"),
+        ("https:/host/x?sv=1&sig=a%2Fc", f"https:/host/x?sv=1&sig={MARK}"),
+        ("curl -H 'Authorization: Bearer abc' y", f"curl -H 'Authorization: {MARK} {MARK}' y"),
+        ("https://me:abc@host, bearer abc", f"https://{MARK}@host, bearer {MARK}"),
+        (f"data/hf_{'aB3' * 11}/shards", f"data/{MARK}/shards"),
+    ],
+)
+def test_a_secret_in_a_text_is_found_by_its_form(text: str, shown: str):
+    assert redact_text(text) == shown
 
 
 def test_a_tree_keeps_its_shape_and_its_other_values():
@@ -60,7 +78,7 @@ def test_a_tree_keeps_its_shape_and_its_other_values():
 
 
 def test_a_text_without_secrets_stays_to_the_letter():
-    text = "a: b, c=d; {x: 'y'} https://host:80/a@b /data/tokens=3 tokenizer='k e y'"
+    text = "a: b, c=d; {x: 'y'} https://host:80/a@b /data/tokens=3 tokenizer='k e y' hf_folder the bearer"
     assert redact_text(text) == text
 
 
