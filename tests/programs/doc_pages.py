@@ -85,8 +85,9 @@ class Block(NamedTuple):
 
     @property
     def needed(self) -> list["Block"]:
-        """The blocks of its page that run before it, then itself."""
-        return [block for block in blocks_of(self.page) if block.line <= self.line and block in QUICK + WHOLE]
+        """The blocks of its page that run before it, then itself. A quick block needs none that takes minutes."""
+        running = QUICK + WHOLE if self.takes_minutes else QUICK
+        return [block for block in blocks_of(self.page) if block.line <= self.line and block in running]
 
     def skip_if_something_is_missing(self) -> None:
         """A block is skipped with the reason of an earlier one, whose results it may read."""
