@@ -23,6 +23,7 @@ from pathlib import Path
 from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkpoint
 from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.files import open_lock
 
 CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"
 ROWS = ("metrics", "validation", "evaluations", "events")
@@ -79,7 +80,8 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[None]:
     forked loader workers do not hold it. File systems without locks, or with locks per node, protect less.
 
     Raises:
-        ConfigError: another launch has the lock (the message names its host and pid), or the folder is read-only.
+        ConfigError: another launch has the lock (the message names its host and pid), the folder is read-only, or the
+            lock file is a symbolic link.
     """
     if rank > 0:
         yield
@@ -87,7 +89,7 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[None]:
     path = run_folder.with_name(f".{run_folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = open_lock(path)
     except OSError as error:
         raise ConfigError(
             f"{run_folder}: cannot be written: {error.strerror}; make it writable, or start in another folder"
