@@ -1,5 +1,6 @@
 """Hashing, and atomic writes of files and folders (write to a temporary path, flush, rename)."""
 
+import errno
 import hashlib
 import json
 import os
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import xxhash
 
@@ -84,6 +85,21 @@ def require_writable(path: Path) -> None:
         raise ConfigError(
             f"{path}: cannot be written: {error.strerror}; make {folder} writable, or use a copy of it"
         ) from None
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a lock file for reading and appending, made if there is none.
+
+    Raises:
+        ConfigError: it is a symbolic link, whose target the lock would overwrite.
+        OSError: it cannot be opened.
+    """
+    try:
+        return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(f"the lock file {path} is a symbolic link; remove it") from None
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

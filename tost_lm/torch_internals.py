@@ -15,6 +15,8 @@ versions.
 import faulthandler
 import os
 import pickle
+import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -98,6 +100,26 @@ def missing_compiler(device: torch.device) -> str:
     except (InvalidCxxCompiler, RuntimeError):
         return "a C++ compiler such as g++"
     return ""
+
+
+def use_private_inductor_cache() -> None:
+    """Keep torch.compile from running code that other users can write.
+
+    torch's default folder has a known name in /tmp. If it is another user's or writable by others, a new temporary
+    folder takes its place, unless TORCHINDUCTOR_CACHE_DIR names one. Precompiled headers have no other place.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = Path(default_cache_dir())
+    with suppress(FileExistsError):
+        default.mkdir(mode=0o700)
+    status = default.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        return
+    config.cpp_cache_precompile_headers = False
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch may have set it to the default
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor_")
 
 
 def loader_workers(iterator: Any) -> list[Any]:

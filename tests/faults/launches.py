@@ -64,7 +64,8 @@ class Launch:
 
     def errors(self) -> list[str]:
         """The lines `error: …` of all ranks, without the prefix."""
-        return [line.removeprefix("error: ") for line in self.output().splitlines() if line.startswith("error: ")]
+        lines = self.output().replace("\0", "").splitlines()  # torch prints one after the bus error of a worker
+        return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
 
     def heartbeat(self, rank: int = 0) -> dict[str, Any]:
         """The heartbeat of a rank; empty before the first one."""

@@ -1,11 +1,16 @@
 """`tost generate` as a user runs it: empty prompts, prompts that look like settings, and errors."""
 
+import json
+import os
+import pty
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from forked import Forked
+from forked import ENVIRONMENT, Forked
 from programs import refusal, run
 
 import tost_lm
@@ -35,6 +40,19 @@ def test_output_is_the_prompt_and_the_generated_text(folder: Path, prompt: str):
     text = "".join(generate_text(model, tokenizer, prompt, 5))
     output = run(PROGRAM, "model", prompt, "sample.tokens=5", cwd=folder)
     assert output.startswith(f"{prompt}{text}\nstate after the prompt of {1 + len(tokenizer.encode(prompt))} tokens: ")
+
+
+def test_a_terminal_gets_no_control_characters_of_the_prompt(folder: Path):
+    reader, terminal = pty.openpty()
+    prompt = "a\x1b]0;b\x07\tc\r\x9bd"
+    command = [sys.executable, "-m", "tost_lm.cli.main", "generate", "model", prompt, "sample.tokens=1"]
+    for _ in range(2):  # generated, and printed again
+        subprocess.run(command, cwd=folder, env=ENVIRONMENT, stdout=terminal, check=True)
+        shown = os.read(reader, 10_000).decode()
+        assert r"a\x1b]0;b\x07" + "\t" + r"c\x0d\x9bd" in shown
+        assert "\x1b]" not in shown
+        assert not {"\x07", "\x9b"} & {*shown}
+    assert json.loads((folder / "model/eval/sample/results.json").read_text())["prompt"] == prompt
 
 
 def test_a_prompt_that_looks_like_a_setting_is_pointed_to_the_setting(folder: Path):

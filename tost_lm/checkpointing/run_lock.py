@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tost_lm.errors import ConfigError, TrainingError
-from tost_lm.files import write_atomically
+from tost_lm.files import open_lock, write_atomically
 
 BEAT_S = 2.0
 """Between two heartbeats of an owner file."""
@@ -35,7 +35,8 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
         the first call, or when another launch has taken over the owner file.
 
     Raises:
-        ConfigError: another launch has the lock (the message names its host and pid), or the folder is read-only.
+        ConfigError: another launch has the lock (the message names its host and pid), the folder is read-only, or the
+            lock file is a symbolic link.
     """
     if rank > 0:
         yield lambda: None
@@ -44,7 +45,7 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
     path = folder.with_name(f".{folder.name}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = open_lock(path)
     except OSError as error:
         raise ConfigError(
             f"{run_folder}: cannot be written: {error.strerror}; make it writable, or start in another folder"

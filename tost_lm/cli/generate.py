@@ -6,7 +6,8 @@
     tost generate runs/demo parallel.tensor=2 parallel.sequence=2      (four ranks)
 
 Give a prompt that looks like a setting, x=1, as sample.prompt='"x=1"'. The prompt follows an end-of-text token, as
-documents do in training, and may be empty. Prints the prompt (the end of a long one) and streams the generated text.
+documents do in training, and may be empty. Prints the prompt (the end of a long one) and streams the generated text. A
+terminal gets control characters as escapes.
 Writes the text to eval/sample/text.txt beside the checkpoint's other results, and its beginning, the speed and the size
 of the state to results.json. Memory does not grow with the text, except for softmax layers without a window.
 """
@@ -33,17 +34,17 @@ def main(path: Path, config: GenerateConfig) -> None:
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
 
+        from tost_lm.evaluation.generation import Continuation, Sampling, print_stream, print_text, state_bytes
         from tost_lm.evaluation.text import TextFile, ids_of
 
         file = TextFile.check(sample.prompt_file, "sample.prompt_file") if sample.prompt_file else None
         identity = subject.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}
         if results := ranks.reusable(subject, SAMPLE, identity):
-            print(results["prompt"] + results["text"])
+            print_text(results["prompt"] + results["text"] + "\n")
             if results["characters"] > len(results["text"]):
                 print(f"… full text: {subject.results_path(SAMPLE).with_name('text.txt')}")
             return
 
-        from tost_lm.evaluation.generation import Continuation, Sampling, print_stream, state_bytes
         from tost_lm.files import atomic_writer
         from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
@@ -55,7 +56,7 @@ def main(path: Path, config: GenerateConfig) -> None:
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
         name = str(subject.checkpoint)
         continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop, name)
-        print(prompt, end="", flush=True)
+        print_text(prompt)
         generation_started = time.monotonic()
         text_path = subject.results_path(SAMPLE).with_name("text.txt")
         with atomic_writer(text_path) if ranks.rank == 0 else open(os.devnull, "wb") as target:

@@ -34,7 +34,15 @@ from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
 from tost_lm.errors import DataError
-from tost_lm.files import backup_folder, manifest_bytes, publish_folder, restore_backup, write_atomically, write_rows
+from tost_lm.files import (
+    backup_folder,
+    manifest_bytes,
+    open_lock,
+    publish_folder,
+    restore_backup,
+    write_atomically,
+    write_rows,
+)
 from tost_lm.version import VERSION
 
 JOURNAL = "journal.json"
@@ -285,7 +293,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a shard folder, so that one process at a time builds it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
-    with path.open("w") as file:
+    with open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino

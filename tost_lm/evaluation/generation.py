@@ -2,6 +2,8 @@
 from the model's state: one token at a time, in constant memory for TSSA layers.
 """
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -232,6 +234,17 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def print_text(text: str) -> None:
+    """Print a text without a line break after it. A terminal, which would obey control characters, gets all but line
+    breaks and tabs as escapes."""
+    if sys.stdout.isatty():
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    print(text, end="", flush=True)
+
+
 def print_stream(texts: Iterable[str], target: BinaryIO, kept: int) -> dict[str, Any]:
     """Print texts as they arrive, without line breaks, and write them to `target`. An error ends the line first.
 
@@ -241,7 +254,7 @@ def print_stream(texts: Iterable[str], target: BinaryIO, kept: int) -> dict[str,
     start, characters = "", 0
     try:
         for text in texts:
-            print(text, end="", flush=True)
+            print_text(text)
             target.write(text.encode())
             start += text[: kept - len(start)]
             characters += len(text)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
-from tost_lm.torch_internals import allow_graphs, missing_compiler
+from tost_lm.torch_internals import allow_graphs, missing_compiler, use_private_inductor_cache
 
 OPTIONS: Any = {"use_reentrant": False, "preserve_rng_state": False}  # blocks draw no random numbers
 
@@ -70,6 +70,7 @@ def compile_blocks(model: TostLM) -> TostLM:
     if missing := missing_compiler(model.embedding.weight.device):
         raise ConfigError(f"train.compile needs {missing}; install it, or set train.compile = false")
     allow_graphs(GRAPHS)
+    use_private_inductor_cache()
     for block in model.blocks:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, fullgraph=True)

@@ -42,7 +42,8 @@ def causal_tssa(
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. The default for these when Triton is installed.
         `numba`: compiled loops, for CPU tensors in float32 or float64. They run in the calling thread. The default for
-            these when Numba is installed; it compiles for seconds at the first call on a machine.
+            these when Numba is installed; it compiles for seconds at the first call on a machine, or of
+            each process if neither the package's folder nor the user's home can be written.
         `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
             CPU it runs in the calling thread. Each packed document needs its own pass, so hundreds of documents of a
             few tokens are slower than with `naive`.

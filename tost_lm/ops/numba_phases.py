@@ -17,7 +17,19 @@ from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
 from tost_lm.sizes import NUMBA_CHUNK_TOKENS
 
-compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+
+def _has_cache() -> bool:
+    """Whether Numba finds a folder for compiled code: beside this file or in the user's home. If not, each process
+    compiles."""
+    try:
+        njit(cache=True)(_has_cache)  # compiles nothing yet
+    except RuntimeError:
+        return False
+    return True
+
+
+CACHE = _has_cache()
+compiled = njit(cache=CACHE, nogil=True, error_model="numpy", fastmath={"contract"})
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -129,7 +141,7 @@ def _score_scale(layout: Layout, scoring: Scoring, channels: int) -> Tensor | fl
 # --- Kernels. `start_K` and `end_K` are the tokens of each chunk.
 
 
-@njit(cache=True, fastmath={"reassoc", "contract"})
+@njit(cache=CACHE, fastmath={"reassoc", "contract"})
 def add(total, x):
     return total + x
 
@@ -186,7 +198,7 @@ def _shares(start_K, end_K, w_MHD, energy_KHD):
     return shares_MH
 
 
-@njit(cache=True)
+@njit(cache=CACHE)
 def floored(energy, floor):
     return floor if energy < floor else energy  # NaN stays
 

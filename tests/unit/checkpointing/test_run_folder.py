@@ -106,6 +106,16 @@ def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder
         pass
 
 
+def test_a_lock_that_is_a_link_is_not_followed(run_folder: Path, tmp_path: Path):
+    run_folder.parent.mkdir()
+    (tmp_path / "notes").write_text("kept")
+    (run_folder.parent / ".mine.lock").symlink_to(tmp_path / "notes")
+    line = r"the lock file \S+\.mine\.lock is a symbolic link; remove it"
+    with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
+        pass
+    assert (tmp_path / "notes").read_text() == "kept"
+
+
 def test_a_killed_launch_leaves_no_obstacle_though_its_workers_live(run_folder: Path, holder):
     process, child = holder
     process.kill()

@@ -20,7 +20,7 @@ from tost_lm.data import build
 from tost_lm.data.build import BuildProgress, build_shards, building_folder, recover_folder
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import read_blocks
-from tost_lm.errors import DataError
+from tost_lm.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -274,6 +274,15 @@ def test_a_dead_worker_is_one_line_and_the_build_resumes(built: Built, tmp_path)
         build_shards(config, built.tokenizer, kill_workers)
     build_shards(config, built.tokenizer)
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(built: Built, tmp_path):
+    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
+    (tmp_path / "notes").write_text("kept")
+    (tmp_path / ".shards.lock").symlink_to(tmp_path / "notes")
+    with pytest.raises(ConfigError, match=r"the lock file \S+\.shards\.lock is a symbolic link; remove it"):
+        build_shards(config, built.tokenizer)
+    assert (tmp_path / "notes").read_text() == "kept"
 
 
 def test_two_builds_of_one_folder_exclude_each_other(built: Built, tmp_path):

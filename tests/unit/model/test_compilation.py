@@ -1,8 +1,12 @@
 """Compiled blocks: one graph for each kind of layer, the same numbers, and no new graph for other documents."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,6 +222,25 @@ def test_the_softmax_of_tensor_ranks_is_not_left_out_of_a_graph():
     mixer.softmax = LocalSoftmax()
     with pytest.raises(Exception, match=r"torch\.compile does not support tensor ranks"):
         compile_blocks(model)(TOKENS_BT)
+
+
+def test_code_in_a_folder_that_others_can_write_is_not_used(tmp_path: Path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "USER": "me", "LOGNAME": "me"}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    others = tmp_path / "torchinductor_me"
+    others.mkdir()
+    others.chmod(0o777)
+    script = (
+        "import torch\nfrom tost_lm.config import validate\nfrom tost_lm.model import ModelConfig, TostLM\n"
+        "from tost_lm.model.transforms import compile_blocks\n"
+        "tree = {'layers': 1, 'heads': 1, 'width': 4, 'vocab_size': 8, 'max_positions': 8}\n"
+        "compile_blocks(TostLM(validate(ModelConfig, tree, 'test')))(torch.zeros(1, 4, dtype=torch.int64))"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert list(others.iterdir()) == []
+    (own,) = (path for path in tmp_path.glob("torchinductor_*") if path != others)
+    assert own.stat().st_mode & 0o077 == 0
+    assert list(own.rglob("*.so"))
 
 
 def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

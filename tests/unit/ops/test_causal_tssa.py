@@ -1,5 +1,8 @@
 """The operator against loops over the published formulas, its options, and its error messages."""
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,6 +119,14 @@ def test_a_backend_that_cannot_run_gives_the_reason(monkeypatch: pytest.MonkeyPa
     for package in ("triton", "numba"):
         with pytest.raises(ValueError, match=f"the package {package} is not installed"):
             causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend=package)
+
+
+@NEEDS_NUMBA
+def test_numba_needs_no_folder_for_its_compiled_code():
+    environment = {**os.environ, "HOME": "/dev/null", "NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator"}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    subprocess.run([sys.executable, "-c", "import tost_lm.ops.numba_phases"], env=environment, check=True)
 
 
 @NEEDS_NUMBA
