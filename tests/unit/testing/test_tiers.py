@@ -1,6 +1,7 @@
 """Time budgets, skip reasons, environment and tests/quick.txt, as tests/conftest.py handles them, in runs of pytest."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,3 +87,22 @@ def test_every_quick_test_exists():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *names]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_every_guarantee_has_a_quick_test():
+    """Of the tests that a row of docs/guarantees.md names, unless all of them take minutes."""
+    folder, quick = (
+        TESTS_FOLDER,
+        {line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()},
+    )
+    homes = {path.name: f"tests/{path.relative_to(folder)}" for path in folder.rglob("test_*.py")}
+    rows = [line for line in (folder.parent / "docs/guarantees.md").read_text().splitlines() if line.startswith("| ")]
+    named: list[str] = []
+    for row in rows[1:]:
+        guarantee, tests = row.strip("| ").rsplit(" | ", 1)
+        earlier = named if tests.startswith("same") else []
+        named = earlier + [name.removeprefix("tests/") for name in re.findall(r"`([^`]+)`", tests)]
+        files = {homes[Path(name).name] for name in named if name.endswith(".py")}
+        folders = tuple(f"tests/{name}/" for name in named if not name.endswith(".py"))
+        found = quick & files or any(file.startswith(folders) for file in quick)
+        assert found or all(name.startswith("full") for name in named), guarantee
