@@ -27,12 +27,13 @@ test: env
 
 test-all: test test-rest
 
-# Runs what `make test` leaves out; the tests of faults also after others failed. Files of long tests come first.
+# Runs what `make test` leaves out: every part, even after one failed, then names those that failed.
 test-rest: env
 	@trap 'exit 130' INT; failed=; \
 	tier() { echo "== $$*"; $(BIN)/python -m pytest --rest $(PYTEST) "$$@" || failed="$$failed $$1"; }; \
-	tier tests/golden tests/multiprocess tests/programs tests/unit -n 3 --dist loadfile --no-loadscope-reorder --budget 11; \
+	tier tests/golden tests/multiprocess tests/unit -n 3 --dist loadfile --no-loadscope-reorder --budget 7; \
 	tier tests/faults -n 2 --budget 3; \
+	tier tests/programs -n 3 --dist loadfile --budget 4; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.

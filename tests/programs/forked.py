@@ -18,12 +18,9 @@ from typing import Any
 from tost_lm.testing.ranks import PRELOADED
 
 CHECKOUT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(CHECKOUT),
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-}
+OWN = {"PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+ENVIRONMENT = {**os.environ, **OWN}
+PRELOADED += ["pytest", "tost_lm.training.loop", "tost_lm.evaluation.likelihood"]
 LIMIT_S = 280  # just below the timeout of a test
 
 
@@ -33,7 +30,7 @@ class Forked:
     def __init__(self, program: str, *words: object, cwd: Path, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tost_lm_program_")
         self._outputs = [str(Path(self._folder.name, name)) for name in ("stdout", "stderr")]
-        arguments = (module_of(program, words), cwd, environment, self._outputs)
+        arguments = (module_of(program, words), cwd, {**OWN, **environment}, self._outputs)
         self._process = _server().Process(target=_main, args=arguments)
         self._process.start()
 
@@ -83,9 +80,9 @@ def free_port() -> int:
 
 @cache
 def _server() -> Any:
-    os.environ.update(ENVIRONMENT, DS_ACCELERATOR="cpu")  # the server passes it on to the programs
+    os.environ["DS_ACCELERATOR"] = "cpu"  # the server passes it on to the programs
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "pytest", "tost_lm.training.loop", "tost_lm.evaluation.likelihood"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -1,4 +1,4 @@
-"""`make test-rest` runs the tests of faults also after others failed, with a stand-in for pytest."""
+"""`make test-rest` runs every part also after others failed, with a stand-in for pytest."""
 
 import shutil
 import subprocess
@@ -9,13 +9,13 @@ from forked import CHECKOUT
 
 PYTHON = """#!/bin/sh
 echo "$*" >> ran
-case "$*" in *tests/multiprocess*) exit {code};; esac
+case "$*" in *tests/multiprocess*|*tests/programs*) exit {code};; esac
 """
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("code", [0, 1])
-def test_both_parts_run_and_the_one_that_failed_is_named(code: int, tmp_path: Path):
+def test_every_part_runs_and_those_that_failed_are_named(code: int, tmp_path: Path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -24,6 +24,6 @@ def test_both_parts_run_and_the_one_that_failed_is_named(code: int, tmp_path: Pa
     (tmp_path / ".venv/bin/python").chmod(0o755)
     done = subprocess.run(["make", "test-rest"], cwd=tmp_path, capture_output=True, text=True)
     tiers = [line.split()[3] for line in (tmp_path / "ran").read_text().splitlines()]
-    assert tiers == ["tests/golden", "tests/faults"]
+    assert tiers == ["tests/golden", "tests/faults", "tests/programs"]
     assert (done.returncode != 0) == (code != 0)
-    assert ("failed: tests/golden\n" in done.stdout) == (code != 0), done.stdout
+    assert ("failed: tests/golden tests/programs\n" in done.stdout) == (code != 0), done.stdout
