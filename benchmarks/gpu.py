@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "pydantic")
 NEEDED += ("pydantic_core", "annotated_types", "typing_inspection")  # of pydantic
-USED = {"deepspeed": "training in a plain loop", "fla": "no gated linear attention", "xdist": "tests one by one"}
+USED = {"deepspeed": "training in a plain loop", "fla": "no linear attention beside ours", "xdist": "tests one by one"}
 
 
 def exit_if_packages_are_missing() -> None:

@@ -1,4 +1,4 @@
-"""Time and memory of whole models by context length: ToST, GPT-2 and, on a GPU, gated linear attention.
+"""Time and memory of whole models by context length: ToST and GPT-2.
 
     python -m benchmarks.model
     python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
@@ -26,7 +26,6 @@ RIVALS: dict[str, dict[str, Any]] = {
     "GPT-2, flash attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
     "GPT-2, plain attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
 }
-ON_GPUS: dict[str, dict[str, Any]] = {"gated linear attention": {"pattern": "G", "layer_scale": 0.0}}
 ATTENTION = {"GPT-2, flash attention": "FLASH_ATTENTION", "GPT-2, plain attention": "MATH"}  # torch's names
 TRAINING, DECODING = "training step", "decoding a token"
 COST_OF_LENGTH = "decoding, longest ÷ shortest"
@@ -42,8 +41,7 @@ class ModelBenchmarkConfig(Section):
 
 def run(config: ModelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench, shape = config.bench, config.shape
-    rivals = {**RIVALS, **(ON_GPUS if device == "cuda" else {})}
-    settings = {name: {**COMMON, **model, **shape.model_dump()} for name, model in rivals.items()}
+    settings = {name: {**COMMON, **model, **shape.model_dump()} for name, model in RIVALS.items()}
     for model in settings.values():
         validate(ModelConfig, model, "benchmarks.model")
     rivals = {name: {"settings": model, "attention": ATTENTION.get(name)} for name, model in settings.items()}

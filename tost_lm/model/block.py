@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from tost_lm.model.config import NORM_EPSILON, ModelConfig
-from tost_lm.model.gated import GatedMixer, GatedState
 from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer, SlotState
@@ -21,11 +20,11 @@ from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState
 
-Mixer = TssaMixer | SlotMixer | SoftmaxMixer | GatedMixer
-MixerState = TssaState | SlotState | KeyValueState | GatedState
+Mixer = TssaMixer | SlotMixer | SoftmaxMixer
+MixerState = TssaState | SlotState | KeyValueState
 
-MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer, "G": GatedMixer}
-STATE_OF = {"T": TssaState, "S": SlotState, "A": KeyValueState, "G": GatedState}
+MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer}
+STATE_OF = {"T": TssaState, "S": SlotState, "A": KeyValueState}
 
 CheckpointWrapper = Callable[..., Any]
 """Takes a function and its arguments and returns the function's result. May compute it again in the backward."""

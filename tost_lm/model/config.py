@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
 
-MIXERS = "TSAG"
+MIXERS = "TSA"
 """The letters of a pattern."""
 NORM_EPSILON = 1e-5
 """Of norms of the residual stream, and of queries and keys."""
@@ -15,8 +15,6 @@ CONV_TAPS = 4
 """S layers: tokens that the convolution of the keys reads."""
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
-GATE_CHANNELS = 16
-"""G layers: rank of the projection to the forget gates (arXiv 2312.06635, section 4.4)."""
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
 # gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The slots and hybrid presets are
@@ -75,7 +73,7 @@ class ModelConfig(Section):
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention, G gated linear attention. With SSSA every fourth layer is softmax attention. G runs on GPUs only, and needs the extra `gla`, parallel.tensor=1 and parallel.sequence=1."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention. With SSSA every fourth layer is softmax attention."""
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -142,7 +140,6 @@ class ModelConfig(Section):
             "T": "token statistics (TSSA), linear in time",
             "S": "slot memory, linear in time",
             "A": f"softmax attention{window}",
-            "G": "gated linear attention",
         }
         used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in self.pattern]
         return kinds[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {', '.join(used)}"
@@ -174,8 +171,8 @@ class ModelConfig(Section):
     def _letters_are_mixers(cls, pattern: str) -> str:
         if not pattern or set(pattern) - set(MIXERS):
             raise ValueError(
-                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory), A (softmax attention) "
-                "and G (gated linear attention)"
+                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory) and A (softmax "
+                "attention)"
             )
         return pattern
 
@@ -186,12 +183,10 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; change one of them"
             )
-        odd = f"model.width {self.width} / model.heads {self.heads} is odd, but"
-        if "G" in self.pattern and self.width // self.heads % 2:
-            raise ValueError(f"{odd} queries and keys of G layers have half as many channels; change one of them")
         if "A" in self.pattern and self.rope_theta and self.width // self.heads % 2:
             raise ValueError(
-                f"{odd} a rotary embedding rotates pairs of channels; change one of them or set model.rope_theta=0"
+                f"model.width {self.width} / model.heads {self.heads} is odd, but a rotary embedding rotates pairs of "
+                "channels; change one of them or set model.rope_theta=0"
             )
         return self
 

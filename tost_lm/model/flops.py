@@ -2,7 +2,7 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
-arithmetic of causal TSSA, of slot memory and of gated linear attention. Not counted: norms, gates of outputs, GELU or
+arithmetic of causal TSSA and of slot memory. Not counted: norms, gates of outputs, GELU or
 SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
 backward (sums over time in TSSA, scores in attention).
 
@@ -51,15 +51,12 @@ this is less than 0.1 % of the products. `uniform` computes the scores of `energ
 
 The sum is H·(5·S·V + (13 + 2·K)·S − V − 2) forward and H·(11·S·V + (18 + 4·K)·S − V − 2) backward. The products
 of chunks execute more.
-
-**Gated linear attention**, one token at a time: S = α·S + k·v and o = q·S have 5 operations for each of the C²/(2·H)
-numbers of S, the gradients of q, k, v, α and S have 11. The chunked kernels execute more.
 """
 
 import re
 from typing import Literal, NamedTuple
 
-from tost_lm.model.config import CONV_TAPS, GATE_CHANNELS, MIXERS, ModelConfig
+from tost_lm.model.config import CONV_TAPS, MIXERS, ModelConfig
 
 
 class Parameters(NamedTuple):
@@ -106,7 +103,6 @@ def parameters(config: ModelConfig) -> Parameters:
     C, biased = config.width, int(config.bias)
     tssa = 2 * C * C + 2 * biased * C + config.heads + _bias_numbers(config)
     softmax = _softmax_weights(config) + 2 * biased * (C + config.kv_width)
-    gated = 4 * C * C + GATE_CHANNELS * (C + C // 2) + C // 2 + C // config.heads + 4 * biased * C
     H, S, V = config.heads, config.slots, config.slot_channels
     slots = _slot_weights(config) + biased * (H * 2 * (S + V) + C) + H * (S * CONV_TAPS + V + 3)
     layers = layers_by_letter(config)
@@ -115,7 +111,7 @@ def parameters(config: ModelConfig) -> Parameters:
     return Parameters(
         embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,
-        mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax + layers["G"] * gated,
+        mixers=layers["T"] * tssa + layers["S"] * slots + layers["A"] * softmax,
         mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),
         scales=(2 * config.layers + 1) * of_norm + of_heads + (2 * config.layers * C if config.layer_scale else 0),
     )
@@ -148,7 +144,6 @@ def block_matrices(config: ModelConfig) -> list[tuple[int, int]]:
         "T": [(C, C), (C, C)],
         "S": [(2 * H * (config.slots + V), C), (C, H * V)],
         "A": [(C + 2 * config.kv_width, C), (C, C)],
-        "G": [(3 * C, C), (GATE_CHANNELS, C), (C // 2, GATE_CHANNELS), (C, C)],
     }
     of_mlp = [((_mlp_matrices(config) - 1) * hidden, C), (C, hidden)]
     return [shape for letter in config.letters for shape in of_mixer[letter] + of_mlp]
@@ -166,13 +161,7 @@ def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
 
 def _products(config: ModelConfig) -> Flops:
     layers, C = layers_by_letter(config), config.width
-    gates = GATE_CHANNELS * (C + C // 2)
-    mixers = (
-        layers["T"] * 2 * C**2
-        + layers["S"] * _slot_weights(config)
-        + layers["A"] * _softmax_weights(config)
-        + layers["G"] * (4 * C**2 + gates)
-    )
+    mixers = layers["T"] * 2 * C**2 + layers["S"] * _slot_weights(config) + layers["A"] * _softmax_weights(config)
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * C
     return Flops(2 * weights, 4 * weights)
 
@@ -188,12 +177,11 @@ def _operator(config: ModelConfig) -> Flops:
     C, H, layers = config.width, config.heads, layers_by_letter(config)
     mean, biased = config.membership == "energy-mean", config.denom_bias != "none"
     extra = H * (mean + biased * (1 if mean else 2))
-    tssa, gated = layers["T"], layers["G"] * C * (C // H // 2)
-    forward, backward = tssa * (9 * C + 7 * H - 1 + extra), tssa * (22 * C + 8 * H - 1 + extra)
+    forward, backward = layers["T"] * (9 * C + 7 * H - 1 + extra), layers["T"] * (22 * C + 8 * H - 1 + extra)
     H_S, S, V = layers["S"] * H, config.slots, config.slot_channels
     forward += H_S * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
     backward += H_S * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2)
-    return Flops(forward + 5 * gated, backward + 11 * gated)
+    return Flops(forward, backward)
 
 
 def _softmax_weights(config: ModelConfig) -> int:

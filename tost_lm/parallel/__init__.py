@@ -127,8 +127,6 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
 
 def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
-    if "G" in model.pattern and ranks > 1:
-        return f"the G layers of model.pattern {model.pattern!r} do not support tensor parallelism; set parallel.tensor = 1"
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
     if "A" in model.pattern and (model.kv_heads or model.heads) % ranks:

@@ -207,11 +207,6 @@ class PretrainConfig(Section):
     def _model_fits_ranks(self) -> "PretrainConfig":
         if obstacle := obstacle_to_tensor_ranks(self.model, self.parallel.tensor):
             raise ValueError(obstacle)
-        if "G" in self.model.pattern and self.parallel.sequence > 1:
-            raise ValueError(
-                f"G layers (model.pattern {self.model.pattern!r}) cannot run on several sequence ranks: set "
-                "parallel.sequence = 1"
-            )
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"

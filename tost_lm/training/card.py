@@ -29,7 +29,7 @@ import tost_lm
 
 model, tokenizer = tost_lm.load("."), tost_lm.load_tokenizer(".")
 """
-TAGS = {"T": "token-statistics-self-attention", "S": "slot-memory", "A": "softmax-attention", "G": "gated-linear"}
+TAGS = {"T": "token-statistics-self-attention", "S": "slot-memory", "A": "softmax-attention"}
 """Tags of the hub, by the letters of a pattern."""
 
 Rows = list[tuple[str, str]]

@@ -210,7 +210,6 @@ def require_executable(config: PlanConfig) -> None:
         == 3,
         f"parallel.offload {parallel.offload!r}: set none": parallel.offload != "none",
         "train.compile: set train.compile = false": config.train.compile,
-        f"the G layers of model.pattern {config.model.pattern!r}: use T, S and A layers": "G" in config.model.pattern,
     }
     for obstacle, is_met in obstacles.items():
         if is_met:

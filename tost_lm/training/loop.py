@@ -17,7 +17,6 @@ from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import prefetched
-from tost_lm.model.gated import gated_kernels
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim import learning_rate, warmup_steps
@@ -104,8 +103,6 @@ def train(
     enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
     world = start_world(config.run.device, config.run.timeouts)
     set_matmul_precision(config.train.tf32, world.device)
-    if "G" in config.model.pattern:
-        gated_kernels(world.device)  # raises before anything is written
     heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
         _require_agreement(config, corpora, start, evaluation)

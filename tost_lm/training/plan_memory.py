@@ -86,11 +86,9 @@ def moments(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = 
             that is written.
 
     Raises:
-        ConfigError: the batch is not divisible by the ranks, or there are G layers.
+        ConfigError: the batch is not divisible by the ranks.
     """
     tokens, model, tensor = tokens_in_memory(config), config.model, config.parallel.tensor
-    if "G" in model.pattern:
-        raise ConfigError(f"model.pattern {model.pattern!r}: memory of G layers is not planned; use T, S and A layers")
     weights, optimizer = weights_and_optimizer(config, ranks)
     if config.parallel.offload != "none":
         optimizer = 0.0

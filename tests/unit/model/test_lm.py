@@ -153,7 +153,7 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": "TXA"}, r"invalid model\.pattern: 'TXA'; use the letters T \(TSSA\), S .* and G"),
+        ({"pattern": "TXA"}, r"invalid model\.pattern: 'TXA'; use the letters T \(TSSA\), S .* and A"),
         ({"pattern": "ta"}, r"invalid model\.pattern: 'ta'; use"),
         ({"pattern": ""}, r"invalid model\.pattern: ''; use"),
         ({"layers": 300_000}, r"layers: input should be less than or equal to 10000"),
