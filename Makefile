@@ -38,7 +38,7 @@ test-rest: env
 
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
 test-full: test-all
-	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/unit/data/test_shards.py \
+	$(BIN)/python -m pytest -vv --full tests/full tests/golden tests/faults tests/unit/data/test_shards.py \
 	  tests/programs/test_lost_rank.py tests/programs/test_cluster.py
 
 # Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.

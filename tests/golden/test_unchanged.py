@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import RESULTS, evaluated, processor, trained, trained_by_programs
+from golden import RANKS, RESULTS, evaluated, processor, trained, trained_by_programs
 
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate
 
@@ -26,11 +26,16 @@ def of_processors() -> list[Path]:
     return sorted(RESULTS.glob("*.json"))
 
 
-def test_training_is_unchanged():
+@pytest.mark.parametrize("ranks", RANKS)
+def test_training_is_unchanged(ranks: int, request: pytest.FixtureRequest):
     """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""
-    (results, same_processor), found = stored(), trained()
-    assert found.keys() == results["training"].keys()
-    for name, theirs in results["training"].items():
+    if ranks > 2 and not request.config.getoption("--full"):
+        pytest.skip("takes minutes; use make test-full")
+    (results, same_processor), found = stored(), trained(ranks)
+    stored_names = {name for name in results["training"] if name.startswith(f"{ranks} ranks,")}
+    assert found.keys() == stored_names
+    for name in stored_names:
+        theirs = results["training"][name]
         if same_processor:
             assert found[name] == theirs, name
         else:
