@@ -5,7 +5,8 @@
     ._ForceDispatchKeyGuard                                                     autograd inside of an operator
     torch.ops._c10d_functional                                                  collectives that graphs may contain
     torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
-    DataLoader iterators' _workers and _shutdown_workers                        worker processes
+    DataLoader iterators' _workers and _shutdown_workers, and Python's
+    Queue._on_queue_feeder_error                                                worker processes
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
 
 `tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/zero.py`, with the newest
@@ -18,8 +19,9 @@ import pickle
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,11 @@ def use_private_inductor_cache() -> None:
     config.cpp_cache_precompile_headers = False
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch may have set it to the default
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor_")
+
+
+def handle_failed_sends(handle: Callable[[Exception, object], None]) -> None:
+    """In a loader worker, call `handle` with the error and the batch that cannot be sent, which Python would drop."""
+    Queue._on_queue_feeder_error = staticmethod(handle)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def loader_workers(iterator: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from multiprocessing.queues import Queue
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from tost_lm.data.loader import Batch, TrainingBatches
 from tost_lm.errors import DataError
-from tost_lm.torch_internals import end_loader_workers, loader_workers
+from tost_lm.torch_internals import end_loader_workers, handle_failed_sends, loader_workers
 
 
 class MicroBatch(NamedTuple):
@@ -221,8 +220,7 @@ def _exit_with_parent(write_reason: int, worker: int) -> None:
     A worker that outlives its rank keeps the rank's connections open, and the other ranks wait.
     """
     sys.excepthook = _report_unless_disconnected
-    # Python's own would print the error and drop the batch.
-    Queue._on_queue_feeder_error = staticmethod(partial(_exit_with_reason, write_reason))  # pyright: ignore[reportAttributeAccessIssue]
+    handle_failed_sends(partial(_exit_with_reason, write_reason))
     if ON_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
