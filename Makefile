@@ -31,9 +31,9 @@ test-all: test test-rest
 test-rest: env
 	@trap 'exit 130' INT; failed=; \
 	tier() { echo "== $$*"; $(BIN)/python -m pytest --rest $(PYTEST) "$$@" || failed="$$failed $$1"; }; \
-	tier tests/golden tests/multiprocess tests/unit -n 3 --dist loadfile --no-loadscope-reorder --budget 7; \
+	tier tests/golden tests/multiprocess tests/unit -n 3 --dist loadfile --no-loadscope-reorder --budget 10; \
 	tier tests/faults -n 2 --budget 3; \
-	tier tests/programs -n 3 --dist loadfile --budget 4; \
+	tier tests/programs -n 3 --dist loadfile --budget 5; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
