@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.items():
         write(f"{count} skipped: {reason}")
-    if file := config.getoption("--missing"):
+    if (file := config.getoption("--missing")) and not hasattr(config, "workerinput"):
         skipped = terminalreporter.getreports("skipped")
         names = [report.nodeid for report in skipped if MISSING in report.longrepr[2]]
         with Path(file).open("a") as lines:
