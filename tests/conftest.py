@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from beside import MISSING
+from shared_data import MISSING
 
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
@@ -41,9 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--rest"):
         quick = set(QUICK.read_text().splitlines())
-        rest = [item for item in items if quick.isdisjoint(names_of(item))]
-        config.hook.pytest_deselected(items=[item for item in items if item not in rest])
-        items[:] = rest
+        config.hook.pytest_deselected(items=[item for item in items if not quick.isdisjoint(names_of(item))])
+        items[:] = [item for item in items if quick.isdisjoint(names_of(item))]
 
 
 def names_of(item: pytest.Item) -> tuple[str, str, str]:

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from beside import GPT2_BPE
 from programs import run
+from shared_data import GPT2_BPE
 
 SMALL = (
     "build.megabytes=1", "build.rounds=1", "build.workers=2", "build.vocab_size=300", "loader.index_tokens=1_000_000",

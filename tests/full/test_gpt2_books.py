@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from beside import GPT2_BPE, SHARED, needs_shared
+from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 

@@ -6,7 +6,7 @@
 import time
 
 import pytest
-from beside import GPT2_BPE, needs_shared
+from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer

@@ -5,8 +5,7 @@
 writes results/PROCESSOR.json: what this checkout computes on this processor. `test_unchanged.py` measures again
 (trainings on four ranks in `make test-full`, since they take minutes). On a processor with a file, every number is
 equal to the last bit; elsewhere within the tolerances that stand there. A change of structure leaves the files as they
-are. To add a processor, run the command in a checkout of the commit that `git log tests/golden/results` names first,
-and copy the file.
+are. To add a processor, run the command at a commit whose tests passed on a processor that has a file.
 
 frozen/ has the inputs: token shards, a run with the checkpoint of step 5, and test sets. `frozen.py` wrote them.
 """

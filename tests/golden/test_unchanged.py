@@ -66,8 +66,7 @@ def test_evaluation_is_unchanged():
 def assert_same(ours: Any, theirs: Any, same_processor: bool, name: str) -> None:
     """Equal, or on another processor as near as sums of float32 in another order (FLOAT32_REORDERED)."""
     if same_processor or not isinstance(theirs, float):
-        assert ours == theirs or (ours != ours and theirs != theirs), f"{name}: {ours}, before: {theirs}"
+        equal = ours == theirs
     else:
-        assert math.isclose(ours, theirs, rel_tol=FLOAT32_REORDERED, abs_tol=FLOAT32_REORDERED), (
-            f"{name}: {ours}, before: {theirs}"
-        )
+        equal = math.isclose(ours, theirs, rel_tol=FLOAT32_REORDERED, abs_tol=FLOAT32_REORDERED)
+    assert equal, f"{name}: {ours}, before: {theirs}"

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from beside import GPT2_BPE, MISSING
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from shared_data import GPT2_BPE, MISSING
 
 from tost_lm.cli.main import ALL, module_of
 from tost_lm.config import Section, read_toml, validate

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from beside import GPT2_BPE, needs_shared
 from forked import ENVIRONMENT
 from programs import refusal, run, snapshot
+from shared_data import GPT2_BPE, needs_shared
 
 import tost_lm
 from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoint

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from beside import GPT2_BPE, needs_shared
 from hf_tokenizers import EOT, byte_level
 from programs import interrupt, refusal, run, snapshot, write_corpus
+from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.data.shards import Shards
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from beside import MISSING
 from doc_pages import (
     BLOCKS,
     CHECKED,
@@ -32,6 +31,7 @@ from doc_pages import (
     links,
 )
 from forked import CHECKOUT
+from shared_data import MISSING
 
 
 @pytest.fixture(scope="module")

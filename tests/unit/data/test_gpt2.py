@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
-from beside import GPT2_BPE, SHARED, needs_shared
+from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data import DataPrepConfig

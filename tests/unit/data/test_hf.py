@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from beside import GPT2_BPE, SHARED, needs_shared
 from builds import prep_config
 from hf_tokenizers import EOT, TEXTS, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shared_data import GPT2_BPE, SHARED, needs_shared
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, normalizers, pre_tokenizers, processors
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from beside import GPT2_BPE, skip_without_shared
 from hf_tokenizers import byte_level, made, prefixed_bpe
+from shared_data import GPT2_BPE, skip_without_shared
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer

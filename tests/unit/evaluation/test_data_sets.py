@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import SHARED, needs_shared
+from shared_data import SHARED, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError

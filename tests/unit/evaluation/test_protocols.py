@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from beside import GPT2_BPE, SHARED, needs_shared
+from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer

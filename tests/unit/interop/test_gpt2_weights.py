@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from beside import GPT2_BPE, needs_shared
 from safetensors.torch import load_file, save_file
+from shared_data import GPT2_BPE, needs_shared
 from torch.testing import assert_close
 
 from tost_lm.errors import CheckpointError, DataError

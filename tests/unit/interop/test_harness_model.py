@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from beside import GPT2_BPE, SHARED, needs_shared
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.api.model import CachingLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from local_tasks import run_local_task
+from shared_data import GPT2_BPE, SHARED, needs_shared
 
 import tost_lm
 from tost_lm.data.tokenizers import Tokenizer

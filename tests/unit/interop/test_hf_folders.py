@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
-from beside import GPT2_BPE, SHARED, needs_shared
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from other_forms import OTHER_FORMS
+from shared_data import GPT2_BPE, SHARED, needs_shared
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import tost_lm

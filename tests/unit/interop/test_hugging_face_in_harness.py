@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from beside import GPT2_BPE, needs_shared
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.models.huggingface import HFLM
+from shared_data import GPT2_BPE, needs_shared
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from tost_lm.evaluation.hugging_face import HuggingFaceLM, HuggingFaceTokenizer

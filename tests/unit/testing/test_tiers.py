@@ -27,21 +27,12 @@ def run_tier(
 ) -> tuple[int, str]:
     """Exit code and output of a pytest run on a tier with such a budget."""
     (folder / "tests/unit").mkdir(parents=True, exist_ok=True)
-    for name in ("conftest.py", "beside.py"):
+    for name in ("conftest.py", "shared_data.py"):
         shutil.copy(TESTS_FOLDER / name, folder / "tests")
     (folder / "tests/unit/test_it.py").write_text(TESTS.format(expected=expected))
     inherited = {k: v for k, v in os.environ.items() if k != "CI" and not k.startswith(("OMP_", "PYTEST_"))}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        "pythonpath=tests",
-        f"--budget={budget_minutes}",
-        *options,
-        "tests",
-    ]
+    words = ["-q", "-o", "pythonpath=tests", f"--budget={budget_minutes}", *options, "tests"]
+    command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True)
     return done.returncode, done.stdout
 
@@ -74,7 +65,7 @@ def test_the_rest_is_what_the_quick_tests_leave_out(tmp_path: Path):
 def test_tests_without_the_files_beside_the_checkout_are_listed(tmp_path: Path):
     (tmp_path / "tests/unit").mkdir(parents=True)
     (tmp_path / "tests/unit/test_others.py").write_text(
-        "from beside import needs_shared\n\n@needs_shared\ndef test_text():\n    pass\n"
+        "from shared_data import needs_shared\n\n@needs_shared\ndef test_text():\n    pass\n"
     )
     code, out = run_tier(tmp_path, 5, ("1", "passive"), f"--missing={tmp_path / 'missing'}")
     assert code == 0, out
@@ -91,14 +82,12 @@ def test_every_quick_test_exists():
 
 def test_every_guarantee_has_a_quick_test():
     """Of the tests that a row of docs/guarantees.md names, unless all of them take minutes."""
-    folder, quick = (
-        TESTS_FOLDER,
-        {line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()},
-    )
-    homes = {path.name: f"tests/{path.relative_to(folder)}" for path in folder.rglob("test_*.py")}
-    rows = [line for line in (folder.parent / "docs/guarantees.md").read_text().splitlines() if line.startswith("| ")]
+    quick = {line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()}
+    homes = {path.name: f"tests/{path.relative_to(TESTS_FOLDER)}" for path in TESTS_FOLDER.rglob("test_*.py")}
+    page = (TESTS_FOLDER.parent / "docs/guarantees.md").read_text()
+    _, *rows = [line for line in page.splitlines() if line.startswith("| ")]
     named: list[str] = []
-    for row in rows[1:]:
+    for row in rows:
         guarantee, tests = row.strip("| ").rsplit(" | ", 1)
         earlier = named if tests.startswith("same") else []
         named = earlier + [name.removeprefix("tests/") for name in re.findall(r"`([^`]+)`", tests)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from beside import GPT2_BPE, skip_without_shared
+from shared_data import GPT2_BPE, skip_without_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
