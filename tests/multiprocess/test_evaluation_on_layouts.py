@@ -63,7 +63,7 @@ def read_all(model: TostLM | ShardedInference) -> list[LMOutput]:
 def score(model: LanguageModel, ranks: Ranks | None = None) -> np.ndarray:
     draws = np.random.default_rng(0)
     documents = [draws.integers(2, VOCAB, length) for length in (1, 3, T, 2 * T + 5)]
-    return score_documents(model, documents, [1] * len(documents), EOT, batch_tokens=2 * T, ranks=ranks).nats
+    return score_documents(model, documents, [1] * len(documents), EOT, T, batch_tokens=2 * T, ranks=ranks).nats
 
 
 @torch.no_grad()

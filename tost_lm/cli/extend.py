@@ -56,7 +56,7 @@ def extend(source: Path, settings: ExtensionConfig, tokenizer: TokenizerFile) ->
         ConfigError: as `extended_config`, or the folder exists and holds something else.
         CheckpointError: the existing folder is damaged.
     """
-    from tost_lm.model.extension import extended_config, extended_weights, extension_report, trained_positions
+    from tost_lm.model.extension import extended_config, extended_weights, extension_report
 
     old, folder = read_model_config(source), settings.folder
     new = extended_config(old, settings)
@@ -73,7 +73,7 @@ def extend(source: Path, settings: ExtensionConfig, tokenizer: TokenizerFile) ->
         (temp / EXTENSION).write_text(json.dumps({**record, "source": str(source)}, indent=1))
 
     write_checkpoint(folder, new, extended_weights(stored, old, settings), tokenizer, write_record)
-    return extension_report(old, new, settings, trained_positions(stored, old))
+    return extension_report(old, new, settings)
 
 
 def _is_complete(folder: Path, record: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node 4 -m tost_lm.cli.lm_eval run --model tost_lm \\
       --model_args pretrained=runs/base …
 
-pretrained is a run folder, a step folder or an export. --batch_size counts texts of model.max_positions tokens that are
+pretrained is a run folder, a step folder or an export. --batch_size counts texts of the model's context length that are
 read at once (auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. Under a launcher each rank has a copy of
 the model and scores a subset of the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
 """

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
@@ -56,6 +56,8 @@ def main(path: Path, config: PretrainConfig) -> None:
         Progress.read(start.resume_from).require_finite_validation(config.train.steps, config.run_folder)
         log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}")
         return
+    if start.weights_from:
+        config = config.with_context_of(read_model_config(start.weights_from))
     check_vocabulary(config, corpora)
     evaluation = find_evaluation(config, corpora)
     from tost_lm.training.loop import train
@@ -76,7 +78,7 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation |
     from tost_lm.evaluation.zero_shot import ProtocolsInTraining
 
     return ProtocolsInTraining.find(
-        settings.protocols, settings.sets, corpora.tokenizer(), config.model.max_positions, settings.batch_tokens
+        settings.protocols, settings.sets, corpora.tokenizer(), config.model.context_length, settings.batch_tokens
     )
 
 

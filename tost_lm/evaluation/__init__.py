@@ -115,7 +115,7 @@ class MembershipsConfig(Section):
     """Text of the analyses."""
 
     sequences: int = Field(default=16, gt=0)
-    """Number of held-out sequences of model.max_positions tokens for means."""
+    """Number of held-out sequences of model.context_length tokens for means."""
     probe_tokens: int = Field(default=256, gt=0)
     """Number of first tokens of each sequence that are read again after other text."""
     context_tokens: list[int] = Field(default=[500, 1000, 10_000, 100_000])
@@ -171,7 +171,7 @@ class ProtocolsConfig(Section):
     protocols: list[str] = Field(default=["heldout@bpb"], min_length=1)
     """Names of protocols. An unknown name is rejected with a list of all names."""
     window_tokens: int | None = Field(default=None, gt=0)
-    """Tokens that the model reads at once from a test set; default: model.max_positions, or the length in the configuration of a Hugging Face model."""
+    """Tokens that the model reads at once from a test set or a held-out document; default: model.context_length, or the length in the configuration of a Hugging Face model."""
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens of a batch for each copy of the model; default: 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
 
@@ -255,8 +255,8 @@ POSITIONS = "positions"
 class SequencesConfig(Section):
     """Protocol `positions`."""
 
-    times: int = Field(default=16, gt=0)
-    """Sequence length as a multiple of model.max_positions; the model's positions limit it."""
+    times: int | None = Field(default=None, gt=0)
+    """Sequence length as a multiple of model.context_length; the model's positions limit it. Default: 16, halved until the held-out text has a sequence."""
     sequences: int = Field(default=8, gt=0)
     """Maximum number of sequences."""
 
@@ -297,7 +297,7 @@ class RetrievalTasksConfig(Section):
     tasks: list[str] = Field(default=[NEEDLE], min_length=1)
     """Names of tasks."""
     lengths: list[PositiveInt] = Field(default_factory=list)
-    """Tokens of prompt and answer together; empty: a quarter, half and all of model.max_positions."""
+    """Tokens of prompt and answer together; empty: a quarter, half and all of model.context_length."""
     samples: int = Field(default=8, gt=0)
     """Examples per cell."""
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -107,7 +107,7 @@ class CountedTask(Task):
         Raises:
             ConfigError: a length exceeds the model's positions.
         """
-        fitting = [count for count in self.counts if self._length(count) <= model.max_positions]
+        fitting = [count for count in self.counts if self._length(count) <= model.context_length]
         chosen, limit = counts or fitting or self.counts[:1], model.position_limit
         for count in chosen:
             if limit is not None and self._length(count) > limit:

@@ -22,7 +22,7 @@ class ModelFacts(Protocol):
     """Facts about a model beside its weights."""
 
     @property
-    def max_positions(self) -> int:
+    def context_length(self) -> int:
         """Tokens that it was trained to read at once, the default window."""
         ...
 

@@ -121,14 +121,14 @@ class HuggingFaceTokenizer(Tokenizer):
 class HuggingFaceFacts(NamedTuple):
     """Facts from a model's configuration."""
 
-    max_positions: int
+    context_length: int
     pattern: str
     """The library's name of the architecture."""
     window: None = None
 
     @property
     def position_limit(self) -> int:
-        return self.max_positions
+        return self.context_length
 
 
 class HuggingFaceLM(nn.Module):
@@ -153,7 +153,7 @@ class HuggingFaceLM(nn.Module):
         """
         rows, tokens = tokens_BT.shape
         end = tokens + (state.positions[0] if state else 0)
-        if end > (limit := self.config.max_positions):
+        if end > (limit := self.config.context_length):
             raise ConfigError(f"{end} tokens are more than the model's positions ({limit}); shorten the text")
         if labels is not None and state is None:
             tiles = zip(*(x.split(self._rows_per_tile(labels)) for x in (tokens_BT, labels)), strict=True)

@@ -4,8 +4,8 @@ protocol `heldout@bpb`: every token of every document predicted exactly once.
 The log-softmax is computed in float32 at least, and sums in float64. Batching and the number of copies change results
 by no more than rounding.
 
-A held-out document is read as [EOT] + its tokens, in disjoint windows of model.max_positions. The first input of a
-window is the last token of the window before it. EOT is only an input and is not scored.
+A held-out document is read as [EOT] + its tokens, in disjoint windows. The first input of a window is the last token of
+the window before it. EOT is only an input and is not scored.
 
 Byte n-gram baselines are trained on the same training text and scored on the same held-out bytes: unigram, bigram and
 trigram, interpolated by Witten-Bell smoothing (Witten and Bell 1991; in the form of Chen and Goodman 1998, section
@@ -251,18 +251,20 @@ def score_documents(
     documents: Sequence[np.ndarray],
     sizes: Sequence[int],
     eot: int,
+    window: int,
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> DocumentScores:
-    """Score documents (ids without EOT; `sizes`: bytes of their text) with a model in evaluation mode."""
-    windows = [
-        (number, window)
+    """Score documents (ids without EOT; `sizes`: bytes of their text) in windows of `window` tokens, with a model in
+    evaluation mode."""
+    requests = [
+        (number, request)
         for number, tokens in enumerate(documents)
-        for window in disjoint_windows(tokens, eot, model.config.max_positions)
+        for request in disjoint_windows(tokens, eot, window)
     ]
-    scores = score_requests(model, [window for _, window in windows], batch_tokens, ranks)
+    scores = score_requests(model, [request for _, request in requests], batch_tokens, ranks)
     nats = np.zeros(len(documents))
-    np.add.at(nats, [number for number, _ in windows], scores.nats)
+    np.add.at(nats, [number for number, _ in requests], scores.nats)
     counts = np.array([len(tokens) for tokens in documents], dtype=np.int64)
     return DocumentScores(nats, counts, np.array(sizes, dtype=np.int64))
 

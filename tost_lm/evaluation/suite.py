@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tost_lm.checkpointing.format import read_model_config
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.evaluation import POSITIONS, retrieval
 from tost_lm.evaluation import context as context_tasks
@@ -182,10 +181,9 @@ def _of_protocol(task: str, results: dict[str, Any], subject: Subject) -> Iterat
 def _of_heldout(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
     totals, key = results["model"], "bits_per_byte"
     best = min(results["baselines"], key=lambda baseline: baseline[key])
-    window = read_model_config(subject.checkpoint).max_positions
     reference = f"{best['name']} {best[key]:.4f}"
     result, examples = _result(key, totals, totals["documents"]), f"{totals['documents']:,}"
-    yield Row(task, _in_words(key), result, reference, examples, f"{window:,}", comparable=OWN_TEXT)
+    yield Row(task, _in_words(key), result, reference, examples, f"{results['window_tokens']:,}", comparable=OWN_TEXT)
 
 
 def _of_retrieval(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:

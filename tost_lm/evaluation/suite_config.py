@@ -41,13 +41,13 @@ class ContextTasksConfig(Section):
     tasks: list[str] = Field(default=list(TASKS), min_length=1)
     """Names of tasks."""
     lengths: list[PositiveInt] = Field(default_factory=list)
-    """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.max_positions."""
+    """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.context_length."""
     target_tokens: int = Field(default=32, gt=0)
     """Tokens that are scored in an example of copying and context_gain."""
     shots: list[PositiveInt] = Field(default_factory=list)
-    """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.max_positions."""
+    """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.context_length."""
     passages: list[PositiveInt] = Field(default_factory=list)
-    """Passages before the question, at most 1,000; empty: 1, 2, 4, … as far as they fit model.max_positions."""
+    """Passages before the question, at most 1,000; empty: 1, 2, 4, … as far as they fit model.context_length."""
     samples: int = Field(default=32, gt=0)
     """Examples per cell."""
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -24,7 +24,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tost_lm.config import read_toml
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import encode_blocks
@@ -33,7 +32,7 @@ from tost_lm.evaluation import SequencesConfig
 from tost_lm.evaluation.generation import LanguageModel
 from tost_lm.evaluation.likelihood import rates
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.subject import Subject, differing
+from tost_lm.evaluation.subject import differing
 from tost_lm.files import write_atomically
 from tost_lm.model import ModelConfig
 from tost_lm.model.block import STATE_OF, LMState
@@ -272,23 +271,27 @@ def _decoded(path: Path, digest: Any) -> Iterator[str]:
             yield text
 
 
+DEFAULT_TIMES = 16
+
+
 class Lengths(NamedTuple):
     """Sequence lengths in tokens."""
 
     trained: int
-    """Length of the training sequences."""
+    """Length of the longest training sequences."""
     read: int
     """Length of the sequences that are read."""
     limit: int | None
     """The model's positions, if they are fewer than `positions.times` asks for; else None."""
 
     @classmethod
-    def of(cls, subject: Subject, model: ModelConfig, times: int) -> "Lengths":
-        """Lengths for a checkpoint. Without a run's config.toml, the trained length is model.max_positions."""
-        recorded = subject.home / "config.toml"
-        trained = read_toml(recorded)["train"]["seq_len"] if recorded.is_file() else model.max_positions
-        wanted, limit = times * model.max_positions, model.position_limit
-        return cls(trained, wanted, None) if limit is None or wanted <= limit else cls(trained, limit, limit)
+    def of(cls, model: ModelConfig, times: int | None, heldout_tokens: int) -> "Lengths":
+        """Lengths for a model and a held-out text. Without `times`, 16, halved until the text has a sequence."""
+        wanted = (times or DEFAULT_TIMES) * model.context_length
+        while times is None and wanted > model.context_length and wanted >= heldout_tokens:
+            wanted //= 2
+        limit = model.position_limit
+        return cls(model.context_length, *((wanted, None) if limit is None or wanted <= limit else (limit, limit)))
 
     @property
     def ends(self) -> list[int]:
@@ -299,9 +302,11 @@ class Lengths(NamedTuple):
 class HeldoutText:
     """The held-out documents as packed training reads them: concatenated, each with its end of text."""
 
-    def __init__(self, shards: Shards, settings: SequencesConfig, lengths: Lengths) -> None:
+    def __init__(self, shards: Shards, settings: SequencesConfig, model: ModelConfig) -> None:
         """Raises DataError when the text is shorter than one sequence."""
-        self._text, self._tokens = Concatenation(shards.token_arrays("valid")), lengths.read
+        self._text = Concatenation(shards.token_arrays("valid"))
+        self.lengths = Lengths.of(model, settings.times, len(self._text))
+        self._tokens = self.lengths.read
         self.sequences = min(settings.sequences, (len(self._text) - 1) // self._tokens)
         """Number of sequences, at most `positions.sequences`."""
         if not self.sequences:

@@ -18,7 +18,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.evaluation import DataSetsConfig
 from tost_lm.evaluation.data_sets import SetFile, describe_published, find_set_file
-from tost_lm.evaluation.generation import LanguageModel
+from tost_lm.evaluation.generation import LanguageModel, ModelFacts
 from tost_lm.evaluation.likelihood import Likelihoods, continue_greedily, score_requests
 from tost_lm.evaluation.protocols import Example, Protocol, Row, find_protocol, is_gpt2_tokenizer
 from tost_lm.evaluation.ranks import Ranks
@@ -45,7 +45,7 @@ def score_protocol(
 
     Args:
         load: returns the subject's model.
-        window_tokens: tokens that the model reads at once; None: model.max_positions.
+        window_tokens: tokens that the model reads at once; None: model.context_length.
 
     Raises:
         CheckpointError: a score is not finite.
@@ -59,9 +59,7 @@ def score_protocol(
         return
     ranks.beat()
     model = load()
-    limit, window = model.config.position_limit, window_tokens or model.config.max_positions
-    if limit is not None and window > limit:
-        raise ConfigError(f"zero_shot.window_tokens: {window} exceeds the model's positions ({limit}); lower it")
+    window = window_of(model.config, window_tokens)
     tokenizer = subject.tokenizer()
     examples = protocol.examples(file.path, tokenizer, window)
     print(f"{protocol.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
@@ -89,6 +87,14 @@ def score_protocol(
         "published_file": file.is_published,
     }
     subject.write_results(protocol.name, identity, started, results)
+
+
+def window_of(model: ModelFacts, wanted: int | None) -> int:
+    """The tokens that a model reads at once; None: its context length. Raises ConfigError beyond its positions."""
+    window, limit = wanted or model.context_length, model.position_limit
+    if limit is not None and window > limit:
+        raise ConfigError(f"zero_shot.window_tokens: {window} exceeds the model's positions ({limit}); lower it")
+    return window
 
 
 def generate_rows(

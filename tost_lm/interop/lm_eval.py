@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):
         self.subject = Subject.find(Path(str(pretrained)))
         self.text_tokenizer = self.subject.tokenizer()
         self.model = self._load(device)
-        self.window = self.model.config.max_positions
+        self.window = self.model.config.context_length
         self.batch_tokens = _windows(batch_size) * self.window or None
         self._device = next(self.model.parameters()).device
 

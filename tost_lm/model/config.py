@@ -9,6 +9,11 @@ from tost_lm.config import Section
 
 MIXERS = "TSA"
 """The letters of a pattern."""
+SETTINGS_OF_MIXERS = {
+    "T": ("membership", "denom_bias"),
+    "S": ("slots", "slot_channels"),
+    "A": ("kv_heads", "qk_norm", "rope_theta", "window"),
+}
 NORM_EPSILON = 1e-5
 """Of norms of the residual stream, and of queries and keys."""
 CONV_TAPS = 4
@@ -85,7 +90,9 @@ class ModelConfig(Section):
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
     """Position embedding, added to the token embedding: `learned` as published; `sinusoidal`, computed for any position; `none`."""
     max_positions: int = Field(default=1024, gt=0)
-    """Positions of the learned tables: positions `learned` and denom_bias `position` (block_size in the released code). With either, longer sequences are rejected; otherwise the sequence length is unlimited. Evaluation uses windows of this length."""
+    """Rows of the learned tables of positions: positions `learned` and denom_bias `position` (block_size in the released code). With either, longer sequences are rejected; a model without both ignores it, and its sequence length is unlimited."""
+    context_length: int = Field(default_factory=lambda settings: settings["max_positions"], gt=0)
+    """Longest sequence that the model was trained on, in tokens; stored in checkpoints. Training raises it to train.seq_len and to that of its initial weights. Evaluation, exports and cards use it as the default length."""
     membership: Literal["energy-share", "energy-mean", "uniform"] = "energy-share"
     """T layers: the scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
     denom_bias: Literal["position", "head", "none"] = "position"
@@ -150,6 +157,15 @@ class ModelConfig(Section):
         by_bias = "T" in self.pattern and self.denom_bias == "position"
         return self.max_positions if self.positions == "learned" or by_bias else None
 
+    def in_use(self) -> dict[str, Any]:
+        """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
+        unused = {"preset"} | {
+            name for letter in set(MIXERS) - set(self.pattern) for name in SETTINGS_OF_MIXERS[letter]
+        }
+        return self.model_dump(
+            mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
+        )
+
     @property
     def obstacle_to_tiles(self) -> str | None:
         """The reason why the model cannot be trained tile by tile, or None."""
@@ -196,8 +212,8 @@ class ExtensionConfig(Section):
 
     folder: Path
     """Model folder to write: weights and tokenizer, as in an export."""
-    max_positions: int = Field(gt=0)
-    """The new model.max_positions."""
+    max_positions: int | None = Field(default=None, gt=0)
+    """The new model.max_positions; required if the model has a learned table of positions."""
     positions: Literal["keep", "interpolate", "sinusoidal", "none"] | None = None
     """Learned position embedding; required if the model has one. `keep` keeps its rows and sets new positions to their mean; `interpolate` interpolates the rows linearly over the new length; `sinusoidal` and `none` replace the table."""
     denom_bias: Literal["keep", "interpolate", "head", "none"] | None = None

@@ -31,17 +31,30 @@ CHOICES: dict[str, dict[str, str]] = {
 
 
 def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
-    """The settings of the extended model.
+    """The settings of the extended model. Its context length stays that of its training.
 
     Raises:
         ConfigError: a line for each setting that is missing or has no effect.
     """
     problems = []
-    if settings.max_positions <= old.max_positions:
+    changes: dict[str, Any] = {"max_positions": settings.max_positions}
+    if old.position_limit is None:
+        if settings.max_positions is not None:
+            problems.append(
+                f"extend.max_positions {settings.max_positions}: the model has no learned table of positions and reads "
+                "sequences of any length; leave it out"
+            )
+        elif settings.rope_theta is None:
+            problems.append(
+                "nothing to extend: the model reads sequences of any length; set train.seq_len for training"
+            )
+        changes = {}
+    elif settings.max_positions is None:
+        problems.append(f"extend.max_positions: must be set, to more than the model's {old.max_positions}")
+    elif settings.max_positions <= old.max_positions:
         problems.append(
             f"extend.max_positions {settings.max_positions} is not more than the model's {old.max_positions}; give more"
         )
-    changes: dict[str, Any] = {"max_positions": settings.max_positions}
     for name, choices in CHOICES.items():
         mode, no_table = getattr(settings, name), _no_table(old, name)
         if no_table is None and mode is None:
@@ -68,29 +81,18 @@ def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
 
 def extended_weights(weights: Mapping[str, Tensor], old: ModelConfig, settings: ExtensionConfig) -> dict[str, Tensor]:
     """The weights of the extended model by name; `extended_config` must accept the settings."""
-    trained = trained_positions(weights, old) or old.max_positions
+    trained, positions = old.context_length, settings.max_positions or old.max_positions
     extended = {}
     for name in weights:
         weight = weights[name]
         if name == "positions.weight":
-            weight = _extended_table(weight, trained, settings.positions, settings.max_positions)
+            weight = _extended_table(weight, trained, settings.positions, positions)
         elif name.endswith(".denom_bias") and weight.dim() == 2:
-            weight = _extended_table(weight.T, trained, settings.denom_bias, settings.max_positions)
+            weight = _extended_table(weight.T, trained, settings.denom_bias, positions)
             weight = weight.T.contiguous() if weight is not None and weight.dim() == 2 else weight
         if weight is not None:
             extended[name] = weight
     return extended
-
-
-def trained_positions(weights: Mapping[str, Tensor], config: ModelConfig) -> int | None:
-    """The number of positions that training has reached, found in a denom_bias for each position; None: unknown.
-
-    The denom_bias of later positions is still exactly 0: AdamW does not change it without a gradient or weight decay.
-    """
-    if _no_table(config, "denom_bias"):
-        return None
-    reached_P = torch.stack([weights[name].any(0) for name in weights if name.endswith(".denom_bias")]).any(0)
-    return int(reached_P.nonzero().max()) + 1 if reached_P.any() else None
 
 
 def _extended_table(old_PX: Tensor, trained: int, mode: str | None, positions: int) -> Tensor | None:
@@ -117,13 +119,14 @@ def _interpolated(old_PX: Tensor, positions: int) -> Tensor:
     return torch.lerp(old_PX[left].double(), old_PX[right].double(), weight).to(old_PX.dtype)
 
 
-def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig, trained: int | None) -> list[str]:
-    """What has changed and what has not, in lines; `trained` is the result of `trained_positions`."""
+def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig) -> list[str]:
+    """What has changed and what has not, in lines."""
     before, after = (f"{n:,} tokens" if n else "unlimited" for n in (old.position_limit, new.position_limit))
     lines = [f"{settings.folder}: sequence length {after} (before: {before})"]
-    if trained is not None and trained < old.max_positions:
+    if old.position_limit is not None and old.context_length < old.max_positions:
         lines.append(
-            f"only the first {trained:,} of {old.max_positions:,} positions were trained; the rest have initial values"
+            f"only the first {old.context_length:,} of {old.max_positions:,} positions were trained; the rest have "
+            "initial values"
         )
     for name, choices in CHOICES.items():
         no_table, mode = _no_table(old, name), getattr(settings, name)
@@ -131,8 +134,8 @@ def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConf
     if _has_rotary(old):
         change = "unchanged" if new.rope_theta == old.rope_theta else f"before: {old.rope_theta:g}"
         lines.append(
-            f"rotary embedding: base {new.rope_theta:g} ({change}); the angles of positions from {old.max_positions:,} "
-            "on were not trained"
+            f"rotary embedding: base {new.rope_theta:g} ({change}); the angles of positions from "
+            f"{old.context_length:,} on were not trained"
         )
     kept = all(getattr(settings, name) in (None, "keep") for name in CHOICES) and new.rope_theta == old.rope_theta
     lines.append(

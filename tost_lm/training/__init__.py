@@ -3,7 +3,7 @@
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -187,6 +187,17 @@ class PretrainConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
 
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_trained_on_sequences(cls, values: Any) -> Any:
+        model, train = (values.get(name) for name in ("model", "train")) if isinstance(values, dict) else (None, None)
+        if not isinstance(model, dict) or not isinstance(train, dict):
+            return values
+        lengths = [model.get("context_length", 0), train.get("seq_len")]
+        if not all(isinstance(length, int) for length in lengths):
+            return values  # reported as what it is
+        return {**values, "model": {**model, "context_length": max(lengths)}}
+
     @model_validator(mode="after")
     def _sequence_fits_positions(self) -> "PretrainConfig":
         limit = self.model.position_limit
@@ -309,7 +320,13 @@ class PretrainConfig(Section):
         data = self.data.model_copy(update={"workers": 1})
         optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.train.steps)})
         train = self.train.model_copy(update={"micro_batch_size": 1})
-        return self.model_copy(update={**carried_out, "data": data, "optim": optim, "train": train})
+        model = self.model.model_copy(update={"context_length": self.train.seq_len})  # initial weights may raise it
+        return self.model_copy(update={**carried_out, "model": model, "data": data, "optim": optim, "train": train})
+
+    def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":
+        """The settings for a model that continues from these weights: it was trained on their context length, too."""
+        longest = max(self.model.context_length, weights.context_length)
+        return self.model_copy(update={"model": self.model.model_copy(update={"context_length": longest})})
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be divided evenly over ranks."""

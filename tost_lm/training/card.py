@@ -122,7 +122,8 @@ def _model_rows(folder: Path, model: ModelConfig) -> Rows:
         ("layers", model.layer_kinds),
         ("shape", f"{model.layers} layers, {model.heads} heads, width {model.width}"),
         ("parameters", f"{count.total - count.positions:,} without learned positions"),
-        ("context", "unlimited" if model.position_limit is None else f"{model.position_limit:,} tokens"),
+        ("trained context", f"{model.context_length:,} tokens"),
+        ("longest input", "unlimited" if model.position_limit is None else f"{model.position_limit:,} tokens"),
         ("vocabulary size", f"{model.vocab_size:,}"),
         ("tokenizer", f"{tokenizer.name}, SHA-256 {sha256_file(tokenizer)}"),
     ]

@@ -21,11 +21,12 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders
-from tost_lm.config import differences, load_config
+from tost_lm.config import differences, load_config, validate
 from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, TostError
 from tost_lm.files import sha256_file
+from tost_lm.model.config import ModelConfig
 from tost_lm.optim import steps_before_decay, warmup_steps
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement
 from tost_lm.parallel.zero import draw_weights
@@ -66,8 +67,10 @@ def find_initial_weights(
     if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
     folder = find_checkpoint(path, warn, verify)
-    # The fields that a preset fills in are compared, not its name.
-    theirs, ours = (model.model_copy(update={"preset": None}) for model in (read_model_config(folder), config.model))
+    theirs, ours = (
+        validate(ModelConfig, {**model.in_use(), "context_length": 1}, "model")
+        for model in (read_model_config(folder), config.model)
+    )
     if changed := differences(theirs, ours):
         raise ConfigError(
             f"{what}: its model differs from [model]; set [model] to the same values "

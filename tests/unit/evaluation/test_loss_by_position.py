@@ -33,9 +33,9 @@ def results_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "eval/positions/results.json").read_text())
 
 
-def add_unlimited(run: Path, make_model, tokenizer) -> Any:
+def add_unlimited(run: Path, make_model, tokenizer, **settings: Any) -> Any:
     """A newer checkpoint of the run: a model without a maximum length."""
-    model = make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED)
+    model = make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED, **settings)
     write_checkpoint(run / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     return model
 
@@ -78,16 +78,14 @@ def test_a_run_is_read_beyond_its_positions(run_folder: Path, make_model, tokeni
     assert "reusing" in capsys.readouterr().out
 
 
-def test_the_trained_length_is_that_of_the_run_and_ends_a_bucket(run_folder: Path, make_model, tokenizer):
-    config = run_folder / "config.toml"
-    config.write_text(config.read_text().replace("seq_len = 16", "seq_len = 20"))
-    add_unlimited(run_folder, make_model, tokenizer)
+def test_the_trained_length_ends_a_bucket(run_folder: Path, make_model, tokenizer):
+    add_unlimited(run_folder, make_model, tokenizer, context_length=20)
     main(run_folder, settings(sequences=1))
     rows = results_of(run_folder)["by_position"]
     assert [(row["end"], row["trained"]) for row in rows] == [
-        (8, True), (16, True), (20, True), (32, False), (64, False),
+        (8, True), (16, True), (20, True), (32, False), (64, False), (80, False),
     ]  # fmt: skip
-    assert [row["standard_error"] for row in rows] == [None] * 5
+    assert [row["standard_error"] for row in rows] == [None] * 6
 
 
 def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path, capsys):
@@ -96,6 +94,19 @@ def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path,
     results = results_of(run_folder)
     assert [(row["end"], row["trained"]) for row in results["by_position"]] == [(8, True), (16, True)]
     assert results["position_limit"] == 16
+
+
+def test_sequences_are_16_times_as_long_or_shorter_until_the_text_has_one(
+    run_folder: Path, make_model, tokenizer, shards: Shards
+):
+    tokens = sum(map(len, shards.token_arrays("valid")))
+    add_unlimited(run_folder, make_model, tokenizer)
+    main(run_folder, settings(times=None))
+    assert results_of(run_folder)["by_position"][-1]["end"] == 16 * 16
+    length = tokens // 5
+    add_unlimited(run_folder, make_model, tokenizer, context_length=length)
+    main(run_folder, settings(times=None))
+    assert results_of(run_folder)["by_position"][-1]["end"] == 4 * length
 
 
 def test_the_trained_length_of_an_export_is_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):

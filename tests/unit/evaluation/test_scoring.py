@@ -51,14 +51,14 @@ def brute_force(model, document: np.ndarray) -> float:
 @pytest.mark.parametrize("pattern", ["T", "A"])
 def test_scores_equal_a_pass_for_every_token(make_model, documents, pattern):
     model = make_model(pattern).double()
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens=40)
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=40)
     np.testing.assert_allclose(scores.nats, [brute_force(model, document) for document in documents], rtol=1e-9)
 
 
 def test_every_token_is_scored_once(make_model, documents):
     model = make_model()
     torch.nn.init.zeros_(model.embedding.weight)  # all 40 ids equally likely
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens=40)
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=40)
     np.testing.assert_allclose(scores.nats, np.array(LENGTHS) * math.log(40), rtol=FLOAT32_REORDERED)
     assert scores.tokens.tolist() == LENGTHS
 
@@ -66,8 +66,8 @@ def test_every_token_is_scored_once(make_model, documents):
 @pytest.mark.parametrize("batch_tokens", [1, 32, 1000])
 def test_scores_do_not_depend_on_the_batch(make_model, documents, batch_tokens):
     model = make_model().double()
-    expected = score_documents(model, documents, sizes(documents), EOT, batch_tokens=50).nats
-    scores = score_documents(model, documents, sizes(documents), EOT, batch_tokens)
+    expected = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=50).nats
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens)
     np.testing.assert_allclose(scores.nats, expected, rtol=1e-12)
 
 

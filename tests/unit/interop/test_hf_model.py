@@ -1,6 +1,7 @@
 """TostForCausalLM: logits and loss of TostLM, padding without effect, generation from its cache."""
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,13 +75,21 @@ LEFT_PADDED[2, :4] = 0
 def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
     model = model_config(preset=preset, window=3, bias=True, rope_theta=500)
     config = TostConfig.of(model, eos_token_id=7)
-    assert config.to_model() == model
+    assert config.to_model().in_use() == model.in_use()
     config.save_pretrained(tmp_path)
     read: Any = AutoConfig.from_pretrained(tmp_path)
     assert type(read) is TostConfig
-    assert (read.to_model(), read.eos_token_id) == (model, 7)
+    assert (read.to_model().in_use(), read.eos_token_id) == (model.in_use(), 7)
     assert (read.hidden_size, read.num_hidden_layers) == (16, 2)
     assert (read.num_attention_heads, read.max_position_embeddings) == (2, 64)
+
+
+def test_a_configuration_names_no_preset_and_no_settings_of_parts_that_the_model_lacks(tmp_path):
+    TostConfig.of(model_config(preset="hybrid-base", pattern="SA", context_length=32768)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["context_length"] == 32768
+    assert not {"preset", "max_positions", "denom_bias", "membership"} & written.keys()
+    assert {"slots", "slot_channels", "window", "rope_theta", "kv_heads", "qk_norm"} < written.keys()
 
 
 def test_settings_have_defaults_and_aliases():

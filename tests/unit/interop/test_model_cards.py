@@ -113,7 +113,7 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     count = tost_lm.load(run).parameter_count()
     assert model["layers"] == ["pattern SA: S slot memory, linear in time, A softmax attention"]
     assert model["parameters"] == [f"{count:,} without learned positions"]
-    assert model["context"] == ["unlimited"]
+    assert (model["trained context"], model["longest input"]) == (["16 tokens"], ["unlimited"])
     assert model["tokenizer"] == [f"tokenizer.model, SHA-256 {tokenizer.sha256}"]
     training = rows_of(text, "Training")
     assert training == {
@@ -168,7 +168,7 @@ def test_what_was_not_recorded_is_not_stated(make_run: Callable[..., Path], make
     }  # fmt: skip
     card = model_card(make_export(pattern="T"), "other")
     assert re.findall("(?m)^#+ (.*)", card) == ["other", "Model", "Usage", "Limits"]
-    assert rows_of(card, "Model")["context"] == ["16 tokens"]
+    assert rows_of(card, "Model")["longest input"] == ["16 tokens"]
     assert "license:" not in card
     assert "language:" not in card
 

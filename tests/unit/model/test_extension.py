@@ -34,7 +34,8 @@ TOKENIZER = Tokenizer("tokenizer.tiktoken", b"a tokenizer")
 def write_model(folder: Path, trained: int = OLD, **settings: Any) -> TostLM:
     """A model with biases that its first `trained` positions have learned, and weights that let every part count."""
     torch.manual_seed(0)
-    sizes = {"layers": 2, "heads": 2, "width": 8, "vocab_size": VOCAB, "max_positions": OLD, "layer_scale": 1.0}
+    sizes = {"layers": 2, "heads": 2, "width": 8, "vocab_size": VOCAB, "max_positions": OLD, "layer_scale": 1.0,
+             "context_length": trained}  # fmt: skip
     model = TostLM(validate(ModelConfig, {**sizes, **settings}, "test"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,11 +144,11 @@ def test_a_heads_mean_moves_scores_less_than_any_other_number(tmp_path: Path):
 
 def test_settings_without_a_table_need_no_choice(tmp_path: Path):
     old = write_model(tmp_path / "short", positions="sinusoidal", denom_bias="head", pattern="TA")
-    new = extended(tmp_path, rope_theta=500000.0)
-    assert new.config == old.config.model_copy(update={"max_positions": NEW, "rope_theta": 500000.0})
+    new = extended(tmp_path, max_positions=None, rope_theta=500000.0)
+    assert new.config == old.config.model_copy(update={"rope_theta": 500000.0})
     assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in old.state_dict().items())
-    write_model(tmp_path / "b/short", pattern="A", positions="none", rope_theta=0.0)
-    assert extended(tmp_path / "b", denom_bias="keep").config.max_positions == NEW
+    write_model(tmp_path / "b/short", pattern="A", positions="learned", rope_theta=0.0)
+    assert extended(tmp_path / "b", positions="keep", denom_bias="keep").config.max_positions == NEW
 
 
 @pytest.mark.parametrize(
@@ -166,9 +167,20 @@ def test_settings_without_a_table_need_no_choice(tmp_path: Path):
             {"positions": "none", "denom_bias": "head"},
             {"positions": "sinusoidal", "denom_bias": "head"},
             [
+                r"extend\.max_positions 8192: the model has no learned table of positions and .*; leave it out",
                 r"extend\.positions sinusoidal: model\.positions is 'none', so there is nothing to change; leave",
                 r"extend\.denom_bias head: model\.denom_bias is 'head', so there is nothing to change; leave it",
             ],
+        ),
+        (
+            {"positions": "none", "denom_bias": "head"},
+            {"max_positions": None},
+            [r"nothing to extend: the model reads sequences of any length; set train\.seq_len"],
+        ),
+        (
+            {},
+            {"positions": "keep", "denom_bias": "keep", "max_positions": None},
+            [r"extend\.max_positions: must be set, to more than the model's 1024"],
         ),
         (
             {"pattern": "A"},

@@ -54,8 +54,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
             f"{subject.home}: no slot layer, and no TSSA layer with several heads: model.pattern={model.pattern}, "
             f"model.heads={model.heads}; give a model with such a layer"
         )
-    if model.max_positions < 2:
-        raise ConfigError(f"{subject.home}: sequences are too short: model.max_positions=1; give another model")
+    if model.context_length < 2:
+        raise ConfigError(f"{subject.home}: sequences are too short: model.context_length=1; give another model")
     shards = subject.open_shards(config.heldout.shards)
     kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
     identity = subject.identity(config, shards)
@@ -108,7 +108,7 @@ def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_c
     model = tost_lm.load(subject.checkpoint, device)
     amounts = settings.context_tokens if with_contexts else []
     contexts = fitting_contexts(model.config, amounts, settings.probe_tokens)
-    text = read_text(shards, settings.sequences, model.config.max_positions, max(contexts, default=0))
+    text = read_text(shards, settings.sequences, model.config.context_length, max(contexts, default=0))
     return Analysis(model, text.to(device), shards.tokenizer(), unigram_information(shards))
 
 

@@ -5,7 +5,7 @@
     tost eval positions runs/long launch.ranks=4 parallel.sequence=2
 
 The held-out documents are concatenated, each with its end of text, and cut into sequences of positions.times ×
-model.max_positions tokens. Each sequence is read as one stream: a token is predicted from all tokens before it, and
+the model's context length. Each sequence is read as one stream: a token is predicted from all tokens before it, and
 memory holds only the state of a TSSA model. A model with learned positions reads no more tokens than it has positions.
 Writes eval/positions/results.json: nats per token in position buckets that double in length, with standard errors over
 the sequences, and whether the model was trained on these positions.
@@ -26,7 +26,7 @@ def main(path: Path, config: PositionsConfig) -> None:
     from tost_lm.checkpointing.format import read_model_config
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.evaluation.subject import Subject
-    from tost_lm.evaluation.text import HeldoutText, Lengths, by_position, measure
+    from tost_lm.evaluation.text import HeldoutText, by_position, measure
 
     started = time.monotonic()
     start_ranks("eval positions", ranks_of_launch(config.parallel.model_ranks, config.launch))
@@ -37,8 +37,8 @@ def main(path: Path, config: PositionsConfig) -> None:
         if ranks.reusable(subject, POSITIONS, identity):
             return
         model_config, wanted = read_model_config(subject.checkpoint), config.positions
-        lengths = Lengths.of(subject, model_config, wanted.times)
-        text = HeldoutText(shards, wanted, lengths)
+        text = HeldoutText(shards, wanted, model_config)
+        lengths = text.lengths
         if text.sequences < wanted.sequences:
             print(
                 f"the held-out text has {text.sequences} sequences, fewer than positions.sequences {wanted.sequences}"

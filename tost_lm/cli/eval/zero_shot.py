@@ -75,18 +75,21 @@ def score_heldout(
     started = time.monotonic()
     shards = subject.open_shards(config.heldout.shards)
     identity = subject.identity(config.heldout, shards)
+    identity["settings"] |= {"window_tokens": config.zero_shot.window_tokens}
     if ranks.reusable(subject, HELDOUT, identity):
         return None
 
     from tost_lm.evaluation.likelihood import score_documents
+    from tost_lm.evaluation.zero_shot import window_of
 
     tokenizer = shards.tokenizer()
     documents = list(islice(shards.documents("valid"), config.heldout.max_documents or None))
     texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
     print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
-    scores = score_documents(
-        load(), documents, [len(text) for text in texts], tokenizer.eot, config.zero_shot.batch_tokens, ranks
-    )
+    model = load()
+    window = window_of(model.config, config.zero_shot.window_tokens)
+    sizes = [len(text) for text in texts]
+    scores = score_documents(model, documents, sizes, tokenizer.eot, window, config.zero_shot.batch_tokens, ranks)
 
     def finish() -> None:
         from tost_lm.evaluation.likelihood import BASELINES, ByteNgrams, first_bytes
@@ -113,6 +116,7 @@ def score_heldout(
         results = {
             "model": totals,
             "headline": "bits_per_byte",
+            "window_tokens": window,
             "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
             "baselines": baselines,
             "baseline_training_bytes": ngrams.bytes,

@@ -222,7 +222,7 @@ def measure(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dict[st
     after = after_context(of.model, of.sequences[:, : probe_tokens + 1], of.text.context_S, amounts)
     return {
         "probe_tokens": probe_tokens,
-        "position_ends": position_ends(model.max_positions),
+        "position_ends": position_ends(model.context_length),
         "concentration_by_position": found.concentration,
         "score_spread_by_position": found.spread,
         "explained_by_position": found.explained,
@@ -234,7 +234,7 @@ def measure(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dict[st
 
 
 def _probe_tokens(model: ModelConfig, wanted: int) -> int:
-    return min(wanted, model.max_positions - 1)  # the last token of a sequence is only a label
+    return min(wanted, model.context_length - 1)  # the last token of a sequence is only a label
 
 
 @analysis_section("Memberships", MEMBERSHIPS)

@@ -38,10 +38,11 @@ def heldout(run: EvaluatedModel) -> str:
         table(("model", "nats per token", "perplexity per token", "bits per byte", "difference"), rows),
         _compare_with_baselines(baselines, model["documents"]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
-        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes. Each token is predicted once; end-of-text tokens do "
-        "not count. ± is the bootstrap standard error over documents. The difference is baseline − model, in bits per "
-        f"byte. The baselines (Witten-Bell interpolation) are trained on {results['baseline_training_bytes']:,} bytes "
-        "of the training text and scored on the same documents.",
+        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes, in windows of {results['window_tokens']:,} tokens. "
+        "Each token is predicted once; end-of-text tokens do not count. ± is the bootstrap standard error over "
+        "documents. The difference is baseline − model, in bits per byte. The baselines (Witten-Bell interpolation) "
+        f"are trained on {results['baseline_training_bytes']:,} bytes of the training text and scored on the same "
+        "documents.",
     ])  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def measure_tasks(
 def lengths_of(
     lengths: Sequence[int], samples: int, task: Task, model: ModelFacts, setting: str = "retrieval.lengths"
 ) -> list[int]:
-    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of its positions.
+    """The lengths of a task's cells: those given, else what fits of a quarter, half and all of its context length.
 
     Args:
         setting: names the lengths in errors.
@@ -251,8 +251,8 @@ def lengths_of(
         ConfigError: a length exceeds the limit, or is too short for needles, question and answer.
         DataError: the haystack's text is shorter than a length.
     """
-    needed, limit, max_positions = task.needed(samples), model.position_limit, model.max_positions
-    quarters = [max_positions // 4, max_positions // 2, max_positions]
+    needed, limit, context = task.needed(samples), model.position_limit, model.context_length
+    quarters = [context // 4, context // 2, context]
     chosen = list(lengths) or [length for length in quarters if length > needed] or quarters[-1:]
     for length in chosen:
         if limit is not None and length > limit:

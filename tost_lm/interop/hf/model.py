@@ -33,10 +33,10 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 @strict
 class TostConfig(PreTrainedConfig):
-    """The fields of `ModelConfig` under their own names, and the library's fields.
+    """The fields of `ModelConfig` that the model depends on, under their own names, and the library's fields.
 
     `hidden_size`, `num_hidden_layers`, `num_attention_heads` and `max_position_embeddings` are aliases of `width`,
-    `layers`, `heads` and `max_positions`, and `tie_word_embeddings` equals `tied_head`. Defaults are those of
+    `layers`, `heads` and `context_length`, and `tie_word_embeddings` equals `tied_head`. Defaults are those of
     `ModelConfig`, at the size of tost-base.
 
     Raises:
@@ -49,7 +49,7 @@ class TostConfig(PreTrainedConfig):
         "hidden_size": "width",
         "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
-        "max_position_embeddings": "max_positions",
+        "max_position_embeddings": "context_length",
     }
 
     bos_token_id: int | None = None
@@ -70,7 +70,7 @@ class TostConfig(PreTrainedConfig):
         if not self.tie_word_embeddings:
             tree.setdefault("tied_head", False)
         model = validate(ModelConfig, tree, "TostConfig")
-        super().__post_init__(**named, **model.model_dump(mode="json"))
+        super().__post_init__(**named, **model.in_use())
         if model.tied_head and not self.tie_word_embeddings:
             raise ConfigError("tie_word_embeddings = False contradicts tied_head = True; leave one of them out")
         self.tie_word_embeddings = model.tied_head
@@ -78,11 +78,12 @@ class TostConfig(PreTrainedConfig):
     @classmethod
     def of(cls, model: ModelConfig, **others: Any) -> "TostConfig":
         """Build it from a `ModelConfig`; `others` are the library's fields."""
-        return cls(**model.model_dump(mode="json"), **others)
+        return cls(**model.in_use(), **others)
 
     def to_model(self) -> ModelConfig:
         """The `ModelConfig`. Raises ConfigError."""
-        return validate(ModelConfig, {name: getattr(self, name) for name in ModelConfig.model_fields}, "TostConfig")
+        tree = {name: getattr(self, name) for name in ModelConfig.model_fields if hasattr(self, name)}
+        return validate(ModelConfig, tree, "TostConfig")
 
 
 class HiddenStates(Head):

@@ -1,0 +1,88 @@
+"""Every program evaluates and describes a model at the length that it was trained on, without any setting."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import refusal, run
+
+import tost_lm
+
+TRAINED = 96
+MODEL = [
+    "model.pattern=SA", "model.window=16", "model.positions=none", f"train.seq_len={TRAINED}", "train.steps=2",
+    "checkpoint.interval=2", "run.name=longer",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def longer(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose sequences are longer than model.max_positions, which its model does not need."""
+    folder = tmp_path_factory.mktemp("longer")
+    (folder / "out").symlink_to(prepared / "out")
+    (folder / "run.toml").write_text((prepared / "run.toml").read_text())
+    run("tost train", "run.toml", *MODEL, cwd=folder)
+    return folder
+
+
+def results(folder: Path, protocol: str) -> dict:
+    return json.loads((folder / f"runs/longer/eval/{protocol}/results.json").read_text())
+
+
+def test_held_out_text_is_scored_in_windows_of_it(longer: Path):
+    run("tost eval zero-shot", "runs/longer", cwd=longer)
+    whole = results(longer, "heldout@bpb")
+    assert whole["window_tokens"] == TRAINED
+    run("tost eval zero-shot", "runs/longer", "zero_shot.window_tokens=8", cwd=longer)
+    short = results(longer, "heldout@bpb")
+    assert short["window_tokens"] == 8
+    assert short["model"]["nats"] != whole["model"]["nats"]
+
+
+def test_retrieval_and_context_tasks_have_it(longer: Path):
+    run("tost eval retrieval", "runs/longer", "retrieval.samples=1", "needle.depths=[0.5]", cwd=longer)
+    assert max(cell["length"] for cell in results(longer, "needle@words")["cells"]) == TRAINED
+    run("tost eval context", "runs/longer", 'context.tasks=["context_gain@text"]', "context.samples=1", cwd=longer)
+    assert max(cell["length"] for cell in results(longer, "context_gain@text")["cells"]) == TRAINED
+
+
+def test_the_loss_by_position_goes_beyond_it(longer: Path):
+    run("tost eval positions", "runs/longer", cwd=longer)
+    found = results(longer, "positions")
+    assert found["trained_tokens"] == TRAINED
+    assert found["by_position"][-1]["end"] == 16 * TRAINED
+    assert [row["end"] for row in found["by_position"] if row["trained"]][-1] == TRAINED
+
+
+def test_analyses_read_sequences_of_it(longer: Path):
+    run("tost eval analyze", "runs/longer", cwd=longer)
+    (slots,) = (longer / "runs/longer/eval").glob("*slots*/results.json")
+    assert json.loads(slots.read_text())["position_ends"][-1] == TRAINED
+
+
+def test_harness_export_and_card_have_it(longer: Path):
+    from transformers import AutoConfig
+
+    from tost_lm.interop.hf import export
+    from tost_lm.interop.lm_eval import HarnessModel
+
+    assert HarnessModel(pretrained=str(longer / "runs/longer")).max_length == TRAINED
+    export(longer / "runs/longer", longer / "export")
+    assert AutoConfig.from_pretrained(longer / "export").max_position_embeddings == TRAINED
+    for folder in (longer / "runs/longer/checkpoints/step_00000002", longer / "export"):
+        assert f"| trained context | {TRAINED} tokens |" in (folder / "README.md").read_text()
+
+
+def test_it_is_the_longest_of_all_phases_of_training(longer: Path):
+    again = ["run.name=second", "train.seq_len=32", "train.initial_weights=runs/longer", "run.stop_at_step=1"]
+    run("tost train", "run.toml", *MODEL, *again, cwd=longer)
+    run("tost train", "run.toml", *MODEL, *again[:-1], cwd=longer)
+    steps = [tost_lm.load(longer / f"runs/second/checkpoints/step_0000000{step}") for step in (1, 2)]
+    assert [model.config.context_length for model in steps] == [TRAINED, TRAINED]
+
+
+def test_an_extension_needs_no_positions(longer: Path):
+    printed = refusal("tost extend", "runs/longer", "extend.folder=new", "extend.max_positions=256", cwd=longer)
+    assert printed.startswith("extend.max_positions 256: the model has no learned table of positions")
+    printed = run("tost extend", "runs/longer", "extend.folder=new", "extend.rope_theta=500000", cwd=longer)
+    assert f"the angles of positions from {TRAINED} on were not trained" in printed
