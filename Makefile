@@ -27,19 +27,16 @@ test: env
 
 test-all: test test-rest
 
-# Runs what `make test` leaves out: every part, even after one failed, then names those that failed.
+# Runs what `make test` leaves out, without the slow tests.
 test-rest: env
-	@trap 'exit 130' INT; failed=; \
-	tier() { echo "== $$*"; $(BIN)/python -m pytest --rest $(PYTEST) "$$@" || failed="$$failed $$1"; }; \
-	tier tests/golden tests/multiprocess tests/unit -n 3 --dist loadfile --no-loadscope-reorder --budget 10; \
-	tier tests/faults -n 2 --budget 3; \
-	tier tests/programs -n 3 --dist loadfile --budget 5; \
-	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+	$(BIN)/python -m pytest --rest -n 3 --dist loadfile --no-loadscope-reorder --budget 10 $(PYTEST) \
+	  tests/golden tests/multiprocess tests/faults tests/programs tests/unit
 
-# Also runs the tests that take minutes each, injects every fault as often as docs/faults.md says, and prints its table.
+# Also runs tests/slow.txt and the tests that take minutes each, injects every fault as often as docs/faults.md says, and
+# prints its table.
 test-full: test-all
-	$(BIN)/python -m pytest -vv --full tests/full tests/golden tests/faults tests/unit/data/test_shards.py \
-	  tests/programs/test_lost_rank.py tests/programs/test_cluster.py
+	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/unit/data/test_shards.py \
+	  tests/programs/test_lost_rank.py @tests/slow.txt
 
 # Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
 release-check: env

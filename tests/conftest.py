@@ -18,6 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 
 QUICK = Path(__file__).with_name("quick.txt")
 """What `make test` runs: files, functions and cases, a line each."""
+SLOW = Path(__file__).with_name("slow.txt")
+"""What only `make test-full` runs: about ten seconds or more each."""
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 
@@ -27,7 +29,7 @@ _durations: list[tuple[float, str]] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="inject faults as often as the table in docs/faults.md says")
-    parser.addoption("--rest", action="store_true", help="leave out what tests/quick.txt lists")
+    parser.addoption("--rest", action="store_true", help="leave out what tests/quick.txt and tests/slow.txt list")
     parser.addoption(
         "--budget", type=float, metavar="MINUTES", help="on 2 quiet cores; printed, and CI fails beyond twice as much"
     )
@@ -40,13 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--rest"):
-        quick = set(QUICK.read_text().splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if not quick.isdisjoint(names_of(item))])
-        items[:] = [item for item in items if quick.isdisjoint(names_of(item))]
+        listed = {line for file in (QUICK, SLOW) if file.is_file() for line in file.read_text().splitlines()}
+        config.hook.pytest_deselected(items=[item for item in items if not listed.isdisjoint(names_of(item))])
+        items[:] = [item for item in items if listed.isdisjoint(names_of(item))]
 
 
 def names_of(item: pytest.Item) -> tuple[str, str, str]:
-    """The test, its function and its file, as quick.txt may name it."""
+    """The test, its function and its file, as the lists may name it."""
     return item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
 
 

@@ -35,10 +35,8 @@ def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.timeout(1800)
 def test_torchrun_finishes_a_run_with_twenty_killed_ranks(
-    workplace: Path, request: pytest.FixtureRequest, record_fault: Callable[[str, int, str], None]
+    workplace: Path, record_fault: Callable[[str, int, str], None]
 ):
-    if not request.config.getoption("--full"):
-        pytest.skip("takes minutes; use make test-full")
     train(workplace, 2, "run.name=uninterrupted", "train.steps=600")
     launcher, killed, at = launch(workplace, "train.steps=600", "run.timeout_seconds=20"), list[int](), 20
     first_steps, ended, killed_at, lost_s = dict[int, int](), set[int](), 0.0, list[float]()

@@ -27,10 +27,8 @@ def of_processors() -> list[Path]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_training_is_unchanged(ranks: int, request: pytest.FixtureRequest):
+def test_training_is_unchanged(ranks: int):
     """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""
-    if ranks > 2 and not request.config.getoption("--full"):
-        pytest.skip("takes minutes; use make test-full")
     (results, same_processor), found = stored(), trained(ranks)
     stored_names = {name for name in results["training"] if name.startswith(f"{ranks} ranks,")}
     assert found.keys() == stored_names

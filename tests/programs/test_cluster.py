@@ -58,11 +58,7 @@ def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(
-    workplace: Path, one_host: Path, request: pytest.FixtureRequest
-):
-    if not request.config.getoption("--full"):
-        pytest.skip("changes only with DeepSpeed; use make test-full")
+def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(workplace: Path, one_host: Path):
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
     master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
     program = ["--no_local_rank", "--module", "tost_lm.cli.train", "run.toml"]  # as in docs/cluster.md

@@ -1,4 +1,4 @@
-"""Time budgets, skip reasons, environment and tests/quick.txt, as tests/conftest.py handles them, in runs of pytest."""
+"""Time budgets, skip reasons, environment and lists of tests, as tests/conftest.py handles them, in runs of pytest."""
 
 import os
 import re
@@ -52,10 +52,11 @@ def test_skipped_tests_are_counted_by_reason_and_the_users_environment_is_kept(t
     assert "0.0 minutes, budget 5" in out
 
 
-def test_the_rest_is_what_the_quick_tests_leave_out(tmp_path: Path):
+def test_the_rest_is_without_quick_and_slow_tests(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     quick = ["tests/unit/test_it.py::test_environment", "tests/unit/test_it.py::test_skipped[2]"]
-    (tmp_path / "tests/quick.txt").write_text("\n".join(quick) + "\n")
+    (tmp_path / "tests/quick.txt").write_text("\n".join(quick[:1]) + "\n")
+    (tmp_path / "tests/slow.txt").write_text("\n".join(quick[1:]) + "\n")
     code, out = run_tier(tmp_path, 5, ("1", "passive"), "--rest", "-vv")
     assert code == 0, out
     assert "test_skipped[1]" in out
@@ -72,12 +73,13 @@ def test_tests_without_the_files_beside_the_checkout_are_listed(tmp_path: Path):
     assert (tmp_path / "missing").read_text() == "tests/unit/test_others.py::test_text\n"
 
 
-def test_every_quick_test_exists():
-    checkout, names = TESTS_FOLDER.parent, (TESTS_FOLDER / "quick.txt").read_text().splitlines()
+def test_every_listed_test_exists_and_is_listed_once():
+    """pytest itself refuses an unknown case of an existing function."""
+    names = [line for name in ("quick.txt", "slow.txt") for line in (TESTS_FOLDER / name).read_text().splitlines()]
     assert len(set(names)) == len(names)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *names]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    for name in names:
+        file, _, function = name.partition("[")[0].partition("::")
+        assert re.search(rf"^def {function}\b", (TESTS_FOLDER.parent / file).read_text(), re.MULTILINE), name
 
 
 def test_every_guarantee_has_a_quick_test():
