@@ -22,7 +22,7 @@ warmup_steps = 2
 steps = 12
 global_batch_size = 4
 micro_batch_size = 1
-seq_len = 32
+seq_len = 64
 [checkpoint]
 interval = 4
 [run]

@@ -306,8 +306,8 @@ class Checkout:
         """Train runs/base and runs/long for one step: a model without a length limit."""
         words = [
             "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.denom_bias=head",
-            "model.max_positions=1024", "model.layers=1", "train.steps=1", "train.global_batch_size=1",
-            "train.micro_batch_size=1", "train.seq_len=64", "validation.sequences=1",
+            "model.layers=1", "train.steps=1", "train.global_batch_size=1", "train.micro_batch_size=1",
+            "train.seq_len=1024", "validation.sequences=1",
         ]  # fmt: skip
         code, _, errors = Forked("tost_lm.cli.train", *words, cwd=self.folder).finish()
         assert code == 0, errors

@@ -21,7 +21,7 @@ def losses(workplace: Path, name: str) -> list[float]:
 
 
 def test_an_extended_model_trains_and_resumes_without_its_initial_weights(workplace: Path):
-    run("tost train", "run.toml", "train.seq_len=64", cwd=workplace)
+    run("tost train", "run.toml", cwd=workplace)
     printed = refusal("tost extend", *EXTEND, cwd=workplace)
     assert [line.split(":")[0] for line in printed.splitlines()] == ["extend.positions", "extend.denom_bias"]
     how = ["extend.positions=keep", "extend.denom_bias=keep"]

@@ -27,13 +27,13 @@ def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workpl
     said = run("tost train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)
     assert "tiles" not in said  # whole rows fit
     tiles = [*words, "run.name=tiles"]
-    said = run("tost train", *tiles, "memory.tile_tokens=11", "run.stop_at_step=4", cwd=workplace)
-    assert "exactly in 3 tiles of 11 tokens, from the start" in said
+    said = run("tost train", *tiles, "memory.tile_tokens=22", "run.stop_at_step=4", cwd=workplace)
+    assert "exactly in 3 tiles of 22 tokens, from the start" in said
     said = run(
-        "tost train", *tiles, "memory.tile_tokens=9", "memory.offload_tile_states=true", "parallel.sequence=2",
+        "tost train", *tiles, "memory.tile_tokens=17", "memory.offload_tile_states=true", "parallel.sequence=2",
         "run.stop_at_step=8", cwd=workplace, ranks=2,
     )  # fmt: skip
-    assert "exactly in 4 tiles of 9 tokens, resuming" in said
+    assert "exactly in 4 tiles of 17 tokens, resuming" in said
     run("tost train", *tiles, cwd=workplace)
     assert losses(workplace, "tiles") == pytest.approx(losses(workplace, "whole"), rel=FLOAT32_REORDERED)
     assert validated(workplace, "tiles") == pytest.approx(validated(workplace, "whole"), rel=FLOAT32_REORDERED)
@@ -41,8 +41,8 @@ def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workpl
 
 def test_truncated_gradients_are_another_run(workplace: Path):
     run("tost train", "run.toml", "run.name=exact", cwd=workplace)
-    words = ["run.toml", "run.name=truncated", "train.truncate_tokens=8"]
-    assert "truncated back-propagation in 4 tiles of 8 tokens" in run("tost train", *words, cwd=workplace)
+    words = ["run.toml", "run.name=truncated", "train.truncate_tokens=16"]
+    assert "truncated back-propagation in 4 tiles of 16 tokens" in run("tost train", *words, cwd=workplace)
     exact, truncated = losses(workplace, "exact"), losses(workplace, "truncated")
     assert truncated[0] == pytest.approx(exact[0], rel=FLOAT32_REORDERED)  # the states go on through the whole row
     assert truncated[-1] != pytest.approx(exact[-1], rel=FLOAT32_REORDERED)

@@ -52,7 +52,7 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     assert tost_lm.load(folder).parameter_count() > 0
     card = (folder / "checkpoints/step_00000012/README.md").read_text()
     assert "\n# tiny, step 12\n" in card
-    assert "| steps | 12 of 12, 12 applied by the optimizer |\n| training tokens | 1,536 |\n" in card
+    assert "| steps | 12 of 12, 12 applied by the optimizer |\n| training tokens | 3,072 |\n" in card
     assert "| parallel layout | tensor 1 × sequence 1 × data 2, ZeRO stage 1 |" in card
     assert "## Results" not in card
 

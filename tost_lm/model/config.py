@@ -91,8 +91,8 @@ class ModelConfig(Section):
     """Position embedding, added to the token embedding: `learned` as published; `sinusoidal`, computed for any position; `none`."""
     max_positions: int = Field(default=1024, gt=0)
     """Rows of the learned tables of positions: positions `learned` and denom_bias `position` (block_size in the released code). With either, longer sequences are rejected; a model without both ignores it, and its sequence length is unlimited."""
-    context_length: int = Field(default_factory=lambda settings: settings["max_positions"], gt=0)
-    """Longest sequence that the model was trained on, in tokens; stored in checkpoints. Training raises it to train.seq_len and to that of its initial weights. Evaluation, exports and cards use it as the default length."""
+    context_length: int = Field(default=1024, gt=0)
+    """Longest sequence that the model was trained on, in tokens; stored in checkpoints, by default model.max_positions. Training raises it to train.seq_len and to that of its initial weights. Evaluation, exports and cards use it as the default length."""
     membership: Literal["energy-share", "energy-mean", "uniform"] = "energy-share"
     """T layers: the scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
     denom_bias: Literal["position", "head", "none"] = "position"
@@ -179,8 +179,11 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        name = values.get("preset") if isinstance(values, dict) else None
-        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
+        if not isinstance(values, dict):
+            return values
+        name, positions = values.get("preset"), values.get("max_positions")
+        filled = {"context_length": positions} if isinstance(positions, int) else {}
+        return {**filled, **(PRESETS.get(name, {}) if isinstance(name, str) else {}), **values}
 
     @field_validator("pattern")
     @classmethod

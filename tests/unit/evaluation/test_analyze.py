@@ -215,7 +215,7 @@ def test_a_model_of_unlimited_length_uses_all_contexts(run_folder: Path, make_mo
 def test_a_model_with_one_position_is_rejected(run_folder: Path, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=1)
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    with pytest.raises(ConfigError, match=r"too short: model\.max_positions=1;"):
+    with pytest.raises(ConfigError, match=r"too short: model\.context_length=1;"):
         main(run_folder, settings())
 
 

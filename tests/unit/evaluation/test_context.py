@@ -38,7 +38,7 @@ COUNTED = (MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
 class Facts(NamedTuple):
     """Facts of a model."""
 
-    max_positions: int = 1500
+    context_length: int = 1500
     position_limit: int | None = None
     pattern: str = "T"
     window: None = None

@@ -89,7 +89,7 @@ def test_results_are_unchanged(name: str, protocol: str, make_model, tmp_path: P
     measured = find_protocol(protocol)
     path = tmp_path / "file"
     path.write_text(FILES[measured.data_set])
-    examples = measured.examples(path, Bytes(b""), model.config.max_positions)
+    examples = measured.examples(path, Bytes(b""), model.config.context_length)
     rows = score_rows(Ranks(), model, measured, examples, 100)
     nats = float(np.sum([np.sum(row["nats"]) for row in rows]))
     assert nats == pytest.approx(GOLDEN[protocol][name], rel=1e-9)

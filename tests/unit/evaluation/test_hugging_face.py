@@ -102,7 +102,7 @@ def test_a_folder_of_the_library_is_a_subject_with_its_own_tokenizer(saved: Path
     assert tokenizer.eot == 0
     assert max(tokenizer.encode(text)) < tokenizer.vocab_size <= VOCAB
     model = subject.load("cpu")
-    assert (model.config.max_positions, model.config.position_limit) == (32, 32)
+    assert (model.config.context_length, model.config.position_limit) == (32, 32)
     tokens = torch.tensor([[0, 5, 9]])
     with torch.inference_mode():
         torch.testing.assert_close(model(tokens).logits, gpt2().eval()(tokens).logits)

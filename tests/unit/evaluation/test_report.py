@@ -45,6 +45,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             baseline("byte unigram", 4.5, 2.0475), baseline("byte bigram", 2.46, 0.0075),
             baseline("byte trigram", 2.2, -0.2525),
         ],
+        "window_tokens": 16,
         "baseline_training_bytes": 123456,
         "heldout_documents": 27,
     },

@@ -37,7 +37,7 @@ NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 class Facts(NamedTuple):
     """Facts of a model."""
 
-    max_positions: int
+    context_length: int
     position_limit: int | None
     pattern: str = "T"
     window: None = None
