@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.config import differences, load_config, run_program
 from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.model.flops import parameters
 from tost_lm.training import plan, plan_fit
@@ -36,12 +36,35 @@ Row = tuple[str, str, str]
 def main(path: Path, config: PlanConfig) -> None:
     config.accumulation(config.cluster.ranks)
     config = plan_fit.with_tile_size(config)
+    if changed := changed_tokens(path, config):
+        print(f"warning: {changed}", file=sys.stderr)
     rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
     print(markdown([("", "", "details"), *rows]))
     if config.plan.execute:
         print_execution(config)
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
+
+
+def changed_tokens(path: Path, config: PlanConfig) -> str | None:
+    """Overrides that change the tokens of as many steps, and the setting that keeps the tokens; None: there are none."""
+    try:
+        recipe = load_config(PlanConfig, path)
+    except ConfigError:  # it needs overrides
+        return None
+    before, now = (one.batch_tokens * one.train.steps for one in (recipe, config))
+    if recipe.train.steps != config.train.steps or before == now:
+        return None
+    sizes = ("seq_len", "global_batch_size")
+    changed = [line for line in differences(recipe.train, config.train) if line.partition(":")[0] in sizes]
+    sequences = max(1, round(recipe.batch_tokens / config.train.seq_len))
+    kept = f"train.batch_tokens={sequences * config.train.seq_len}"
+    if recipe.train.global_batch_size != config.train.global_batch_size:
+        kept = f"train.tokens={before}"
+    return (
+        f"{', '.join(f'train.{line}' for line in changed)} multiplies the tokens by {now / before:.3g}, from "
+        f"{in_units(before, '')} to {in_units(now, '')}; set {kept} to keep them"
+    )
 
 
 def print_execution(config: PlanConfig) -> None:
@@ -117,15 +140,18 @@ def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:
     counts, flops = parameters(config.model), plan.model_flops(config)
-    steps, tokens = config.own_steps, config.batch_tokens * config.own_steps
+    tokens = config.batch_tokens * config.own_steps
+    each = tokens / counts.total
+    yield (
+        "tokens",
+        in_units(tokens, ""),
+        f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}; "
+        f"{each:,.{0 if each >= 10 else 2}f} per parameter",
+    )
     yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
-    yield (
-        "FLOP of the run",
-        f"{flops.total * tokens:.3g}",
-        f"{tokens / 1e9:.4g} G tokens: {steps:,} × {config.batch_tokens:,}",
-    )
+    yield "FLOP of the run", f"{flops.total * tokens:.3g}", "of all tokens"
     cluster, parallel, sequences = config.cluster, config.parallel, config.train.micro_batch_size
     yield (
         "ranks",
@@ -194,9 +220,9 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
-def in_units(size: float) -> str:
+def in_units(size: float, unit: str = "B") -> str:
     power = max(p for p in range(5) if size >= 1000**p or p == 0)
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    return f"{size / 1000**power:.{3 if unit == 'B' else 4}g} {('', 'k', 'M', 'G', 'T')[power]}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:
