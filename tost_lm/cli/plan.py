@@ -29,6 +29,8 @@ from tost_lm.training.plan_memory import checkpoint_bytes, peak_moment
 if TYPE_CHECKING:
     from tost_lm.training.execute import Comparison, ExecutedClass
 
+ENOUGH = 0.1
+"""Fraction of the labels below which the plan warns that the documents are short."""
 Row = tuple[str, str, str]
 """Quantity, value, details."""
 
@@ -36,10 +38,11 @@ Row = tuple[str, str, str]
 def main(path: Path, config: PlanConfig) -> None:
     config.accumulation(config.cluster.ranks)
     config = plan_fit.with_tile_size(config)
-    if changed := changed_tokens(path, config):
-        print(f"warning: {changed}", file=sys.stderr)
-    rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
-    print(markdown([("", "", "details"), *rows]))
+    context, too_short = context_row(config)
+    for warning in filter(None, (changed_tokens(path, config), too_short)):
+        print(f"warning: {warning}", file=sys.stderr)
+    resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
+    print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
     if config.plan.execute:
         print_execution(config)
     if problem := plan_fit.memory_problem(config):
@@ -47,7 +50,7 @@ def main(path: Path, config: PlanConfig) -> None:
 
 
 def changed_tokens(path: Path, config: PlanConfig) -> str | None:
-    """Overrides that change the tokens of as many steps, and the setting that keeps the tokens; None: there are none."""
+    """Overrides that change the tokens of the same steps, and the setting that keeps them; None: there are none."""
     try:
         recipe = load_config(PlanConfig, path)
     except ConfigError:  # it needs overrides
@@ -159,6 +162,26 @@ def model_rows(config: PlanConfig) -> Iterator[Row]:
         f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; tensor {parallel.tensor} × sequence "
         f"{parallel.sequence} × data {parallel.data_ranks(cluster.ranks)}; "
         f"{_count(config.micro_batches, 'micro-batch', 'es')} of {_count(sequences, 'sequence')}{_in_tiles(config)}",
+    )
+
+
+def context_row(config: PlanConfig) -> tuple[Row, str | None]:
+    """How much of their document the labels see, and a warning where few see half of a sequence."""
+    seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
+    if missing := [folder for folder in config.data.folders if not folder.exists()]:
+        return (quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards"), None
+    from tost_lm.data.loader import Corpora, context_sizes
+
+    sizes = context_sizes(seq_len)
+    shares = Corpora.open(config.data.folders).context_shares(seq_len, packing, sizes)
+    details = ", ".join(f"{size:,}: {share:.1%}" for size, share in zip(sizes, shares, strict=True))
+    row = quantity, f"{shares[-1]:.1%}", f"at least so many tokens of their own document: {details}; packing {packing}"
+    if shares[-1] >= ENOUGH:
+        return row, None
+    others = "" if packing == "best-fit" else ", set data.packing=best-fit"
+    return row, (
+        f"{shares[-1]:.1%} of the labels see {sizes[-1]:,} tokens of their own document, half of train.seq_len "
+        f"{seq_len}; lower train.seq_len{others} or add longer documents"
     )
 
 
