@@ -11,8 +11,11 @@ import pytest
 from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
 
 import tost_lm
+from tost_lm.config import load_config
 from tost_lm.files import read_rows
+from tost_lm.model.flops import parameters
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
+from tost_lm.training import PretrainConfig
 
 
 def metrics(workplace: Path, name: str) -> list[dict]:
@@ -90,9 +93,10 @@ def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Pat
 
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
+    config = load_config(PretrainConfig, workplace / "run.toml")
     words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4"]
     said = run("tost train", *words, cwd=workplace)
-    assert "1 ranks on cpu" in said
+    assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
     ]  # fmt: skip

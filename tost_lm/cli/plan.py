@@ -2,6 +2,8 @@
 
     tost plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
 
+    tost plan CONFIG parallel.sequence=1,2,4,8      (a row for each value)
+
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
 reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
@@ -12,8 +14,10 @@ With plan.execute=true the training step itself runs, on fake tensors in this pr
 ranks of the whole cluster. The collectives and the memory of each class are printed, and compared with the plan.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +33,8 @@ from tost_lm.training.plan_memory import checkpoint_bytes, peak_moment
 if TYPE_CHECKING:
     from tost_lm.training.execute import Comparison, ExecutedClass
 
+LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
+"""An override with several values, without quotes and brackets."""
 ENOUGH = 0.1
 """Fraction of the labels below which the plan warns that the documents are short."""
 Row = tuple[str, str, str]
@@ -68,6 +74,30 @@ def changed_tokens(path: Path, config: PlanConfig) -> str | None:
         f"{', '.join(f'train.{line}' for line in changed)} multiplies the tokens by {now / before:.3g}, from "
         f"{in_units(before, '')} to {in_units(now, '')}; set {kept} to keep them"
     )
+
+
+def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:
+    """Print a row for each value of the override `listed`. Raises ConfigError if no value is possible."""
+    if len(listed) > 1:
+        raise ConfigError(f"several lists of values: {' '.join(listed)}; list the values of one setting")
+    setting, _, values = listed[0].partition("=")
+    if config.plan.execute:
+        raise ConfigError(f"plan.execute=true with a list of values: {listed[0]}; give {setting} one value")
+    rows, problems = list[tuple[str, ...]](), list[ConfigError]()
+    for value in values.split(","):
+        try:
+            one = plan_fit.with_tile_size(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
+            seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
+            fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
+            used = f"{memory:.2f} of {one.cluster.memory_gb:g}"
+            rows.append((value, layout(one), used, duration(seconds), rate, fits))
+        except ConfigError as error:
+            problems.append(error)
+            reason = "; ".join(str(error).replace(f"{path}: ", "").splitlines())
+            rows.append((value, "impossible", "–", "–", "–", reason))
+    if len(problems) == len(rows):
+        raise problems[0]
+    print(markdown([(setting, "layout", "GB per GPU", "time per step", "tokens/s", "fits"), *rows]))
 
 
 def print_execution(config: PlanConfig) -> None:
@@ -155,13 +185,16 @@ def model_rows(config: PlanConfig) -> Iterator[Row]:
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
     yield "FLOP of the run", f"{flops.total * tokens:.3g}", "of all tokens"
-    cluster, parallel, sequences = config.cluster, config.parallel, config.train.micro_batch_size
-    yield (
-        "ranks",
-        f"{cluster.ranks}",
-        f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; tensor {parallel.tensor} × sequence "
-        f"{parallel.sequence} × data {parallel.data_ranks(cluster.ranks)}; "
-        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {_count(sequences, 'sequence')}{_in_tiles(config)}",
+    cluster = config.cluster
+    yield "ranks", f"{cluster.ranks}", f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; {layout(config)}"
+
+
+def layout(config: PlanConfig) -> str:
+    """The parallel layout and the micro-batches of a rank."""
+    parallel, sequences = config.parallel, _count(config.train.micro_batch_size, "sequence")
+    return (
+        f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(config.cluster.ranks)}; "
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{_in_tiles(config)}"
     )
 
 
@@ -236,7 +269,7 @@ def disk_rows(config: PlanConfig) -> Iterator[Row]:
     yield "checkpoints on disk", in_units((keep + 2) * size), kept
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = tuple("-" * width for width in widths)
@@ -275,7 +308,11 @@ def _count(number: float, what: str, plural: str = "s") -> str:
 
 
 def run() -> NoReturn:
-    run_program(main, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig)
+    words = sys.argv[1:]
+    listed = [word for word in words if LIST.fullmatch(word)]
+    single = [word for word in words if word not in listed]
+    program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
+    run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=single)
 
 
 if __name__ == "__main__":

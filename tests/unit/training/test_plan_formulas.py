@@ -1,11 +1,12 @@
 """The plan: what it is made of, what it says where something does not fit, and the tables in docs/plan.md."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tost_lm.cli.plan import changed_tokens, main, model_rows
+from tost_lm.cli.plan import changed_tokens, model_rows, run
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.training import plan, plan_fit, plan_memory
@@ -41,6 +42,12 @@ def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
     )
     other = planned(BASE, "cluster.preset=h200-sxm", "cluster.nodes=2", "cluster.memory_gb=100").cluster
     assert (other.ranks, other.memory_gb, other.memory_gb_s, other.device) == (16, 100, 4800, "NVIDIA H200")
+
+
+def test_a_recipe_that_starts_its_ranks_is_planned_for_as_many_gpus():
+    demo = CHECKOUT / "configs/pretrain/demo.toml"
+    words = ([], ["launch.ranks=2"], ["launch.ranks=2", "cluster.gpus_per_node=1"], ["cluster.nodes=2"])
+    assert [planned(demo, *some).cluster.ranks for some in words] == [1, 2, 1, 2]
 
 
 def test_memory_of_bfloat16_by_stage():
@@ -316,10 +323,15 @@ def test_the_first_row_has_the_tokens_of_the_run_of_a_step_and_of_a_parameter():
     assert next(model_rows(short)) == ("tokens", "500.2 M", "954 steps of 524,288; 4.47 per parameter")
 
 
-def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):
+def test_the_tables_in_the_documentation_are_those_of_their_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     text = (CHECKOUT / "docs/plan.md").read_text()
     found = re.findall(r"```bash\ntost plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
-    assert len(found) == 8
+    assert len(found) == 9
+    monkeypatch.chdir(tmp_path)
     for path, words, table in found:
-        main(Path(path), planned(CHECKOUT / path, *words.split()))
+        monkeypatch.setattr(sys, "argv", ["plan", str(CHECKOUT / path), *words.split()])
+        with pytest.raises(SystemExit):
+            run()
         assert capsys.readouterr().out == table
