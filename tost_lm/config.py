@@ -20,7 +20,7 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -59,6 +59,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    exclusive: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of settings of which one is set. An override of one replaces the other of the file."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -71,6 +73,8 @@ def load_config(section: type[AnySection], path: Path | None, overrides: Sequenc
         ConfigError: the file cannot be read, or settings are invalid (one line for each).
     """
     tree = read_toml(path) if path else {}
+    for override in overrides:
+        _remove_replaced(section, tree, override)
     for override in overrides:
         _apply_override(tree, override)
     return validate(section, tree, where=str(path) if path else "command line")
@@ -147,6 +151,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a TOML file: {error}; write it in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _remove_replaced(section: type[Section], tree: dict[str, Any], override: str) -> None:
+    """Remove the setting of the file that excludes the setting of an override."""
+    for key in override.partition("=")[0].split("."):
+        for one, other in section.exclusive:
+            if key in (one, other):
+                tree.pop(other if key == one else one, None)
+        inner = section_of(section.model_fields[key].annotation) if key in section.model_fields else None
+        if inner is None or not isinstance(tree.get(key), dict):
+            return
+        section, tree = inner, tree[key]
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

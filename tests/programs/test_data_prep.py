@@ -99,6 +99,8 @@ def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp
     shown = run("tost prepare inspect", "more", "inspect.documents=2", "inspect.first=1", cwd=tmp_path)
     assert "every hash matches" in shown
     assert "of 400 tokens occur" in shown
+    assert "own document, with inspect.seq_len 32,768:\n      tokens concatenated     best-fit\n" in shown
+    assert "\n      16,384         0.0%         0.0%\n" in shown
     assert "train document 1: " in shown
     assert "\nanother\n" in shown
     assert "\na third" in shown

@@ -3,7 +3,11 @@
 import os
 import re
 
+import pytest
 from forked import CHECKOUT, Forked
+
+from tost_lm.data.loader import context_shares
+from tost_lm.data.shards import Shards
 
 RECIPE = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
 
@@ -19,6 +23,63 @@ def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
     assert "; set train.micro_batch_size=30 (" in err
     assert len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_shards_show_how_much_of_their_document_the_labels_see(workplace):
+    lengths, row = Shards.open(workplace / "out/shards").lengths("train"), r"^\| labels that see half of seq_len +\| "
+    words = ["run.toml", "cluster.gpus_per_node=1", "model.max_positions=8192"]
+    code, out, err = Forked("tost plan", *words, cwd=workplace).finish()
+    assert (code, err) == (0, "")
+    assert re.search(rf"{row}{context_shares(lengths, 32, 'concatenated', [16])[0]:.1%} ", out, re.M)
+    code, out, err = Forked(
+        "tost plan", *words, "train.seq_len=8192", "train.batch_tokens=8192", cwd=workplace
+    ).finish()
+    assert code == 0
+    assert re.search(rf"{row}0.0% .* 1,024: [0-9.]+%, 4,096: 0.0%; packing concatenated", out, re.M)
+    assert err.splitlines()[-1] == (
+        "warning: 0.0% of the labels see 4,096 tokens of their own document, half of train.seq_len 8192; lower "
+        "train.seq_len, set data.packing=best-fit or add longer documents"
+    )
+    _, out, _ = Forked("tost plan", *words, "data.folder=nowhere", cwd=workplace).finish()
+    assert re.search(rf"{row}unknown +\| nowhere does not exist; build it with tost prepare shards", out, re.M)
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of the rows of a table, without its heading."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_a_list_of_values_is_planned_row_by_row(tmp_path):
+    code, out, err = Forked(
+        "tost plan", RECIPE, "parallel.sequence=1,4,3", "cluster.memory_gb=8", cwd=tmp_path
+    ).finish()
+    assert (code, err) == (0, "")
+    one, four, three = cells(out)
+    assert one[:3] == ["1", "tensor 1 × sequence 1 × data 8; 5 micro-batches of 12 sequences", "9.87 of 8"]
+    assert one[-1].startswith("a GPU needs 9.9 GB, more than cluster.memory_gb 8; set train.micro_batch_size=")
+    assert four[:2] == ["4", "tensor 1 × sequence 4 × data 2; 20 micro-batches of 12 sequences"]
+    assert four[-1] == "yes"
+    assert three[:5] == ["3", "impossible", "–", "–", "–"]
+    assert three[5].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
+    single = Forked("tost plan", RECIPE, "parallel.sequence=4", cwd=tmp_path).finish()[1]
+    row = dict(line[:2] for line in cells(single))
+    assert four[2].split()[0] == row["GPU memory"].split()[0]
+    assert four[4] == row["tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("parallel.sequence=1,2 parallel.tensor=1,2", "several lists of values: parallel.sequence=1,2 parallel.tensor"),
+        ("parallel.sequence=1,2 plan.execute=true", "plan.execute=true with a list of values: parallel.sequence=1,2;"),
+        ("parallel.sequenc=1,2", "parallel.sequenc: unknown key (did you mean parallel.sequence?)"),
+        ("parallel.sequence=3,5", "parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks"),
+    ],
+)
+def test_lists_without_a_possible_row_end_with_one_line(tmp_path, words, problem):
+    code, out, err = Forked("tost plan", RECIPE, *words.split(), cwd=tmp_path).finish()
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert problem in err
 
 
 def test_an_executed_plan_shows_what_ran_and_the_collectives_of_each_class(workplace):

@@ -4,14 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
 
 import tost_lm
+from tost_lm.config import load_config
 from tost_lm.files import read_rows
+from tost_lm.model.flops import parameters
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
+from tost_lm.training import PretrainConfig
 
 
 def metrics(workplace: Path, name: str) -> list[dict]:
@@ -89,9 +93,10 @@ def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Pat
 
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
+    config = load_config(PretrainConfig, workplace / "run.toml")
     words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4"]
     said = run("tost train", *words, cwd=workplace)
-    assert "1 ranks on cpu" in said
+    assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
     ]  # fmt: skip
@@ -104,6 +109,16 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     said = refusal("tost train", *words, "optim.lr=2e-2", "train.seed=1", cwd=workplace)
     assert said.splitlines()[1:] == ["optim.lr: 0.01 → 0.02", "train.seed: 0 → 1"]
     assert snapshot(workplace / "runs") == before
+
+
+def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, never_stopped: Path):
+    words = ["run.toml", "train.tokens=1.536e3", "train.batch_tokens=128"]
+    run("tost train", *words, "run.stop_at_step=5", cwd=workplace)
+    assert "resuming from runs/tiny/checkpoints/step_00000005" in run("tost train", *words, cwd=workplace)
+    recorded = tomllib.loads((workplace / "runs/tiny/config.toml").read_text())["train"]
+    assert (recorded["steps"], recorded["global_batch_size"]) == (12, 4)
+    assert [step for step, *_ in curve(workplace, "tiny")] == [step for step, *_ in curve(never_stopped, "tiny")]
+    assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=1537", cwd=workplace)
 
 
 def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):

@@ -2,6 +2,8 @@
 
     tost plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
 
+    tost plan CONFIG parallel.sequence=1,2,4,8      (a row for each value)
+
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
 reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
@@ -12,14 +14,16 @@ With plan.execute=true the training step itself runs, on fake tensors in this pr
 ranks of the whole cluster. The collectives and the memory of each class are printed, and compared with the plan.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.config import differences, load_config, run_program
 from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.model.flops import parameters
 from tost_lm.training import plan, plan_fit
@@ -29,6 +33,10 @@ from tost_lm.training.plan_memory import checkpoint_bytes, peak_moment
 if TYPE_CHECKING:
     from tost_lm.training.execute import Comparison, ExecutedClass
 
+LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
+"""An override with several values, without quotes and brackets."""
+ENOUGH = 0.1
+"""Fraction of the labels below which the plan warns that the documents are short."""
 Row = tuple[str, str, str]
 """Quantity, value, details."""
 
@@ -36,12 +44,60 @@ Row = tuple[str, str, str]
 def main(path: Path, config: PlanConfig) -> None:
     config.accumulation(config.cluster.ranks)
     config = plan_fit.with_tile_size(config)
-    rows = [*model_rows(config), *memory_rows(config), *traffic_rows(config), *time_rows(config), *disk_rows(config)]
-    print(markdown([("", "", "details"), *rows]))
+    context, too_short = context_row(config)
+    for warning in filter(None, (changed_tokens(path, config), too_short)):
+        print(f"warning: {warning}", file=sys.stderr)
+    resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
+    print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
     if config.plan.execute:
         print_execution(config)
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
+
+
+def changed_tokens(path: Path, config: PlanConfig) -> str | None:
+    """Overrides that change the tokens of the same steps, and the setting that keeps them; None: there are none."""
+    try:
+        recipe = load_config(PlanConfig, path)
+    except ConfigError:  # it needs overrides
+        return None
+    before, now = (one.batch_tokens * one.train.steps for one in (recipe, config))
+    if recipe.train.steps != config.train.steps or before == now:
+        return None
+    sizes = ("seq_len", "global_batch_size")
+    changed = [line for line in differences(recipe.train, config.train) if line.partition(":")[0] in sizes]
+    sequences = max(1, round(recipe.batch_tokens / config.train.seq_len))
+    kept = f"train.batch_tokens={sequences * config.train.seq_len}"
+    if recipe.train.global_batch_size != config.train.global_batch_size:
+        kept = f"train.tokens={before}"
+    return (
+        f"{', '.join(f'train.{line}' for line in changed)} multiplies the tokens by {now / before:.3g}, from "
+        f"{in_units(before, '')} to {in_units(now, '')}; set {kept} to keep them"
+    )
+
+
+def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:
+    """Print a row for each value of the override `listed`. Raises ConfigError if no value is possible."""
+    if len(listed) > 1:
+        raise ConfigError(f"several lists of values: {' '.join(listed)}; list the values of one setting")
+    setting, _, values = listed[0].partition("=")
+    if config.plan.execute:
+        raise ConfigError(f"plan.execute=true with a list of values: {listed[0]}; give {setting} one value")
+    rows, problems = list[tuple[str, ...]](), list[ConfigError]()
+    for value in values.split(","):
+        try:
+            one = plan_fit.with_tile_size(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
+            seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
+            fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
+            used = f"{memory:.2f} of {one.cluster.memory_gb:g}"
+            rows.append((value, layout(one), used, duration(seconds), rate, fits))
+        except ConfigError as error:
+            problems.append(error)
+            reason = "; ".join(str(error).replace(f"{path}: ", "").splitlines())
+            rows.append((value, "impossible", "–", "–", "–", reason))
+    if len(problems) == len(rows):
+        raise problems[0]
+    print(markdown([(setting, "layout", "GB per GPU", "time per step", "tokens/s", "fits"), *rows]))
 
 
 def print_execution(config: PlanConfig) -> None:
@@ -117,22 +173,48 @@ def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:
     counts, flops = parameters(config.model), plan.model_flops(config)
-    steps, tokens = config.own_steps, config.batch_tokens * config.own_steps
+    tokens = config.batch_tokens * config.own_steps
+    each = tokens / counts.total
+    yield (
+        "tokens",
+        in_units(tokens, ""),
+        f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}; "
+        f"{each:,.{0 if each >= 10 else 2}f} per parameter",
+    )
     yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
-    yield (
-        "FLOP of the run",
-        f"{flops.total * tokens:.3g}",
-        f"{tokens / 1e9:.4g} G tokens: {steps:,} × {config.batch_tokens:,}",
+    yield "FLOP of the run", f"{flops.total * tokens:.3g}", "of all tokens"
+    cluster = config.cluster
+    yield "ranks", f"{cluster.ranks}", f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; {layout(config)}"
+
+
+def layout(config: PlanConfig) -> str:
+    """The parallel layout and the micro-batches of a rank."""
+    parallel, sequences = config.parallel, _count(config.train.micro_batch_size, "sequence")
+    return (
+        f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(config.cluster.ranks)}; "
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{_in_tiles(config)}"
     )
-    cluster, parallel, sequences = config.cluster, config.parallel, config.train.micro_batch_size
-    yield (
-        "ranks",
-        f"{cluster.ranks}",
-        f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; tensor {parallel.tensor} × sequence "
-        f"{parallel.sequence} × data {parallel.data_ranks(cluster.ranks)}; "
-        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {_count(sequences, 'sequence')}{_in_tiles(config)}",
+
+
+def context_row(config: PlanConfig) -> tuple[Row, str | None]:
+    """How much of their document the labels see, and a warning where few see half of a sequence."""
+    seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
+    if missing := [folder for folder in config.data.folders if not folder.exists()]:
+        return (quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards"), None
+    from tost_lm.data.loader import Corpora, context_sizes
+
+    sizes = context_sizes(seq_len)
+    shares = Corpora.open(config.data.folders).context_shares(seq_len, packing, sizes)
+    details = ", ".join(f"{size:,}: {share:.1%}" for size, share in zip(sizes, shares, strict=True))
+    row = quantity, f"{shares[-1]:.1%}", f"at least so many tokens of their own document: {details}; packing {packing}"
+    if shares[-1] >= ENOUGH:
+        return row, None
+    others = "" if packing == "best-fit" else ", set data.packing=best-fit"
+    return row, (
+        f"{shares[-1]:.1%} of the labels see {sizes[-1]:,} tokens of their own document, half of train.seq_len "
+        f"{seq_len}; lower train.seq_len{others} or add longer documents"
     )
 
 
@@ -187,16 +269,16 @@ def disk_rows(config: PlanConfig) -> Iterator[Row]:
     yield "checkpoints on disk", in_units((keep + 2) * size), kept
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = tuple("-" * width for width in widths)
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
-def in_units(size: float) -> str:
+def in_units(size: float, unit: str = "B") -> str:
     power = max(p for p in range(5) if size >= 1000**p or p == 0)
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    return f"{size / 1000**power:.{3 if unit == 'B' else 4}g} {('', 'k', 'M', 'G', 'T')[power]}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:
@@ -226,7 +308,11 @@ def _count(number: float, what: str, plural: str = "s") -> str:
 
 
 def run() -> NoReturn:
-    run_program(main, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig)
+    words = sys.argv[1:]
+    listed = [word for word in words if LIST.fullmatch(word)]
+    single = [word for word in words if word not in listed]
+    program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
+    run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=single)
 
 
 if __name__ == "__main__":

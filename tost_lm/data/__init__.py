@@ -127,6 +127,8 @@ class InspectConfig(Section):
     """Number of the first document to print, from 0, in the order of the corpus."""
     characters: int = Field(default=500, gt=0)
     """Characters to print of each document."""
+    seq_len: int = Field(default=32_768, gt=1)
+    """As train.seq_len: show for each packing how many labels see how much of their document in samples of this length."""
     verify: bool = True
     """First read every byte and compare all hashes."""
 

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count, takewhile
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -25,6 +26,40 @@ if TYPE_CHECKING:
 
 CYCLE = 10_000
 """Number of samples in which each corpus has its exact fraction, rounded to whole samples."""
+
+
+Packing = Literal["concatenated", "best-fit"]
+
+
+def context_sizes(seq_len: int) -> list[int]:
+    """Sizes for which `context_shares` is shown: 1024 · 4ⁿ tokens below half of a sample, and half of a sample."""
+    half = seq_len // 2
+    return [*takewhile(lambda size: size < half, (1024 * 4**n for n in count())), half]
+
+
+def context_shares(
+    lengths: "Sequence[np.ndarray]", seq_len: int, packing: Packing, sizes: Sequence[int]
+) -> list[float]:
+    """Fraction of the labels that see at least `size` tokens of their own document, for each size from 1 to T.
+
+    `lengths`: tokens of each document of each shard, including end-of-text ids. Exact, except that a document that
+    best-fit packing cuts because it fits in no gap counts as whole.
+    """
+    import numpy as np
+
+    length_D = np.concatenate([np.empty(0, np.int64), *lengths])
+    end_D = np.cumsum(length_D) if packing == "concatenated" else length_D  # best-fit: a document starts a sample
+    shares = []
+    for size in sizes:
+
+        def seeing(x_D: np.ndarray, size: int = size) -> np.ndarray:
+            """How many of the first x labels have at least `size` tokens before them in their sample."""
+            return x_D // seq_len * (seq_len - size + 1) + np.maximum(x_D % seq_len - size + 1, 0)
+
+        longer = length_D > size
+        first_D = (end_D - length_D + size)[longer]  # the first label that `size` tokens of its document precede
+        shares.append(float((seeing(end_D[longer]) - seeing(first_D)).sum() / max(length_D.sum(), 1)))
+    return shares
 
 
 class Corpora:
@@ -72,6 +107,11 @@ class Corpora:
     def eot(self) -> int:
         """The end-of-text id of the tokenizer."""
         return self.shards[0].eot
+
+    def context_shares(self, seq_len: int, packing: Packing, sizes: Sequence[int]) -> list[float]:
+        """`context_shares` of the training labels. Raises DataError for a damaged .idx file."""
+        shares = [context_shares(one.lengths("train"), seq_len, packing, sizes) for one in self.shards]
+        return [sum(map(mul, self.weights, of_size)) for of_size in zip(*shares, strict=True)]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all corpora."""
@@ -126,9 +166,6 @@ def _samples_per_cycle(weights: Sequence[float]) -> "np.ndarray":
     missing = CYCLE - int(samples_C.sum())
     samples_C[np.argsort(samples_C - quota_C, kind="stable")[:missing]] += 1
     return samples_C
-
-
-Packing = Literal["concatenated", "best-fit"]
 
 
 class BatchShard(NamedTuple):

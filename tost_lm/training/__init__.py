@@ -3,7 +3,7 @@
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,8 @@ from tost_lm.parallel import LaunchConfig, ParallelConfig, Timeouts, obstacle_to
 
 class TrainingDataConfig(Section):
     """The training data, one shard folder or a mixture, and how samples are made of it."""
+
+    exclusive: ClassVar = (("folder", "mixture"),)
 
     folder: Path | None = None
     """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
@@ -54,10 +56,16 @@ class TrainingDataConfig(Section):
 class TrainConfig(Section):
     """Length of training, and sizes of its batches."""
 
+    exclusive: ClassVar = (("steps", "tokens"), ("global_batch_size", "batch_tokens"))
+
     steps: int = Field(gt=0, le=2**40)
     """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
+    tokens: int | None = Field(default=None, gt=0, exclude=True)
+    """In place of train.steps: tokens of these steps, for example 7e9, rounded up to whole steps."""
     global_batch_size: int = Field(gt=0)
     """Sequences per optimizer step, over all ranks and micro-batches."""
+    batch_tokens: int | None = Field(default=None, gt=0, exclude=True)
+    """In place of train.global_batch_size: tokens per optimizer step, a multiple of train.seq_len."""
     micro_batch_size: int = Field(gt=0)
     """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
     seq_len: int = Field(gt=1)
@@ -81,11 +89,45 @@ class TrainConfig(Section):
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_as_steps(cls, values: Any) -> Any:
+        """Replace tokens by steps and batch_tokens by global_batch_size, so that the resolved tree has these only."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for pair in cls.exclusive:
+            if given.keys() >= set(pair):
+                raise ValueError(f"train.{pair[0]} and train.{pair[1]} exclude each other: set one of them")
+        positive = lambda value: value if isinstance(value, int) and value > 0 else 1  # its field reports any other
+        seq_len = positive(given.get("seq_len"))
+        if batch_tokens := _whole_number(given, "batch_tokens"):
+            given["global_batch_size"], rest = divmod(batch_tokens, seq_len)
+            if rest:
+                nearest = max(round(batch_tokens / seq_len), 1) * seq_len
+                raise ValueError(
+                    f"train.batch_tokens {batch_tokens} is not a multiple of train.seq_len {seq_len}: set "
+                    f"train.batch_tokens={nearest}"
+                )
+        if tokens := _whole_number(given, "tokens"):
+            given["steps"] = -(-tokens // (positive(given.get("global_batch_size")) * seq_len))
+        return given
+
     @model_validator(mode="after")
     def _one_beginning(self) -> "TrainConfig":
         if self.branch_from and self.initial_weights:
             raise ValueError("train.branch_from and train.initial_weights exclude each other: set one of them")
         return self
+
+
+def _whole_number(given: dict[str, Any], name: str) -> int | None:
+    """Remove a setting of [train] and return it; TOML has 7e9 as a float. Raises ValueError for other values."""
+    value = given.pop(name, None)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or value % 1:
+        raise ValueError(f"train.{name} {value!r}: not a whole number above 0; write it as 7000000000 or 7e9")
+    return int(value)
 
 
 class MemoryConfig(Section):

@@ -17,7 +17,7 @@ from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import prefetched
-from tost_lm.model.lm import TostLM
+from tost_lm.model.flops import parameters
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim import learning_rate, warmup_steps
 from tost_lm.optim.optimizers import build_optimizer
@@ -306,10 +306,8 @@ def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tilin
         how = f"branching from {branch['folder']}, data {branch['data']}"
     if start.resume_from:
         how = f"resuming from {start.resume_from}"
-    with torch.device("meta"):
-        parameters = TostLM(config.model).parameter_count()
     return (
-        f"{config.run_folder}: {parameters / 1e6:.2f}M parameters (without positions), {_ranks(config, world)} on "
+        f"{config.run_folder}: {parameters(config.model).total / 1e6:.2f}M parameters, {_ranks(config, world)} on "
         f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
         f"{_tiles(tiling)}{how}"
     )

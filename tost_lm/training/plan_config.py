@@ -59,7 +59,7 @@ class ClusterConfig(Section):
     nodes: int = Field(default=1, gt=0)
     """Number of nodes."""
     gpus_per_node: int = Field(default=8, gt=0)
-    """GPUs, and ranks, per node."""
+    """GPUs, and ranks, per node; without it launch.ranks where that is set."""
     device: str
     """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -118,6 +118,14 @@ class PlanConfig(PretrainConfig):
 
     plan: ExecutionConfig = Field(default_factory=ExecutionConfig)
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_gpus_as_ranks(cls, values: Any) -> Any:
+        launch, cluster = (values.get(name, {}) for name in ("launch", "cluster"))
+        if isinstance(launch, dict) and isinstance(cluster, dict) and isinstance(launch.get("ranks"), int):
+            return {**values, "cluster": {"gpus_per_node": launch["ranks"], **cluster}}
+        return values
 
     @property
     def micro_batches(self) -> int:

@@ -1,5 +1,6 @@
 """What to train on: a folder or a mixture, from files and the command line, written down so that it reads back."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,63 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
 def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
     with pytest.raises(ConfigError) as error:
         read(tmp_path, data)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "batch"),
+    [
+        ("train.tokens=960", 10, 12),
+        ("train.tokens=9.61e2", 11, 12),
+        ("train.batch_tokens=64", 9, 8),
+        ("train.tokens=7e3 train.batch_tokens=7e1 train.seq_len=7", 100, 10),
+        ("train.tokens=960 train.global_batch_size=6", 20, 6),
+        ("train.batch_tokens=64 train.seq_len=4", 9, 16),
+    ],
+)
+def test_tokens_become_steps_and_sequences(tmp_path: Path, words: str, steps: int, batch: int):
+    config = read(tmp_path, '[data]\nfolder = "d"\n', *words.split())
+    assert (config.train.steps, config.train.global_batch_size) == (steps, batch)
+    written = to_toml(config)
+    assert not re.search(r"^(tokens|batch_tokens) =", written, re.M)
+    (tmp_path / "written.toml").write_text(written)
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+
+
+def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path: Path):
+    path = tmp_path / "tokens.toml"
+    in_tokens = BASE.replace("steps = 9", "tokens = 9.6e2").replace("global_batch_size = 12", "batch_tokens = 64")
+    path.write_text(in_tokens + '[data]\nfolder = "d"\n')
+    chosen = [
+        load_config(PretrainConfig, path, words)
+        for words in ([], ["train.steps=3"], ["train.global_batch_size=4"], ["train.seq_len=4"])
+    ]
+    assert [(one.train.steps, one.train.global_batch_size) for one in chosen] == [(15, 8), (3, 8), (30, 4), (15, 16)]
+    for words in (["data.mixture.a=1"], ['data.mixture={"a" = 1}']):
+        assert load_config(PretrainConfig, path, words).data.folders == {Path("a"): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("train.tokens=7e9 train.steps=9", "train.steps and train.tokens exclude each other: set one of them"),
+        ("train.global_batch_size=1 train.batch_tokens=8", "train.global_batch_size and train.batch_tokens exclude"),
+        ("train.batch_tokens=100", "100 is not a multiple of train.seq_len 8: set train.batch_tokens=96"),
+        ("train.batch_tokens=3", "3 is not a multiple of train.seq_len 8: set train.batch_tokens=8"),
+        ("train.tokens=1.5", "train.tokens 1.5: not a whole number above 0; write it as 7000000000 or 7e9"),
+        ("train.tokens=-1", "train.tokens -1: not a whole number"),
+        ("train.batch_tokens=true", "train.batch_tokens True: not a whole number"),
+        ("train.tokens=7B", "train.tokens '7B': not a whole number"),
+        ("train.tokens=nan", "train.tokens nan: not a whole number"),
+        ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
+        ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
+        ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
+    ],
+)
+def test_mistakes_in_tokens_are_one_line(tmp_path: Path, words: str, problem: str):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, '[data]\nfolder = "d"\n', *words.split())
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -1,11 +1,12 @@
 """The plan: what it is made of, what it says where something does not fit, and the tables in docs/plan.md."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tost_lm.cli.plan import main
+from tost_lm.cli.plan import changed_tokens, model_rows, run
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.training import plan, plan_fit, plan_memory
@@ -14,6 +15,7 @@ from tost_lm.training.plan_memory import Moment, checkpoint_bytes, moments
 
 CHECKOUT = Path(__file__).parents[3]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
+HYBRID = CHECKOUT / "configs/pretrain/owt_hybrid_base.toml"
 N = 110_384_016  # numbers trained by tost-base
 TOKENS = 12 * 1024  # of its micro-batch
 MANY = ("cluster.nodes=8", "parallel.sequence=64")
@@ -40,6 +42,12 @@ def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
     )
     other = planned(BASE, "cluster.preset=h200-sxm", "cluster.nodes=2", "cluster.memory_gb=100").cluster
     assert (other.ranks, other.memory_gb, other.memory_gb_s, other.device) == (16, 100, 4800, "NVIDIA H200")
+
+
+def test_a_recipe_that_starts_its_ranks_is_planned_for_as_many_gpus():
+    demo = CHECKOUT / "configs/pretrain/demo.toml"
+    words = ([], ["launch.ranks=2"], ["launch.ranks=2", "cluster.gpus_per_node=1"], ["cluster.nodes=2"])
+    assert [planned(demo, *some).cluster.ranks for some in words] == [1, 2, 1, 2]
 
 
 def test_memory_of_bfloat16_by_stage():
@@ -276,10 +284,54 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
         planned(BASE, "train.micro_batch_size=11").accumulation(16)
 
 
-def test_the_tables_in_the_documentation_are_those_of_their_commands(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "train.seq_len=32768",
+            "train.seq_len: 1024 → 32768 multiplies the tokens by 32, from 294.9 G to 9.437 T; set "
+            "train.batch_tokens=524288 to keep them",
+        ),
+        (
+            "train.global_batch_size=1024",
+            "train.global_batch_size: 512 → 1024 multiplies the tokens by 2, from 294.9 G to 589.8 G; set "
+            "train.tokens=294912000000 to keep them",
+        ),
+    ],
+)
+def test_overrides_that_change_the_tokens_come_with_one_that_keeps_them(words: str, problem: str):
+    assert changed_tokens(HYBRID, planned(HYBRID, words)) == problem
+    fix = problem.split("; set ")[1].split()[0]
+    kept = planned(HYBRID, words, fix)
+    assert kept.train.steps * kept.batch_tokens == 294_912_000_000
+    assert changed_tokens(HYBRID, kept) is None
+
+
+def test_a_number_of_tokens_that_was_chosen_is_no_change(tmp_path: Path):
+    for words in ([], ["train.steps=100"], ["train.tokens=7e9"], ["train.tokens=7e9", "train.seq_len=2048"]):
+        assert changed_tokens(HYBRID, planned(HYBRID, *words)) is None
+    part = tmp_path / "part.toml"
+    part.write_text(HYBRID.read_text().replace("seq_len = 1024", ""))
+    assert changed_tokens(part, planned(part, "train.seq_len=4096")) is None
+
+
+def test_the_first_row_has_the_tokens_of_the_run_of_a_step_and_of_a_parameter():
+    assert next(model_rows(planned(HYBRID))) == (
+        "tokens", "294.9 G", "562,500 steps of 524,288; 2,633 per parameter",
+    )  # fmt: skip
+    short = planned(HYBRID, "train.tokens=5e8", "optim.warmup_steps=10")
+    assert next(model_rows(short)) == ("tokens", "500.2 M", "954 steps of 524,288; 4.47 per parameter")
+
+
+def test_the_tables_in_the_documentation_are_those_of_their_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     text = (CHECKOUT / "docs/plan.md").read_text()
     found = re.findall(r"```bash\ntost plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
-    assert len(found) == 8
+    assert len(found) == 9
+    monkeypatch.chdir(tmp_path)
     for path, words, table in found:
-        main(Path(path), planned(CHECKOUT / path, *words.split()))
+        monkeypatch.setattr(sys, "argv", ["plan", str(CHECKOUT / path), *words.split()])
+        with pytest.raises(SystemExit):
+            run()
         assert capsys.readouterr().out == table

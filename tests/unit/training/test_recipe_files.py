@@ -26,7 +26,7 @@ def test_corpora(path: Path):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
-    config = load_config(PlanConfig, path, ["cluster.gpus_per_node=2"] if path.stem == "demo" else [])
+    config = load_config(PlanConfig, path)
     assert config.run.name == path.stem
     assert config.micro_batches >= 1
     assert memory_problem(config) is None

@@ -1,4 +1,4 @@
-"""Inspect a shard folder: verify every hash, then print sizes, lengths, frequent tokens and documents as text.
+"""Inspect a shard folder: verify every hash, then print sizes, lengths, context, frequent tokens and documents.
 
     tost prepare inspect data/embedded/shards inspect.split=valid inspect.documents=2
 
@@ -8,10 +8,11 @@ Exits with 2 and names the damaged file. Writes nothing.
 import time
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from tost_lm.config import run_program
 from tost_lm.data import InspectConfig, InspectShardsConfig
+from tost_lm.data.loader import Packing, context_shares, context_sizes
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards, length_histogram, token_counts
 from tost_lm.errors import printable
@@ -61,6 +62,14 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
     for bucket in buckets:
         bar = "█" * round(BAR * bucket.documents / most)
         print(f"{bucket.shortest:>12,} to {bucket.longest:>12,} {bucket.documents:>12,} {bar}")
+
+    sizes = context_sizes(config.seq_len)
+    print(f"\nlabels that see at least so many tokens of their own document, with inspect.seq_len {config.seq_len:,}:")
+    packings: tuple[Packing, ...] = get_args(Packing)
+    print(f"{'tokens':>12} {' '.join(f'{packing:>12}' for packing in packings)}")
+    shares = [context_shares([lengths], config.seq_len, packing, sizes) for packing in packings]
+    for size, *of_packings in zip(sizes, *shares, strict=True):
+        print(f"{size:>12,} {' '.join(f'{share:>12.1%}' for share in of_packings)}")
 
     counts = token_counts(shards, split)
     print(f"\n{np.count_nonzero(counts):,} of {len(counts):,} tokens occur; the most frequent:")
