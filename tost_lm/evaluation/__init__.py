@@ -11,23 +11,13 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import did_you_mean
-from tost_lm.parallel import LaunchConfig
+from tost_lm.parallel import LaunchConfig, LayoutConfig
 
 NAME_CHARACTERS = 100
 
 
-class RanksConfig(Section):
+class RanksConfig(LayoutConfig):
     """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval, context and positions of `tost eval` use several copies of the model, and text uses sequence ranks; other programs reject them."""
-
-    tensor: int = Field(default=1, gt=0)
-    """Ranks that divide the heads, the MLP and the vocabulary."""
-    sequence: int = Field(default=1, gt=0)
-    """Ranks that divide the tokens of each sequence (context parallelism in Megatron-LM and torchtitan)."""
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor * self.sequence
 
 
 class TextConfig(Section):
