@@ -279,13 +279,14 @@ OWN_WORDS = (
 )
 TASKS = (NEEDLE, *OWN_WORDS)
 """All tasks, in the order of tables. A changed task gets a new name."""
+TASK_GROUPS = {"needle": (NEEDLE,), "ruler": OWN_WORDS}
 
 
 class RetrievalTasksConfig(Section):
     """Settings of all tasks."""
 
     tasks: list[str] = Field(default=[NEEDLE], min_length=1)
-    """Names of tasks."""
+    """Names of tasks, or of groups: `needle` is needle@words, `ruler` the thirteen tasks with the structure of RULER's."""
     lengths: list[PositiveInt] = Field(default_factory=list)
     """Tokens of prompt and answer together; empty: a quarter, half and all of model.max_positions."""
     samples: int = Field(default=8, gt=0)
@@ -300,11 +301,12 @@ class RetrievalTasksConfig(Section):
     @field_validator("tasks")
     @classmethod
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
-        for name in tasks:
+        names, known = [own for name in tasks for own in TASK_GROUPS.get(name, (name,))], (*TASK_GROUPS, *TASKS)
+        for name in names:
             if name not in TASKS:
-                hint = did_you_mean(name, TASKS)
-                raise ValueError(f"retrieval.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
-        return list(dict.fromkeys(tasks))
+                hint = did_you_mean(name, known)
+                raise ValueError(f"retrieval.tasks: {name!r} is not a task{hint}; choose from {', '.join(known)}")
+        return list(dict.fromkeys(names))
 
     @field_validator("lengths")
     @classmethod
