@@ -88,6 +88,7 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     output = run("tost eval zero-shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
     assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
+    assert f"nats/token, perplexity {together['model']['perplexity_per_token']:,.2f} over " in output
     assert together["identity"] == alone["identity"]
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
