@@ -218,8 +218,7 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
     if problem["type"] == "json_invalid":
         return "a setting is not valid Unicode; write it in UTF-8"
     if problem["type"] == "extra_forbidden":
-        beside = section_of(_resolve(section, parents)[1])
-        known = list(beside.model_fields) if beside else []
+        known = list(getattr(section_of(_resolve(section, parents)[1]), "model_fields", ()))
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = ".".join([*parents, near[0]]) if near else _elsewhere(section, key)
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")

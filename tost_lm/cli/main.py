@@ -37,12 +37,10 @@ SYNONYMS = {
     **dict.fromkeys(("perplexity", "ppl", "loss", "bpb", "heldout", "validate"), _ZERO_SHOT),
     **dict.fromkeys(("needle", "niah", "passkey"), f"{_RETRIEVAL} 'retrieval.tasks=[\"needle\"]'"),
     "ruler": f"{_RETRIEVAL} 'retrieval.tasks=[\"ruler\"]', or {_LM_EVAL} ruler for RULER's own texts",
-    "longbench": f"{_LM_EVAL} longbench",
-    "helmet": "tost eval context RUN",
+    **{name: f"{_LM_EVAL} {name}" for name in ("longbench", "mmlu", "gsm8k")},
     "wikitext": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"wikitext2@lm-eval\"]'",
     "lambada": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"lambada_openai@lm-eval\"]'",
     **{name: f"{_ZERO_SHOT} 'zero_shot.protocols=[\"{name}@lm-eval\"]'" for name in ("hellaswag", "piqa")},
-    **{name: f"{_LM_EVAL} {name}" for name in ("mmlu", "gsm8k")},
     "mqar": "tost eval recall mqar",
     **dict.fromkeys(("benchmark", "evaluate"), "tost eval suite RUN suite"),
     "export": f"{_HUGGING_FACE}, or tost convert RUN convert.to=authors convert.folder=FOLDER",
@@ -50,7 +48,6 @@ SYNONYMS = {
     **dict.fromkeys(("pretrain", "resume"), "tost train CONFIG"),
     **dict.fromkeys(("finetune", "fine-tune"), "tost train CONFIG train.initial_weights=RUN"),
     "tokenize": "tost prepare shards CONFIG",
-    "configs": "tost recipes",
     **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
 }
 """What to type, by words for it that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""

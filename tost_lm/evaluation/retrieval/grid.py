@@ -18,7 +18,6 @@ scored under each condition of its task: with the needles and, as a control, wit
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -293,7 +292,7 @@ class Grid:
         """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.
         When it returns, all files exist."""
         # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
-        exists = ranks.gather([self._stored(cell) is not None for cell in self.cells])[0]
+        exists = ranks.gather([self._stored(self._file(cell)) is not None for cell in self.cells])[0]
         if any(exists):
             print(f"{self.task.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
         todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
@@ -317,15 +316,9 @@ class Grid:
 
     def results(self) -> list[dict[str, Any]]:
         """The scores of all cells that exist, also of earlier calls, by length and depth."""
-        kept = []
-        for path in self.folder.glob("length_*.json"):
-            try:
-                cell = json.loads(path.read_bytes())
-                if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
-                    kept.append({k: v for k, v in cell.items() if k not in NOT_SCORES})
-            except (ValueError, KeyError, TypeError):
-                continue  # damaged; `measure` replaces it
-        return sorted(kept, key=lambda cell: (cell["length"], cell["depth"] or 0))
+        stored = filter(None, map(self._stored, self.folder.glob("length_*.json")))
+        scores = [{key: value for key, value in cell.items() if key not in NOT_SCORES} for cell in stored]
+        return sorted(scores, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
     def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredExamples:
         text = self.task.text
@@ -346,18 +339,20 @@ class Grid:
         settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
         return settings | cell._asdict()
 
-    def _stored(self, cell: Cell) -> dict[str, Any] | None:
-        """The file of a cell; None: it is missing, damaged, or has another identity."""
+    def _stored(self, file: Path) -> dict[str, Any] | None:
+        """A cell; None: its file is missing, damaged or of another identity, and `measure` replaces it."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads(self._file(cell).read_bytes())
-            return stored if stored["identity"] == self._identity(cell) else None
+            cell = json.loads(file.read_bytes())
+            if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
+                return cell
+        return None
 
     def _print_complete(self, lengths: list[int]) -> None:
         """Print the lengths whose cells all exist, and remove them from the list."""
         for length in list(lengths):
-            cells = [self._stored(cell) for cell in self.cells if cell.length == length]
-            if len(found := [cell for cell in cells if cell]) == len(cells):
-                print(f"{self.task.name}: {describe(found)}  chance {format_chance(self.task.chance)}", flush=True)
+            cells = [self._stored(self._file(cell)) for cell in self.cells if cell.length == length]
+            if len(complete := [cell for cell in cells if cell]) == len(cells):
+                print(f"{self.task.name}: {describe(complete)}  chance {format_chance(self.task.chance)}", flush=True)
                 lengths.remove(length)
 
 
@@ -365,12 +360,26 @@ def describe(cells: Sequence[dict[str, Any]]) -> str:
     """The accuracy over the cells of a length beside that of the control, and the gain where the answer is a text."""
     first = cells[0]
     key = next(key for key in ACCURACIES if key in first)
-    errors = [cell[f"{key}_standard_error"] for cell in cells]
-    error = None if None in errors else math.hypot(*errors) / len(cells)
+    means = over_cells(cells, (key, f"control_{key}"))
     words = [f"length {first['length']:>9,}", *(f"{name} {first[name]:,}" for name in FACTS if name in first)]
-    words.append(f"{ACCURACIES[key]} {with_error(mean(cell[key] for cell in cells), error, '.1%')}")
-    words.append(f"control {mean(cell[f'control_{key}'] for cell in cells):.1%}")
+    words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
+    words.append(f"control {means[f'control_{key}']:.1%}")
     if key == "token_accuracy":
         gain = with_error(first["gain_over_control"], first["gain_over_control_standard_error"], "+.3f")
         words.append(f"gain over control {gain} nats/token")
     return "  ".join(words)
+
+
+def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Means over the examples of cells, with the standard errors of independent examples."""
+    samples = sum(cell["samples"] for cell in cells)
+    means: dict[str, Any] = {"samples": samples}
+    for key in keys:
+        errors = [cell[f"{key}_standard_error"] for cell in cells]
+        means[key] = sum(cell[key] * cell["samples"] for cell in cells) / samples
+        means[f"{key}_standard_error"] = (
+            None
+            if None in errors
+            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
+        )
+    return means
