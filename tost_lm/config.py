@@ -24,9 +24,11 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, 
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tost_lm.errors import ConfigError, TostError
+from tost_lm.errors import ConfigError, TostError, did_you_mean
 
 RECIPES = Path(__file__).parent / "recipes"
+COMMAND_LINE = "command line"
+UNSET = "none"
 SCRIPTS = ("launch.sh", "train.sbatch", "hostfile")
 
 
@@ -57,8 +59,9 @@ class Section(BaseModel):
     """A frozen group of settings. The docstring of each field is its text in `--help`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False,
+        loc_by_alias=False,
+    )  # fmt: skip
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings of which one is set. An override of one replaces the other of the file."""
 
@@ -70,23 +73,29 @@ def load_config(section: type[AnySection], path: Path | None, overrides: Sequenc
     """Read a TOML file, apply `section.key=value` overrides and validate the tree.
 
     Raises:
-        ConfigError: the file cannot be read, or settings are invalid (one line for each).
+        ConfigError: the file cannot be read, or settings are invalid: one line for each, which names the file or, for
+            settings that overrides set, the command line.
     """
     tree = read_toml(path) if path else {}
     for override in overrides:
         _remove_replaced(section, tree, override)
-    for override in overrides:
-        _apply_override(tree, override)
-    return validate(section, tree, where=str(path) if path else "command line")
+    typed = [_apply_override(section, tree, override) for override in overrides]
+    return validate(section, tree, str(path) if path else COMMAND_LINE, typed)
 
 
-def validate(section: type[AnySection], tree: dict[str, Any], where: str) -> AnySection:
-    """Build `section` from plain values. Raises ConfigError with a line for each problem that starts with `where`."""
+def validate(section: type[AnySection], tree: dict[str, Any], where: str, typed: Sequence[str] = ()) -> AnySection:
+    """Build `section` from plain values.
+
+    Raises:
+        ConfigError: a line for each problem. It starts with `where`, or with "command line" if the problem is about one
+            of the settings `typed` there.
+    """
     try:
         # JSON mode is strict about types, but accepts lists and nested tables in the form of TOML.
         return section.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        lines = [f"{where}: {_explain(section, problem)}" for problem in error.errors(include_url=False)]
+        is_typed = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, typed)) or '(?!)'})(?!\w)").search
+        lines = [f"{COMMAND_LINE if is_typed(names) else where}: {text}" for names, text in _problems(section, error)]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -165,45 +174,80 @@ def _remove_replaced(section: type[Section], tree: dict[str, Any], override: str
         section, tree = inner, tree[key]
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(section: type[Section], tree: dict[str, Any], override: str) -> str:
+    """Set a value in the tree. Returns the path of its setting."""
     path, equals, text = override.partition("=")
     *parents, key = path.split(".")
     if not equals or not all([*parents, key]):
         raise ConfigError(f"not a setting: {override}; write section.key=value")
+    names, kind = _resolve(section, [*parents, key])
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # an unquoted string
+        value = None if text == UNSET and _may_be_unset(kind) else text  # an unquoted string
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"{override}: {parent} is a setting, not a section; see --help")
     tree[key] = value
+    return ".".join(names)
 
 
-def _explain(section: type[Section], problem: Any) -> str:
+def _resolve(section: type[Section], path: Sequence[str]) -> tuple[list[str], Any]:
+    """The names along a path, by the fields that have other names too, and the type there; it ends at a setting."""
+    names, kind = list[str](), section
+    for key in path:
+        inner, tables = section_of(kind), [one for one in (kind, *get_args(kind)) if get_origin(one) is dict]
+        if not inner and not tables:
+            break  # what follows is no path, but for example a member of a union
+        fields = inner.model_fields if inner else {}
+        name = next(
+            (name for name, field in fields.items() if key in getattr(field.validation_alias, "choices", ())), key
+        )
+        kind = fields[name].annotation if name in fields else get_args(tables[0])[1] if tables else None
+        names.append(name)
+    return names, kind
+
+
+def _may_be_unset(kind: Any) -> bool:
+    """Whether the word `none` unsets a setting: not if it is one of its values."""
+    return NoneType in get_args(kind) and not any(UNSET in get_args(inner) for inner in get_args(kind))
+
+
+def _problems(section: type[Section], error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Each problem: a text that names its settings, and the text for the user."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        names, _ = _resolve(section, [key for key in problem["loc"] if isinstance(key, str)])
+        found.setdefault((".".join(names), repr(problem["input"])), []).append(problem)  # several from a union
+    presets = {path.removesuffix("preset") for path, _ in found if path.split(".")[-1] == "preset"}
+    for (path, _), problems in found.items():
+        if problems[0]["type"] == "missing" and path.removesuffix(path.split(".")[-1]) in presets:
+            continue  # a known preset sets it
+        text = _explain(section, path, problems)
+        yield (f"{path} {text}" if problems[0]["type"] == "value_error" else path), text
+
+
+def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
+    """The text of problems with one value: several if none of the members of a union accepts it."""
+    problem, (*parents, key) = problems[0], path.split(".")
     if problem["type"] == "json_invalid":
         return "a setting is not valid Unicode; write it in UTF-8"
-    location = [key for key in problem["loc"] if isinstance(key, str)]
-    path = ".".join(location) or "configuration"
     if problem["type"] == "extra_forbidden":
-        known = _keys_beside(section, location)
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = ".".join([*location[:-1], near[0]]) if near else _elsewhere(section, location[-1])
+        known = list(getattr(section_of(_resolve(section, parents)[1]), "model_fields", ()))
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = ".".join([*parents, near[0]]) if near else _elsewhere(section, key)
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
     if problem["type"] == "missing":
         return f"{path}: must be set; --help describes it"
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")  # the message of a validator names its settings
-    return f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
-
-
-def _keys_beside(section: type[Section], location: list[str]) -> list[str]:
-    for key in location[:-1]:
-        inner = section_of(section.model_fields[key].annotation)
-        assert inner
-        section = inner
-    return list(section.model_fields)
+    wanted = " or ".join(dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in problems))
+    if problem["msg"].startswith("Input should be "):
+        wanted = f"input should be {wanted}"
+    choices = re.findall("'([^']+)'", problem.get("ctx", {}).get("expected", ""))
+    hint = did_you_mean(str(problem["input"]), choices)
+    return f"{path or 'configuration'}: {wanted[:1].lower()}{wanted[1:]}, got {problem['input']!r}{hint}"
 
 
 def _elsewhere(section: type[Section], key: str) -> str | None:
@@ -308,6 +352,7 @@ def ignore_output_errors() -> None:
 def help_text(command: str, doc: str, positional: str, config: type[Section]) -> str:
     """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
     lines = [doc.strip(), "", f"usage: {command} {positional} [section.key=value …] [--help] [--dry-run]", ""]
+    lines += ["section.key=none unsets a setting whose default is None.", ""]
     lines += _setting_lines(config, "")
     return "\n".join(lines)
 

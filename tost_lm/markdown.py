@@ -30,6 +30,11 @@ def format_result(headline: str, totals: Mapping[str, Any]) -> str:
     return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
+def format_chance(chance: float) -> str:
+    """The score of a guess."""
+    return f"{chance:.0%}" if chance > 0.001 else "< 0.1%"
+
+
 def fenced(text: str) -> str:
     """A code block for any text: the fence is longer than any run of backticks in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

@@ -21,7 +21,7 @@ HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/s
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 PROGRAMS = {
     "tost eval zero-shot": (),
-    "tost eval retrieval": ("retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
+    "tost eval retrieval": ('retrieval.tasks=["needle"]', "retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
     "tost generate": ("sample.tokens=20", "sample.prompt=some words"),
     "tost report": (),
 }
@@ -88,6 +88,7 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     output = run("tost eval zero-shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
     assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
+    assert f"nats/token, perplexity {together['model']['perplexity_per_token']:,.2f} over " in output
     assert together["identity"] == alone["identity"]
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
@@ -161,6 +162,8 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
     words = PROGRAMS["tost eval retrieval"]
     output = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
+    assert output.count("needle@words: length ") == len({cell["length"] for cell in alone})
+    assert "warning: with 4 examples of a length, the standard error of a per cent is up to 25%; raise retr" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert again.keys() == cells.keys()
@@ -349,8 +352,8 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
         ("tost eval retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
         (
             "tost eval retrieval",
-            ["runs/tiny", 'retrieval.tasks=["needle"]'],
-            "'needle' is not a task (did you mean needle@words?); choose from needle@words, ",
+            ["runs/tiny", 'retrieval.tasks=["needles"]'],
+            "'needles' is not a task (did you mean needle?); choose from needle, ruler, needle@words, ",
         ),
         (
             "tost eval retrieval",

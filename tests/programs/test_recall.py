@@ -51,6 +51,6 @@ def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path):
     (tmp_path / "mqar.toml").write_text(TINY)
     before = snapshot(tmp_path)
     output = refusal("tost eval recall", "mqar.toml", "mqar.pairs=3", cwd=tmp_path)
-    assert output.startswith("mqar.toml: mqar.pairs: 3 pairs do not fit; set mqar.seq_len to 12 or more, ")
+    assert output.startswith("command line: mqar.pairs: 3 pairs do not fit; set mqar.seq_len to 12 or more, ")
     assert "\n" not in output
     assert snapshot(tmp_path) == before

@@ -1,10 +1,15 @@
 """The command `tost`: its lists of commands, mistakes, and a program that it starts."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 from forked import CHECKOUT, Forked
 
-from tost_lm.cli.main import ALL, source_of
+from tost_lm.cli.main import ALL, SYNONYMS, source_of
 from tost_lm.version import VERSION
+
+OWN_ARGUMENTS = ("lm-eval", "recipes")  # no settings
 
 
 def tost(*words: str) -> tuple[int, str, str]:
@@ -45,15 +50,34 @@ def test_the_version():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("trian x.toml", "tost trian (did you mean tost train?)"),
-        ("zero-shot runs/x", "tost zero-shot (did you mean tost eval zero-shot?)"),
-        ("eval zero_shot", "tost eval zero_shot (did you mean tost eval zero-shot?)"),
-        ("evla text", "tost evla (did you mean tost eval?)"),
-        ("--dry-run", "tost --dry-run"),
+        ("trian x.toml", "tost trian; did you mean tost train? run tost --help"),
+        ("zero-shot runs/x", "tost zero-shot; did you mean tost eval zero-shot? run tost --help"),
+        ("eval zero_shot", "tost eval zero_shot; did you mean tost eval zero-shot? run tost --help"),
+        ("evla text", "tost evla; did you mean tost eval? run tost --help"),
+        ("--dry-run", "tost --dry-run; run tost --help"),
+        ("eval perplexity runs/x", "tost eval perplexity; write tost eval zero-shot RUN"),
+        ("needle runs/x", "tost needle; write tost eval retrieval RUN 'retrieval.tasks=[\"needle\"]'"),
+        (
+            "eval LongBench",
+            "tost eval LongBench; write tost lm-eval run --model tost_lm --model_args pretrained=RUN --tasks longbench",
+        ),
     ],
 )
 def test_an_unknown_command_is_one_line(words: str, error: str):
-    assert tost(*words.split()) == (2, "", f"error: unknown command: {error}; run tost --help\n")
+    assert tost(*words.split()) == (2, "", f"error: unknown command: {error}\n")
+
+
+def test_what_is_answered_by_meaning_can_be_typed(tmp_path: Path):
+    """Each answer is a command with settings that it has, and no word is that of a command."""
+    words = {word for command in ALL for word in (command, command.split()[-1])}
+    assert words.isdisjoint(SYNONYMS)
+    for answer in set(SYNONYMS.values()):
+        for line in answer.split(", or "):
+            recipe = "embedded" if "prepare" in line else "demo"
+            command = shlex.split(line.replace("CONFIG", recipe).split(" for ")[0])
+            if command[0] == "tost" and command[1] not in OWN_ARGUMENTS:
+                code, _, errors = Forked("tost", *command[1:], "--dry-run", cwd=tmp_path).finish()
+                assert (code, errors) == (0, ""), line
 
 
 def test_a_command_gets_its_arguments():

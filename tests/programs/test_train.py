@@ -196,6 +196,15 @@ def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str,
     assert not (workplace / "runs").exists()
 
 
+def test_a_mistake_that_was_typed_is_not_blamed_on_the_file(workplace: Path):
+    said = refusal("tost train", "run.toml", "train.stepz=4", "model.preset=tost", cwd=workplace)
+    assert [line.partition(": input")[0] for line in said.splitlines()] == [
+        "command line: model.preset", "command line: train.stepz: unknown key (did you mean train.steps?)",
+    ]  # fmt: skip
+    (workplace / "wrong.toml").write_text((workplace / "run.toml").read_text().replace("[train]", "[train]\nstepz = 4"))
+    assert refusal("tost train", "wrong.toml", "train.seed=4", cwd=workplace).startswith("wrong.toml: train.stepz: ")
+
+
 def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workplace: Path):
     (workplace / "runs/tiny").mkdir(parents=True)
     (workplace / "runs/tiny/thesis.txt").write_text("years of work")

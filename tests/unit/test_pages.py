@@ -72,6 +72,12 @@ def test_the_package_and_the_recipes_name_commands_as_today():
     assert [str(path) for path in files if path.is_file() and re.search(modules, path.read_text())] == []
 
 
+def test_commands_of_the_readme_run_in_any_folder():
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", PAGES[0].read_text())
+    assert blocks
+    assert [block for block in blocks if "configs/" in block] == []
+
+
 def test_packages_are_installed_from_a_checkout_by_extras_that_exist():
     named: set[str] = set()
     for path in [*PAGES, CHECKOUT / "CHANGELOG.md", *(CHECKOUT / "tost_lm").rglob("*.py")]:

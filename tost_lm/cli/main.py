@@ -30,6 +30,27 @@ COMMANDS = {
     "Image classifiers": ["vision train", "vision eval", "vision analyze"],
     "Generation and other formats": ["generate", "convert", "lm-eval"],
 }
+_ZERO_SHOT, _RETRIEVAL = "tost eval zero-shot RUN", "tost eval retrieval RUN"
+_LM_EVAL = "tost lm-eval run --model tost_lm --model_args pretrained=RUN --tasks"
+_HUGGING_FACE = """python -c 'import tost_lm.interop.hf as hf; hf.export("RUN", "FOLDER")'"""
+SYNONYMS = {
+    **dict.fromkeys(("perplexity", "ppl", "loss", "bpb", "heldout", "validate"), _ZERO_SHOT),
+    **dict.fromkeys(("needle", "niah", "passkey"), f"{_RETRIEVAL} 'retrieval.tasks=[\"needle\"]'"),
+    "ruler": f"{_RETRIEVAL} 'retrieval.tasks=[\"ruler\"]', or {_LM_EVAL} ruler for RULER's own texts",
+    **{name: f"{_LM_EVAL} {name}" for name in ("longbench", "mmlu", "gsm8k")},
+    "wikitext": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"wikitext2@lm-eval\"]'",
+    "lambada": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"lambada_openai@lm-eval\"]'",
+    **{name: f"{_ZERO_SHOT} 'zero_shot.protocols=[\"{name}@lm-eval\"]'" for name in ("hellaswag", "piqa")},
+    "mqar": "tost eval recall mqar",
+    **dict.fromkeys(("benchmark", "evaluate"), "tost eval suite RUN suite"),
+    "export": f"{_HUGGING_FACE}, or tost convert RUN convert.to=authors convert.folder=FOLDER",
+    **dict.fromkeys(("sample", "complete", "inference", "infer", "chat"), 'tost generate RUN "PROMPT"'),
+    **dict.fromkeys(("pretrain", "resume"), "tost train CONFIG"),
+    **dict.fromkeys(("finetune", "fine-tune"), "tost train CONFIG train.initial_weights=RUN"),
+    "tokenize": "tost prepare shards CONFIG",
+    **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
+}
+"""What to type, by words for it that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""
 ALL = [command for commands in COMMANDS.values() for command in commands]
 HELP = ("--help", "-h")
 
@@ -80,9 +101,12 @@ def purpose(source: Path) -> str:
 def refuse(command: str) -> NoReturn:
     from tost_lm.config import EXIT_BAD_INPUT
 
-    near = get_close_matches(command, [*ALL, "prepare", "eval", "vision"], n=1)
-    hint = f" (did you mean tost {near[0]}?)" if near else ""
-    print(f"error: unknown command: tost {command}{hint}; run tost --help", file=sys.stderr)
+    fix = "run tost --help"
+    if meant := SYNONYMS.get(command.split()[-1].lower().replace("_", "-")):
+        fix = f"write {meant}"
+    elif near := get_close_matches(command, [*ALL, "prepare", "eval", "vision"], n=1):
+        fix = f"did you mean tost {near[0]}? {fix}"
+    print(f"error: unknown command: tost {command}; {fix}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -11,23 +11,13 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import did_you_mean
-from tost_lm.parallel import LaunchConfig
+from tost_lm.parallel import LaunchConfig, LayoutConfig
 
 NAME_CHARACTERS = 100
 
 
-class RanksConfig(Section):
+class RanksConfig(LayoutConfig):
     """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval, context and positions of `tost eval` use several copies of the model, and text uses sequence ranks; other programs reject them."""
-
-    tensor: int = Field(default=1, gt=0)
-    """Ranks that divide the heads, the MLP and the vocabulary."""
-    sequence: int = Field(default=1, gt=0)
-    """Ranks that divide the tokens of each sequence (context parallelism in Megatron-LM and torchtitan)."""
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor * self.sequence
 
 
 class TextConfig(Section):
@@ -289,13 +279,14 @@ OWN_WORDS = (
 )
 TASKS = (NEEDLE, *OWN_WORDS)
 """All tasks, in the order of tables. A changed task gets a new name."""
+TASK_GROUPS = {"needle": (NEEDLE,), "ruler": OWN_WORDS}
 
 
 class RetrievalTasksConfig(Section):
     """Settings of all tasks."""
 
     tasks: list[str] = Field(default=[NEEDLE], min_length=1)
-    """Names of tasks."""
+    """Names of tasks, or of groups: `needle` is needle@words, `ruler` the thirteen tasks with the structure of RULER's."""
     lengths: list[PositiveInt] = Field(default_factory=list)
     """Tokens of prompt and answer together; empty: a quarter, half and all of model.context_length."""
     samples: int = Field(default=8, gt=0)
@@ -310,11 +301,12 @@ class RetrievalTasksConfig(Section):
     @field_validator("tasks")
     @classmethod
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
-        for name in tasks:
+        names, known = [own for name in tasks for own in TASK_GROUPS.get(name, (name,))], (*TASK_GROUPS, *TASKS)
+        for name in names:
             if name not in TASKS:
-                hint = did_you_mean(name, TASKS)
-                raise ValueError(f"retrieval.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
-        return list(dict.fromkeys(tasks))
+                hint = did_you_mean(name, known)
+                raise ValueError(f"retrieval.tasks: {name!r} is not a task{hint}; choose from {', '.join(known)}")
+        return list(dict.fromkeys(names))
 
     @field_validator("lengths")
     @classmethod

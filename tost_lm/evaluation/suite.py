@@ -17,7 +17,8 @@ from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.published import PUBLISHED, condition, verdict, why_not_comparable
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import EvaluatedModel
-from tost_lm.evaluation.report.retrieval import HEADLINES, SHOWN, mean_score
+from tost_lm.evaluation.report.retrieval import HEADLINES, SHOWN
+from tost_lm.evaluation.retrieval.grid import over_cells
 from tost_lm.evaluation.subject import HELDOUT, TEXT, Subject
 from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, FACTS, Step
 from tost_lm.evaluation.text import TextFile
@@ -190,7 +191,7 @@ def _of_retrieval(task: str, results: dict[str, Any], subject: Subject) -> Itera
     """A line for each length, over all depths."""
     key, cells = HEADLINES[task], results["cells"]
     for length in sorted({cell["length"] for cell in cells}):
-        means = _over_cells([cell for cell in cells if cell["length"] == length], (key, f"control_{key}"))
+        means = over_cells([cell for cell in cells if cell["length"] == length], (key, f"control_{key}"))
         yield _of_cells(task, key, means, results["chance"], f"{length:,}")
 
 
@@ -209,21 +210,6 @@ def _of_cells(task: str, key: str, cell: Mapping[str, Any], chance: float, lengt
     reference = f"chance {chance:.2%}, control {format_result(f'control_{key}', cell)}"
     result, examples = _result(key, cell, cell["samples"]), f"{cell['samples']:,}"
     return Row(task, _in_words(key), result, reference, examples, length, comparable=_own(task))
-
-
-def _over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    """Means over the examples of cells, with the standard errors of independent examples."""
-    samples = sum(cell["samples"] for cell in cells)
-    means: dict[str, Any] = {"samples": samples}
-    for key in keys:
-        errors = [cell[f"{key}_standard_error"] for cell in cells]
-        means[key] = mean_score(cells, key)
-        means[f"{key}_standard_error"] = (
-            None
-            if None in errors
-            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
-        )
-    return means
 
 
 def _of_positions(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:

@@ -4,9 +4,9 @@ order. The watchdog's constants bound how late a failure is noticed. `Timeouts` 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
@@ -70,22 +70,36 @@ class LaunchConfig(Section):
     """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""
 
 
-class ParallelConfig(Section):
-    """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
+class LayoutConfig(Section):
+    """Ranks that hold one copy of the model."""
 
     tensor: int = Field(default=1, gt=0)
     """Tensor ranks, which split heads, MLP and vocabulary. Megatron's own "sequence parallelism" between them is always on."""
-    sequence: int = Field(default=1, gt=0)
-    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
+    sequence: int = Field(default=1, gt=0, validation_alias=AliasChoices("sequence", "context"))
+    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism, and `parallel.context` is accepted for it."""
 
     @property
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor * self.sequence
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and {"sequence", "context"} <= values.keys():
+            raise ValueError(
+                "parallel.sequence and parallel.context are two names of one setting, and both are set; remove one"
+            )
+        return values
+
+
+class ParallelConfig(LayoutConfig):
+    """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "ParallelConfig":

@@ -150,7 +150,9 @@ class Metrics:
     def validation(self, row: dict[str, Any]) -> None:
         """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
         self._send(validation_values(_append(self._validation_rows, row)))
-        self.log(f"step {row['step']}/{self._config.train.steps}  validation loss {row['loss']:.4f}")
+        loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
+        steps = f"{row['step']}/{self._config.train.steps}"
+        self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard

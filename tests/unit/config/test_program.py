@@ -107,7 +107,7 @@ def test_a_run_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert seen == [(Path("runs/x"), 5), (Path("runs/x"), 4), (Path("runs/x"), None)]
     out, err = capsys.readouterr()
     missing = "error: CONFIG is missing; write python -m p RUN CONFIG before any section.key=value"
-    assert err.splitlines() == [missing] * 2 + [f"error: {none}: some.sise: unknown key (did you mean some.size?)"]
+    assert err.splitlines() == [missing] * 2 + ["error: command line: some.sise: unknown key (did you mean some.size?)"]
     assert "  some.size  (int, default 3)\n" in out
 
 

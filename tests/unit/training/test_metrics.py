@@ -147,6 +147,16 @@ def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str
     assert re.fullmatch(TIME + re.escape(line) + "\n", (FOLDER / "log.txt").read_text())
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"), [(2.5, "loss 2.5000  perplexity 12.18"), (800.0, "loss 800.0000  perplexity inf")]
+)
+def test_a_validation_is_logged_with_its_perplexity(loss: float, words: str):
+    metrics = Metrics(config(), None, 1, CPU)
+    metrics.validation(validation_row(4) | {"loss": loss})
+    metrics.close()
+    assert (FOLDER / "log.txt").read_text().endswith(f"step 4/20  validation {words}\n")
+
+
 def test_what_is_not_finite_is_null_in_json():
     metrics = Metrics(config(), None, 1, CPU)
     metrics.step(1, float("inf"), 1e-3, float("nan"))

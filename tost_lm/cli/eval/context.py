@@ -41,7 +41,8 @@ def main(path: Path, config: ContextConfig) -> None:
         text = partial(find_text, settings.haystack, config.heldout.shards, subject, tokenizer, "context")
         tasks = make_tasks(settings, tokenizer, text)
         chosen = [(task, settings_of(task, settings)) for task in tasks]
-        measure_tasks(ranks, subject, tokenizer, chosen, partial(cell_lengths, settings), settings.samples_folder)
+        lengths = partial(cell_lengths, settings)
+        measure_tasks(ranks, subject, tokenizer, chosen, lengths, settings.samples_folder, "context")
 
 
 def run() -> NoReturn:

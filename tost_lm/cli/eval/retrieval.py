@@ -1,8 +1,8 @@
 """Retrieval from long texts by length, with controls whose text lacks the answer.
 
     tost eval retrieval runs/demo
-    tost eval retrieval runs/long 'retrieval.tasks=["niah_single_1@own-words", "vt@own-words"]' \\
-      'retrieval.lengths=[1024, 4096, 16384]' retrieval.samples=100
+    tost eval retrieval runs/long 'retrieval.tasks=["needle", "ruler"]' retrieval.samples=100 \\
+      'retrieval.lengths=[1024, 4096, 16384]'
     tost eval retrieval runs/demo launch.ranks=4 parallel.tensor=2
 
     needle@words                  one secret word: a grid of length by depth
@@ -20,11 +20,13 @@
     qa_1@own-words                documents about towns; one of them answers the question
     qa_2@own-words                documents about towns and persons; two of them answer the question
 
-The last thirteen have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. Each cell is
-written to eval/TASK/cells/ as soon as it is measured, with all its examples. The scores of a task are in
-eval/TASK/results.json. A cell that exists for this checkpoint, text and seed is not measured again. Examples are
-generated once, in retrieval.samples_folder, and their hash is in the file of each cell. On more than tensor ×
-sequence ranks, the copies of the model share the cells.
+The last thirteen have the structure of RULER's tasks (arXiv 2404.06654) and sentences of their own. In retrieval.tasks,
+`ruler` stands for all of them and `needle` for the first task. Prints a line for each length with the accuracy over
+all depths: how often the right word is the likeliest of ten (choice), or the fraction of the expected strings in the
+generated text (found). Each cell is written to eval/TASK/cells/ as soon as it is measured, with all its scores and
+examples. The scores of a task are in eval/TASK/results.json. A cell that exists for this checkpoint, text and seed is
+not measured again. Examples are generated once, in retrieval.samples_folder, and their hash is in the file of each
+cell. On more than tensor × sequence ranks, the copies of the model share the cells.
 """
 
 from functools import partial

@@ -107,7 +107,8 @@ def score_heldout(
         write_rows(subject.results_path(HELDOUT).with_name("documents.jsonl"), rows)
         print(
             f"{totals['bits_per_byte']:.4f} ± {totals['bits_per_byte_standard_error']:.4f} bits/byte, "
-            f"{totals['nats_per_token']:.4f} nats/token over {totals['documents']} documents, {totals['bytes']:,} bytes"
+            f"{totals['nats_per_token']:.4f} nats/token, perplexity {totals['perplexity_per_token']:,.2f} over "
+            f"{totals['documents']} documents, {totals['bytes']:,} bytes"
         )
         for row in baselines:
             print(

@@ -13,7 +13,7 @@ from tost_lm.evaluation.report.protocols import checkpoint_line, missing_line
 from tost_lm.evaluation.report.record import EvaluatedModel, Group, Mean
 from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, FACTS
 from tost_lm.evaluation.suite_config import TASKS as CONTEXT_TASKS
-from tost_lm.markdown import escape, table, with_error
+from tost_lm.markdown import escape, format_chance, table, with_error
 
 HEADLINES = dict.fromkeys(TASKS, "found_share") | {NEEDLE: "choice_accuracy"}
 """The headline score of each task."""
@@ -207,10 +207,6 @@ def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
     ]  # fmt: skip
     latex = tabular(("task", "chance", *[f"{length:,} tokens" for length in lengths]), table)
     return Chart(figure, header, rows, latex)
-
-
-def format_chance(chance: float) -> str:
-    return f"{chance:.0%}" if chance > 0.001 else "< 0.1%"
 
 
 def _draw_heatmap(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], names: Sequence[str]) -> Any:

@@ -20,6 +20,7 @@ scored under each condition of its task: with the needles and, as a control, wit
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from tost_lm.evaluation.retrieval.tasks import Example, StoredExamples, Task, st
 from tost_lm.evaluation.subject import Subject
 from tost_lm.evaluation.suite_config import FACTS
 from tost_lm.files import write_atomically
-from tost_lm.markdown import with_error
+from tost_lm.markdown import format_chance, with_error
 from tost_lm.model import LMOutput
 from tost_lm.model.streaming import TILE_TOKENS, prefill
 
@@ -63,6 +64,12 @@ class Scores(NamedTuple):
     """Fraction of the option's tokens that are the most likely one, float64 [S, options]."""
     generated: list[list[int]]
     """Ids of the greedily generated text of each example."""
+
+
+ACCURACIES = {"choice_accuracy": "choice", "found_share": "found", "token_accuracy": "tokens"}
+"""Scores by precedence, and their names in print: a task's accuracy is the first that it has."""
+FEW_EXAMPLES = 25
+"""With fewer the standard error of an accuracy may exceed 10 %."""
 
 
 Scorer = Callable[[Sequence[Example], int], Scores]
@@ -211,13 +218,15 @@ def measure_tasks(
     tasks: Sequence[tuple[Task, dict[str, Any]]],
     lengths: Callable[[Task, ModelFacts], list[int]],
     samples_folder: Path,
+    section: str = "retrieval",
 ) -> None:
-    """Measure the tasks that have no results for this subject, write their results and print them.
+    """Measure the tasks that have no results for this subject, print a line for each length, and write their results.
 
     Args:
         tasks: each with its settings, as in `identity_of`.
         lengths: of a task's cells; it is called for all tasks before the first of them is measured.
         samples_folder: folder of generated examples.
+        section: of the settings, for the warning about few samples.
     """
     chosen = [(task, identity_of(task, settings, subject)) for task, settings in tasks]
     wanted = [(task, identity) for task, identity in chosen if not ranks.reusable(subject, task.name, identity)]
@@ -232,11 +241,12 @@ def measure_tasks(
         if ranks.rank == 0:
             results = {"pattern": model.config.pattern, "chance": grid.task.chance, "cells": grid.results()}
             subject.write_results(grid.task.name, grid.identity, started, results)
-    print("\nmeans over the examples, with those of the controls in parentheses:")
-    for grid in grids:
-        print(f"{grid.task.name}, chance {grid.task.chance:.2g}:")
-        for cell in grid.results():
-            print(f"  {describe(cell)}")
+    fewest = min(grid.samples * len(grid.task.depths) for grid in grids)
+    if fewest < FEW_EXAMPLES:
+        print(
+            f"warning: with {fewest} examples of a length, the standard error of a per cent is up to "
+            f"{0.5 / fewest**0.5:.0%}; raise {section}.samples"
+        )
 
 
 def lengths_of(
@@ -282,10 +292,11 @@ class Grid:
         """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.
         When it returns, all files exist."""
         # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
-        exists = ranks.gather([self._exists(cell) for cell in self.cells])[0]
+        exists = ranks.gather([self._stored(self._file(cell)) is not None for cell in self.cells])[0]
         if any(exists):
             print(f"{self.task.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
         todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
+        lengths = list(dict.fromkeys(cell.length for cell in self.cells))
         for cell in todo[ranks.copy :: ranks.copies]:
             started = time.monotonic()
             sets = self._examples(ranks, tokenizer, cell)
@@ -297,20 +308,17 @@ class Grid:
             }  # fmt: skip
             if ranks.is_first_of_copy:
                 write_atomically(self._file(cell), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-            print(f"{self.task.name}: {describe(result)}", flush=True)
+            if ranks.rank == 0:
+                self._print_complete(lengths)
         ranks.wait_for_copies()
+        if ranks.rank == 0:
+            self._print_complete(lengths)
 
     def results(self) -> list[dict[str, Any]]:
         """The scores of all cells that exist, also of earlier calls, by length and depth."""
-        kept = []
-        for path in self.folder.glob("length_*.json"):
-            try:
-                cell = json.loads(path.read_bytes())
-                if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
-                    kept.append({k: v for k, v in cell.items() if k not in NOT_SCORES})
-            except (ValueError, KeyError, TypeError):
-                continue  # damaged; `measure` replaces it
-        return sorted(kept, key=lambda cell: (cell["length"], cell["depth"] or 0))
+        stored = filter(None, map(self._stored, self.folder.glob("length_*.json")))
+        scores = [{key: value for key, value in cell.items() if key not in NOT_SCORES} for cell in stored]
+        return sorted(scores, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
     def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredExamples:
         text = self.task.text
@@ -331,22 +339,47 @@ class Grid:
         settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
         return settings | cell._asdict()
 
-    def _exists(self, cell: Cell) -> bool:
-        try:
-            return json.loads(self._file(cell).read_bytes())["identity"] == self._identity(cell)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+    def _stored(self, file: Path) -> dict[str, Any] | None:
+        """A cell; None: its file is missing, damaged or of another identity, and `measure` replaces it."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            cell = json.loads(file.read_bytes())
+            if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
+                return cell
+        return None
+
+    def _print_complete(self, lengths: list[int]) -> None:
+        """Print the lengths whose cells all exist, and remove them from the list."""
+        for length in list(lengths):
+            cells = [self._stored(self._file(cell)) for cell in self.cells if cell.length == length]
+            if len(complete := [cell for cell in cells if cell]) == len(cells):
+                print(f"{self.task.name}: {describe(complete)}  chance {format_chance(self.task.chance)}", flush=True)
+                lengths.remove(length)
 
 
-def describe(cell: dict[str, Any]) -> str:
-    """A line for a cell, with the scores of its control in parentheses."""
-    place = f"length {cell['length']:>9,}" + ("" if cell["depth"] is None else f"  depth {cell['depth']:<5g}")
-    place += "".join(f"  {name} {cell[name]:,}" for name in FACTS if name in cell)
-    names = {"choice_accuracy": "choice", "found_share": "found", "exact_accuracy": "exact", "token_accuracy": "tokens"}
-    scores = [f"{name} {cell[key]:6.1%} ({cell[f'control_{key}']:.1%})" for key, name in names.items() if key in cell]
-    nats = f"{cell['answer_nats']:.2f} ({cell['control_answer_nats']:.2f}) nats"
-    gains = [
-        f"{key.replace('_', ' ')} {with_error(gain, cell[f'{key}_standard_error'], '+.3f')} nats/token"
-        for key, gain in cell.items() if key.startswith("gain_over_") and not key.endswith("_error")
-    ]  # fmt: skip
-    return "  ".join([place, *scores, nats, *gains])
+def describe(cells: Sequence[dict[str, Any]]) -> str:
+    """The accuracy over the cells of a length beside that of the control, and the gain where the answer is a text."""
+    first = cells[0]
+    key = next(key for key in ACCURACIES if key in first)
+    means = over_cells(cells, (key, f"control_{key}"))
+    words = [f"length {first['length']:>9,}", *(f"{name} {first[name]:,}" for name in FACTS if name in first)]
+    words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
+    words.append(f"control {means[f'control_{key}']:.1%}")
+    if key == "token_accuracy":
+        gain = with_error(first["gain_over_control"], first["gain_over_control_standard_error"], "+.3f")
+        words.append(f"gain over control {gain} nats/token")
+    return "  ".join(words)
+
+
+def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Means over the examples of cells, with the standard errors of independent examples."""
+    samples = sum(cell["samples"] for cell in cells)
+    means: dict[str, Any] = {"samples": samples}
+    for key in keys:
+        errors = [cell[f"{key}_standard_error"] for cell in cells]
+        means[key] = sum(cell[key] * cell["samples"] for cell in cells) / samples
+        means[f"{key}_standard_error"] = (
+            None
+            if None in errors
+            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
+        )
+    return means

@@ -68,11 +68,30 @@ def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, to
     for key, name in (("choice_accuracy", "choice"), ("exact_accuracy", "exact"), ("answer_nats", "nats")):
         assert cell[key] == pytest.approx(np.mean([row[name] for row in rows[:2]]))
         assert cell[f"control_{key}"] == pytest.approx(np.mean([row[name] for row in rows[2:]]))
-    assert capsys.readouterr().out.count(f"{NEEDLE}: length ") == 4
     results = grid.results()
     assert [(row["length"], row["depth"]) for row in results] == [(length, d) for length in LENGTHS for d in (0.0, 0.5)]
     assert results[1].items() <= cell.items()
     assert not {"examples", "identity", "seconds"} & set(results[1])
+
+
+def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_folder, tokenizer, capsys):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(LENGTHS)
+    cells = [json.loads(data) for data in cell_files(run_folder).values()]
+    for length, line in zip(LENGTHS, printed, strict=True):
+        rows = [[row["choice"] for row in cell["examples"]] for cell in cells if cell["length"] == length]
+        choices, controls = np.array([row[:2] for row in rows], float), np.array([row[2:] for row in rows], float)
+        error = np.sqrt((choices.var(axis=1, ddof=1) / 2).sum()) / 2
+        assert line == (
+            f"{NEEDLE}: length       {length}  choice {choices.mean():.1%} ± {error:.1%}  control {controls.mean():.1%}"
+            "  chance 10%"
+        )
+    make_grid([160, 180], [0.0]).measure(Ranks(), Reader(), tokenizer)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition("  choice")[0] for line in printed] == [
+        f"{NEEDLE}: reusing 1 of 2 cells", f"{NEEDLE}: length       160", f"{NEEDLE}: length       180",
+    ]  # fmt: skip
 
 
 def test_an_interrupted_grid_resumes(make_grid, run_folder, tokenizer):

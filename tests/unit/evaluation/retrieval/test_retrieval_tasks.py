@@ -280,10 +280,20 @@ def test_impossible_lengths_are_rejected(make_task, name):
 
 
 def test_unknown_tasks_are_rejected_with_a_list():
-    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from {NEEDLE}, .*{QUESTIONS[1]}$"):
+    with pytest.raises(
+        ConfigError, match=rf"'niah' is not a task; choose from needle, ruler, {NEEDLE}, .*{QUESTIONS[1]}$"
+    ):
         validate(RetrievalConfig, {"retrieval": {"tasks": ["niah"]}}, "test")
     assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 13
     assert {*FORMS, VARIABLE_TRACKING, *WORD_LISTS, *QUESTIONS} == set(OWN_WORDS)
+
+
+def test_groups_of_tasks_have_a_name():
+    def tasks(*names: str) -> list[str]:
+        return validate(RetrievalConfig, {"retrieval": {"tasks": names}}, "test").retrieval.tasks
+
+    assert tasks("needle") == [NEEDLE]
+    assert tasks(OWN_WORDS[1], "ruler", "needle", NEEDLE) == [OWN_WORDS[1], OWN_WORDS[0], *OWN_WORDS[2:], NEEDLE]
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):

@@ -1,0 +1,121 @@
+"""Problems with settings: whose they are, the file's or the command line's; one line for each; and how to unset one."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from tost_lm.config import Section, load_config, recipes
+from tost_lm.errors import ConfigError
+from tost_lm.evaluation import RanksConfig
+from tost_lm.model.config import ModelConfig
+from tost_lm.parallel import ParallelConfig
+from tost_lm.training.plan_config import PlanConfig
+
+
+class Sizes(Section):
+    low: int = 1
+    high: int = 9
+    tile: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    positions: Literal["keep", "none"] | None = None
+    weights: dict[str, float] | None = None
+    name: str = "x"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Sizes":
+        if self.low > self.high:
+            raise ValueError(f"sizes.low {self.low} is above sizes.high {self.high}; lower it")
+        return self
+
+
+class Tree(Section):
+    sizes: Sizes = Sizes()
+    parallel: ParallelConfig = ParallelConfig()
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    path = tmp_path / "some.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(Tree, path, overrides)
+    return [line.replace(str(path), "FILE") for line in str(error.value).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("sizes.lo = 1", ["sizes.hi=1"], ["FILE: sizes.lo: unknown", "command line: sizes.hi: unknown"]),
+        ("sizes.lo = 1", ["sizes.low=2"], ["FILE: sizes.lo: unknown key (did you mean sizes.low?)"]),
+        ("sizes.low = 'a'", ["sizes.high='b'"], ["FILE: sizes.low: input", "command line: sizes.high: input"]),
+        ("sizes.low = 'a'", ["sizes.low='b'"], ["command line: sizes.low: input should be a valid integer, got 'b'"]),
+        ("sizes.low = 10", [], ["FILE: sizes.low 10 is above"]),
+        ("sizes.low = 10", ["sizes.name=y"], ["FILE: sizes.low 10 is above"]),
+        ("sizes.low = 5", ["sizes.high=3"], ["command line: sizes.low 5 is above sizes.high 3; lower it"]),
+        ("", ["size.low=3"], ["command line: size: unknown key (did you mean sizes?)"]),
+        ("", ['sizes.weights={a = "b"}'], ["command line: sizes.weights.a: input should be a valid number, got 'b'"]),
+        ("", ["sizes.weights.a=b"], ["command line: sizes.weights.a: input should be a valid number, got 'b'"]),
+    ],
+)
+def test_a_problem_is_that_of_the_file_or_of_the_command_line(
+    tmp_path: Path, text: str, overrides: list[str], expected: list[str]
+):
+    found = problems(tmp_path, text, *overrides)
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("-5", "greater than 0 or 'auto', got -5"), ("x", "a valid integer or 'auto', got 'x'")]
+)
+def test_a_setting_of_several_types_has_one_line_without_their_names(tmp_path: Path, value: str, wanted: str):
+    assert problems(tmp_path, "", f"sizes.tile={value}") == [f"command line: sizes.tile: input should be {wanted}"]
+
+
+def test_a_wrong_preset_is_one_line_with_all_of_them_and_the_nearest():
+    with pytest.raises(ConfigError) as error:
+        load_config(ModelConfig, None, ["preset=slots-bas"])
+    line = str(error.value)
+    assert line.startswith("command line: preset: input should be 'tost-base', 'tost-medium', ")
+    assert line.endswith(" or 'gpt2-base-layerscale', got 'slots-bas' (did you mean slots-base?)")
+    with pytest.raises(ConfigError) as error:
+        load_config(PlanConfig, recipes()["demo"], ["cluster.preset=a100"])
+    assert str(error.value) == (
+        "command line: cluster.preset: input should be 'a100-sxm', 'h100-sxm', 'h100-pcie', 'h200-sxm' or 'b200-sxm', "
+        "got 'a100' (did you mean a100-sxm?)"
+    )
+    with pytest.raises(ConfigError, match="layers: must be set"):
+        load_config(ModelConfig, None, ["heads=2"])
+
+
+def test_none_unsets_what_may_be_unset(tmp_path: Path):
+    path = tmp_path / "some.toml"
+    path.write_text("[sizes]\ntile = 5\npositions = 'keep'\nweights = {a = 1.0}")
+    unset = [f"sizes.{name}=none" for name in ("tile", "positions", "weights", "name")]
+    sizes = load_config(Tree, path, unset).sizes
+    assert (sizes.tile, sizes.positions, sizes.weights, sizes.name) == (None, "none", None, "none")
+    assert problems(tmp_path, "", "sizes.low=none") == [
+        "command line: sizes.low: input should be a valid integer, got 'none'"
+    ]
+
+
+@pytest.mark.parametrize("kind", [ParallelConfig, RanksConfig])
+def test_context_is_another_name_of_sequence_ranks(kind: type[ParallelConfig], tmp_path: Path):
+    path = tmp_path / "some.toml"
+    path.write_text("context = 4")
+    for found in (
+        load_config(kind, path),
+        load_config(kind, None, ["context=4"]),
+        load_config(kind, None, ["sequence=4"]),
+    ):
+        assert (found.sequence, "sequence" in found.model_fields_set) == (4, True)
+    with pytest.raises(ConfigError) as error:
+        load_config(kind, path, ["sequence=2"])
+    assert "two names of one setting, and both are set; remove one" in str(error.value)
+
+
+def test_a_problem_of_context_is_that_of_the_command_line(tmp_path: Path):
+    assert problems(tmp_path, "[parallel]\nzero_stage = 7", "parallel.context=0") == [
+        "command line: parallel.sequence: input should be greater than 0, got 0",
+        "FILE: parallel.zero_stage: input should be 0, 1, 2 or 3, got 7",
+    ]
