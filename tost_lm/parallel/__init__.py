@@ -4,7 +4,7 @@ order. The watchdog's constants bound how late a failure is noticed. `Timeouts` 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -72,6 +72,8 @@ class LaunchConfig(Section):
 
 class LayoutConfig(Section):
     """Ranks that hold one copy of the model."""
+
+    exclusive: ClassVar = (("sequence", "context"),)
 
     tensor: int = Field(default=1, gt=0)
     """Tensor ranks, which split heads, MLP and vocabulary. Megatron's own "sequence parallelism" between them is always on."""

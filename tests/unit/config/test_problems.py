@@ -109,8 +109,10 @@ def test_context_is_another_name_of_sequence_ranks(kind: type[ParallelConfig], t
         load_config(kind, None, ["sequence=4"]),
     ):
         assert (found.sequence, "sequence" in found.model_fields_set) == (4, True)
+    assert load_config(kind, path, ["sequence=2"]).sequence == 2  # an override replaces it under either name
+    path.write_text("context = 4\nsequence = 4")
     with pytest.raises(ConfigError) as error:
-        load_config(kind, path, ["sequence=2"])
+        load_config(kind, path)
     assert "two names of one setting, and both are set; remove one" in str(error.value)
 
 
