@@ -1,1 +1,1 @@
-"""Forms of token statistics that remember, compared at equal parameters: see `benchmarks.forms.__main__`."""
+"""Slot memory and other mixers, compared at equal parameters: see `benchmarks.forms.__main__`."""

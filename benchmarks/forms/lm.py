@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from benchmarks.forms.mixers import MIXERS, Form, Statistics
+from benchmarks.forms.mixers import MIXERS, Form, Mixer
 from tost_lm.evaluation.small_models import PUBLISHED_WIDTH
 from tost_lm.model.initialization import INITIAL_STD
 
@@ -23,10 +23,10 @@ class Output(NamedTuple):
 class FormBlock(nn.Module):
     """A pre-norm block of a mixer and a GELU MLP; LayerScale begins at 1."""
 
-    def __init__(self, form: Form, width: int, hidden: int, positions: int):
+    def __init__(self, form: Form, width: int, hidden: int):
         super().__init__()
         self.mixer_norm, self.mlp_norm = (nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.mixer = MIXERS[form.mixer](form, width, positions)
+        self.mixer = MIXERS[form.mixer](form, width)
         self.mixer_scale, self.mlp_scale = (nn.Parameter(torch.ones(width)) for _ in range(2))
         self.in_proj, self.out_proj = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
 
@@ -38,35 +38,31 @@ class FormBlock(nn.Module):
 class FormLM(nn.Module):
     """A decoder-only language model with a form for each layer, and the head tied to the embedding.
 
-    The MLPs have `hidden` channels; None: so many that all forms have the parameters of the published one. Learned
-    positions are not counted, as in the published figures.
+    The MLPs have so many channels that all models of a width and a number of layers have equally many parameters.
     """
 
-    def __init__(self, forms: Sequence[Form], width: int, vocab_size: int, positions: int, hidden: int | None = None):
+    def __init__(self, forms: Sequence[Form], width: int, vocab_size: int):
         super().__init__()
-        if hidden is None:
-            budget = len(forms) * (10 * width * width)
-            mixing = sum(_parameters(MIXERS[form.mixer](form, width, 1)) for form in forms)
-            hidden = 2 * round((budget - mixing) / (2 * len(forms)) / (2 * width))
+        budget = len(forms) * (10 * width * width)
+        mixing = sum(_parameters(MIXERS[form.mixer](form, width)) for form in forms)
+        self.hidden = 2 * round((budget - mixing) / (2 * len(forms)) / (2 * width))
         self.embedding = nn.Embedding(vocab_size, width)
-        learned = any(form.positions for form in forms)
-        self.positions = nn.Embedding(positions, width) if learned else None
-        self.blocks = nn.ModuleList(FormBlock(form, width, hidden, positions) for form in forms)
+        self.blocks = nn.ModuleList(FormBlock(form, width, self.hidden) for form in forms)
         self.norm = nn.LayerNorm(width, bias=False)
         std = INITIAL_STD * math.sqrt(PUBLISHED_WIDTH / width)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 out = math.sqrt(2 * len(forms)) if name.endswith(".out_proj") else 1
                 nn.init.normal_(module.weight, std=std / out)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for module in self.modules():
-            if isinstance(module, Statistics):
+            if isinstance(module, Mixer):
                 module.start()
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, output_state: bool = False) -> "Output":
         """As `TostLM`, without a state."""
         x_BTC = self.embedding(tokens_BT)
-        if self.positions is not None:
-            x_BTC = x_BTC + self.positions.weight[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTC = block(x_BTC)
         logits_BTV = linear(self.norm(x_BTC), self.embedding.weight)
@@ -75,10 +71,7 @@ class FormLM(nn.Module):
         return Output(logits_BTV, cross_entropy(logits_BTV.flatten(0, 1), labels.flatten()))
 
     def parameter_count(self) -> int:
-        """Parameters without those of learned positions."""
-        tables = [self.positions.weight] if self.positions is not None else []
-        tables += [p for name, p in self.named_parameters() if name.endswith("denom_bias") and p.dim() == 2]
-        return _parameters(self) - sum(table.numel() for table in tables)
+        return _parameters(self)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -1,70 +1,37 @@
 """Tables of finished runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.forms.catalog import CATALOG
+from benchmarks.forms.recall import STEPS
+from benchmarks.forms.sweep import Result, best_mqar_rate, best_rate
 from benchmarks.measure import markdown_table
 
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+T_QUANTILES = {2: 12.706, 3: 4.303}
 """97.5 % quantiles of Student's t by number of pairs."""
-REFERENCE = "published"
-SIZES = ("vocab_size", "tokens", "layers", "width", "batch", "seq_len")
-Result = Mapping[str, Any]
+REFERENCE = "slots"
+BUDGET_HOURS = 14
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Text by number of tokens, and MQAR; means over seeds, best first."""
-    parts = []
-    read = [r for r in results if r["run"]["task"] == "text"]
-    for (vocabulary, tokens, layers, width, batch, length), group in sorted(_grouped(read, *SIZES).items()):
-        size = f"{layers} layers of width {width}, vocabulary {vocabulary:,}, {batch} × {length} tokens a step"
-        parts.append(f"Text, {tokens / 1e6:g} M tokens: {size}\n\n{text_table(group)}")
-    if recalled := [r for r in results if r["run"]["task"] == "mqar"]:
-        parts.append(f"MQAR, accuracy at queries by number of pairs\n\n{mqar_table(recalled)}")
-    return "\n\n".join(parts)
+    """The screened rates, text at 3 and 18 M tokens, recall, and the time of all runs."""
+    parts = [
+        ("Text, 1 M tokens, one seed: loss by learning rate", _screening(results)),
+        ("Text, 3 M tokens: means over seeds; differences are paired by seed, with 95 % t-intervals",
+         _text(results, "finals")),
+        ("Text, 18 M tokens, one seed", _text(results, "long")),
+        ("MQAR of 32 pairs in 256 tokens: accuracy at queries", _recall(results)),
+        ("MQAR of 64 pairs in 512 tokens, one seed, by recurrent state", _states(results)),
+    ]  # fmt: skip
+    hours = sum(result["seconds"] for result in results) / 3600
+    used = f"{len(results)} runs took {hours:.1f} hours of one core, of a budget of {BUDGET_HOURS}."
+    return "\n\n".join([*(f"{title}\n\n{markdown_table(rows)}" for title, rows in parts if rows), used])
 
 
-def text_table(results: Sequence[Result]) -> str:
-    """A row for each model and learning rate. Differences are paired by seed with the reference's best rate."""
-    groups = _grouped(results, "name", "lr")
-    reference = min((g for (name, _), g in groups.items() if name == REFERENCE), key=_loss, default=[])
-    rows = []
-    for (name, lr), group in sorted(groups.items(), key=lambda item: _loss(item[1])):
-        rows.append(
-            {
-                "model": name,
-                "lr": f"{lr:g}",
-                "seeds": f"{len(group)}",
-                "loss": f"{_loss(group):.3f}",
-                f"− {REFERENCE}": difference(group, reference, "loss"),
-                "gain from context": f"{_mean(group, 'context_gain'):+.3f}",
-                "repeated bigrams": f"{_mean(group, 'repeated_bigrams'):.3f}",
-                "copy": f"{_mean(group, 'copy'):+.3f}",
-                "far": "–" if group[0]["far"] is None else f"{_mean(group, 'far'):+.3f}",
-                "state": state(group[0]["state_numbers"]),
-                "parameters": f"{group[0]['parameters']:,}",
-                "tokens/s": f"{_mean(group, 'tokens_per_second'):,.0f}",
-            }
-        )
-    return markdown_table(rows)
-
-
-def mqar_table(results: Sequence[Result]) -> str:
-    rows = []
-    sizes = sorted({r["run"]["pairs"] for r in results})
-    for (name,), group in _grouped(results, "name").items():
-        row = {"model": name, "state": state(group[0]["state_numbers"])}
-        for pairs in sizes:
-            accuracies = [r["accuracy"] for r in group if r["run"]["pairs"] == pairs]
-            lowest = f" (lowest of {len(accuracies)})" if len(accuracies) > 1 else ""
-            row[f"{pairs}"] = f"{min(accuracies):.1%}{lowest}" if accuracies else "–"
-        rows.append(row)
-    return markdown_table(rows)
-
-
-def difference(group: Sequence[Result], reference: Sequence[Result], key: str) -> str:
+def difference(group: Sequence[Result], reference: Sequence[Result], key: str = "loss") -> str:
     """The mean difference of runs with equal seeds, with its 95 % t-interval."""
     of_seed = {r["run"]["seed"]: r[key] for r in reference}
     pairs = [r[key] - of_seed[r["run"]["seed"]] for r in group if r["run"]["seed"] in of_seed]
@@ -74,22 +41,80 @@ def difference(group: Sequence[Result], reference: Sequence[Result], key: str) -
     return f"{mean(pairs):+.3f}{interval}"
 
 
+def _screening(results: Sequence[Result]) -> list[dict[str, str]]:
+    rows = []
+    for name, group in _by_name(results, "screen"):
+        losses = sorted((r["run"]["lr"], r["loss"]) for r in group)
+        best = best_rate(results, name)
+        rows.append(
+            {
+                "model": name,
+                "losses": ", ".join(f"{lr:g}: {loss:.3f}" for lr, loss in losses),
+                "chosen rate": "–" if best is None else f"{best:g}",
+            }
+        )
+    return rows
+
+
+def _text(results: Sequence[Result], stage: str) -> list[dict[str, str]]:
+    groups = dict(_by_name(results, stage))
+    rows = []
+    for name, group in sorted(groups.items(), key=lambda item: _mean(item[1], "loss")):
+        rows.append(
+            {
+                "model": name,
+                "lr": f"{group[0]['run']['lr']:g}",
+                "seeds": f"{len(group)}",
+                "loss": f"{_mean(group, 'loss'):.3f}",
+                f"− {REFERENCE}": difference(group, groups.get(REFERENCE, [])),
+                "gain from context": f"{_mean(group, 'context_gain'):+.3f}",
+                "copy": f"{_mean(group, 'copy'):+.3f}",
+                "far": f"{_mean(group, 'far'):+.3f}",
+                "state": state(group[0]["state_numbers"]),
+                "taps": state(group[0]["tap_numbers"]),
+                "MLP channels": f"{group[0]['mlp_channels']}",
+                "parameters": f"{group[0]['parameters']:,}",
+                "seconds": f"{_mean(group, 'seconds'):,.0f}",
+            }
+        )
+    return rows
+
+
+def _recall(results: Sequence[Result]) -> list[dict[str, str]]:
+    rows = []
+    for name, group in _by_name(results, "mqar"):
+        rows.append(
+            {
+                "model": name,
+                "lr": f"{best_mqar_rate(results, name):g}",
+                "accuracy": f"{_mean(group, 'accuracy'):.1%}",
+                "by seed": ", ".join(f"{r['accuracy']:.1%}" for r in group),
+                f"steps of {STEPS:,}": ", ".join(f"{r['steps']:,}" for r in group),
+                "state": state(group[0]["state_numbers"]),
+                "parameters": f"{group[0]['parameters']:,}",
+            }
+        )
+    return rows
+
+
+def _states(results: Sequence[Result]) -> list[dict[str, str]]:
+    rows = []
+    for name, group in _by_name(results, "states"):
+        of_state = {state(r["state_numbers"]): f"{r['accuracy']:.1%}" for r in group}
+        rows.append({"model": name, "accuracy by state": ", ".join(f"{n}: {a}" for n, a in of_state.items())})
+    return rows
+
+
 def state(numbers: Sequence[int | None]) -> str:
     """Numbers a layer; of a hybrid those of its first layer and of its last."""
-    shown = ["grows" if n is None else f"{n:,}" for n in dict.fromkeys(numbers)]
-    return " and ".join(shown)
+    return " and ".join("grows" if n is None else f"{n:,}" for n in dict.fromkeys(numbers))
 
 
-def _grouped(results: Sequence[Result], *keys: str) -> dict[tuple[Any, ...], list[Result]]:
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault(tuple(result["run"][key] for key in keys), []).append(result)
-    return groups
+def _by_name(results: Sequence[Result], stage: str) -> list[tuple[str, list[Result]]]:
+    of_stage = [result for result in results if result["run"]["stage"] == stage]
+    groups = [(name, [r for r in of_stage if r["run"]["name"] == name]) for name in CATALOG]
+    return [(name, group) for name, group in groups if group]
 
 
-def _mean(group: Sequence[Result], key: str) -> float:
+def _mean(group: Sequence[Any], key: str) -> float:
     return mean(result[key] for result in group)
-
-
-def _loss(group: Sequence[Result]) -> float:
-    return _mean(group, "loss")

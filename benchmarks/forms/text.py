@@ -1,6 +1,6 @@
-"""Training of a form on text, and what it makes of its context."""
+"""The loss of a form on text, and measures of its context."""
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,16 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.forms.lm import FormLM
 from tost_lm.data.shards import Shards
-from tost_lm.optim import OptimConfig, learning_rate
-from tost_lm.optim.optimizers import build_adamw
 
 WINDOWS = 320
-"""Held-out windows."""
+"""Held-out windows of screenings, and as many of finals."""
 TARGETS, NEAR = 32, 64
 """The last tokens of a window, read after all earlier tokens and after the NEAR before them; NEAR is also the distance
 of a repeated bigram."""
 PASSAGE = 128
 PASSAGES = 128
 FAR, STREAMS = 16, 12
-"""Reading as many times as far as trained."""
+"""Times the trained length, and the number of texts read that far."""
 BINS = (8, 32, 64, 128, 256, 512)
 
 
@@ -31,37 +29,29 @@ def split_tokens(shards: Path, split: str) -> np.ndarray:
     return np.concatenate([part[:] for part in Shards.open(shards).token_arrays(split)])
 
 
-def train(model: FormLM, tokens: np.ndarray, optim: OptimConfig, steps: int, batch: int, T: int, seed: int) -> Any:
-    """Train on `steps · batch` windows that do not overlap, in an order that depends on the seed alone.
-
-    Returns:
-        Seconds, and the mean losses of tenths of the training.
-    """
+def loss_of_windows(
+    model: FormLM, tokens: np.ndarray, steps: int, batch: int, T: int, seed: int
+) -> Callable[[int], Tensor]:
+    """The loss at each step, on windows that do not overlap, in an order that depends on the seed alone."""
     order = np.random.default_rng((seed, 1)).permutation((len(tokens) - 1) // T)[: steps * batch].reshape(steps, batch)
-    optimizer = build_adamw(model, optim)
-    losses, began = [], time.perf_counter()
-    for step, windows in enumerate(order):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, optim)
-        rows = torch.from_numpy(np.stack([tokens[n * T : n * T + T + 1] for n in windows]).astype(np.int64))
+
+    def loss_of(step: int) -> Tensor:
+        rows = _rows(tokens, order[step] * T, T + 1)
         loss = model(rows[:, :-1], rows[:, 1:]).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())  # a tensor would keep its page of freed logits
-    seconds = time.perf_counter() - began
-    return {
-        "tokens_per_second": steps * batch * T / seconds,
-        "training_losses": [float(part.mean()) for part in np.array_split(losses, 10)],
-    }
+        assert loss is not None
+        return loss
+
+    return loss_of
 
 
 @torch.inference_mode()
-def measures(model: FormLM, tokens: np.ndarray, T: int) -> dict[str, Any]:
-    """All measures on held-out tokens, the same for all models; losses in nats per token."""
-    starts = np.linspace(0, len(tokens) - T - 1, WINDOWS).astype(int)
-    rows = _rows(tokens, starts, T + 1)
+def measures(model: FormLM, tokens: np.ndarray, T: int, *, is_screening: bool) -> dict[str, Any]:
+    """All measures on held-out tokens, the same for all models; losses in nats per token.
+
+    Screenings and finals have disjoint windows.
+    """
+    starts = np.linspace(0, len(tokens) - T - 1, 2 * WINDOWS).astype(int)
+    rows = _rows(tokens, starts[int(is_screening) :: 2], T + 1)
     nats = _nats(model, rows)
     near = _nats(model, rows[:, -TARGETS - NEAR - 1 :])
     gains = (near[:, -TARGETS:] - nats[:, -TARGETS:]).mean(1)
@@ -70,12 +60,9 @@ def measures(model: FormLM, tokens: np.ndarray, T: int) -> dict[str, Any]:
     passages, gaps = others.split(PASSAGE, 1)
     copied = _nats(model, torch.cat([passages, gaps.roll(1, 0), passages], 1))
     copy = copied[:, -PASSAGE + 8 :].mean() - copied[:, 7 : PASSAGE - 1].mean()
-    far = None
-    if model.positions is None:
-        long = _rows(tokens, np.linspace(0, len(tokens) - FAR * T - 1, STREAMS).astype(int), FAR * T + 1)
-        late = _nats(model, long, batch=1)[:, FAR * T // 2 :]
-        windows = long[:, FAR * T // 2 :].unfold(1, T + 1, T).flatten(0, 1)
-        far = float(late.mean() - _nats(model, windows).mean())
+    long = _rows(tokens, np.linspace(0, len(tokens) - FAR * T - 1, STREAMS).astype(int), FAR * T + 1)
+    late = _nats(model, long, batch=1)[:, FAR * T // 2 :]
+    windows = long[:, FAR * T // 2 :].unfold(1, T + 1, T).flatten(0, 1)
     return {
         "loss": float(nats.mean()),
         "loss_by_position": {str(end): float(part.mean()) for end, part in _bins(nats)},
@@ -84,13 +71,13 @@ def measures(model: FormLM, tokens: np.ndarray, T: int) -> dict[str, Any]:
         "repeated_bigrams": float(nats[repeated].mean()),
         "other_tokens": float(nats[~repeated].mean()),
         "copy": float(copy),
-        "far": far,
+        "far": float(late.mean() - _nats(model, windows).mean()),
     }
 
 
 def repeated_bigrams(rows: Tensor) -> Tensor:
-    """Of the targets rows[:, 1:]: whether the token and the one before it occurred NEAR or more tokens earlier in this
-    order, and not since."""
+    """Whether each target rows[:, 1:] and the token before it occurred NEAR or more tokens earlier in this order, and
+    not since."""
     pairs = rows[:, :-1] * (int(rows.max()) + 1) + rows[:, 1:]
     found = []
     for pair in pairs:

@@ -109,12 +109,6 @@ def test_the_figure_of_the_readme_shows_both_models_at_several_lengths():
     assert min(len(line.get_xdata()) for line in lines) >= 3
 
 
-def test_the_figure_of_the_forms_shows_gains_and_recall_of_each():
-    gains, recall = script("draw_forms").draw().axes
-    assert len(gains.patches) == 4
-    assert min(len(line.get_xdata()) for line in recall.get_lines()) >= 1
-
-
 def test_the_readme_is_short():
     text = (CHECKOUT / "README.md").read_text().split("\n## Reference")[0]
     words = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->", "", text).split()

@@ -1,0 +1,46 @@
+"""Multi-query associative recall of a form: `mqar@zoology` in sequences of which most tokens are noise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.forms.lm import FormLM
+from tost_lm.evaluation import recall
+from tost_lm.evaluation.recall_config import MqarConfig
+
+BATCH = 32
+STEPS = 1500
+LAYERS, WIDTH = 2, 128
+ENOUGH = 0.99
+"""The accuracy at which the training ends."""
+ASKED = 250
+"""Held-out examples that are asked during the training; the result has 1,000 others."""
+
+
+def settings(pairs: int) -> MqarConfig:
+    """Eight tokens and eight ids for each pair."""
+    return MqarConfig(pairs=pairs, seq_len=8 * pairs, vocab_size=8 * pairs)
+
+
+def loss_of_examples(model: FormLM, config: MqarConfig, seed: int) -> Callable[[int], Tensor]:
+    """The loss at each step, on new examples."""
+
+    def loss_of(step: int) -> Tensor:
+        examples = recall.draw_examples(config, BATCH, recall.TRAINING, seed, step)
+        tokens_BT, labels_BT = map(torch.from_numpy, examples)
+        loss = model(tokens_BT, labels_BT).loss
+        assert loss is not None
+        return loss
+
+    return loss_of
+
+
+def is_learned(model: FormLM, config: MqarConfig) -> bool:
+    asked = config.model_copy(update={"examples": ASKED, "seed": config.seed + 1})
+    return measure(model, asked)["accuracy"] >= ENOUGH
+
+
+def measure(model: FormLM, config: MqarConfig) -> dict[str, Any]:
+    return recall.evaluate(model, config, BATCH)  # pyright: ignore[reportArgumentType]
