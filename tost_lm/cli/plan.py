@@ -42,8 +42,7 @@ Row = tuple[str, str, str]
 
 
 def main(path: Path, config: PlanConfig) -> None:
-    config.accumulation(config.cluster.ranks)
-    config = plan_fit.with_tile_size(config)
+    config = plan_fit.complete(config)
     context, too_short = context_row(config)
     for warning in filter(None, (changed_tokens(path, config), too_short)):
         print(f"warning: {warning}", file=sys.stderr)
@@ -86,7 +85,7 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     rows, problems = list[tuple[str, ...]](), list[ConfigError]()
     for value in values.split(","):
         try:
-            one = plan_fit.with_tile_size(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
+            one = plan_fit.complete(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
             seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
             fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
             used = f"{memory:.2f} of {one.cluster.memory_gb:g}"

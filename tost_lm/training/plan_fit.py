@@ -35,6 +35,22 @@ def gpu_bytes(config: PlanConfig) -> float:
     return peak_moment(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
 
 
+def complete(config: PlanConfig) -> PlanConfig:
+    """The configuration with numbers for cluster.gpus_per_node, if it is not set, and for memory.tile_tokens = auto.
+
+    Raises:
+        ConfigError: the GPUs cannot share the batch, or no tile fits.
+    """
+    if "gpus_per_node" not in config.cluster.model_fields_set:
+        train, gpus = config.train, config.cluster.gpus_per_node
+        data_ranks_of_gpu = config.cluster.nodes / config.parallel.model_ranks
+        while gpus > 1 and gpus * data_ranks_of_gpu * train.micro_batch_size > train.global_batch_size:
+            gpus -= 1
+        config = _changed(config, cluster={"gpus_per_node": gpus})
+    config.accumulation(config.cluster.ranks)
+    return with_tile_size(config)
+
+
 def with_tile_size(config: PlanConfig) -> PlanConfig:
     """The configuration with a number for memory.tile_tokens = auto. Raises ConfigError when no tile fits."""
     return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config

@@ -12,7 +12,7 @@ from tost_lm.model.flops import parameters
 from tost_lm.optim import learning_rate
 from tost_lm.training import PretrainConfig
 from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_fit import memory_problem
+from tost_lm.training.plan_fit import complete, memory_problem
 from tost_lm.vision import VisionTrainConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -26,7 +26,7 @@ def test_corpora(path: Path):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
-    config = load_config(PlanConfig, path)
+    config = complete(load_config(PlanConfig, path))
     assert config.run.name == path.stem
     assert config.micro_batches >= 1
     assert memory_problem(config) is None
