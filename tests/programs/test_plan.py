@@ -30,7 +30,7 @@ def test_shards_show_how_much_of_their_document_the_labels_see(workplace):
     words = ["run.toml", "cluster.gpus_per_node=1", "model.max_positions=8192"]
     code, out, err = Forked("tost plan", *words, cwd=workplace).finish()
     assert (code, err) == (0, "")
-    assert re.search(rf"{row}{context_shares(lengths, 32, 'concatenated', [16])[0]:.1%} ", out, re.M)
+    assert re.search(rf"{row}{context_shares(lengths, 64, 'concatenated', [32])[0]:.1%} ", out, re.M)
     code, out, err = Forked(
         "tost plan", *words, "train.seq_len=8192", "train.batch_tokens=8192", cwd=workplace
     ).finish()

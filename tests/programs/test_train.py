@@ -112,13 +112,13 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
 
 
 def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, never_stopped: Path):
-    words = ["run.toml", "train.tokens=1.536e3", "train.batch_tokens=128"]
+    words = ["run.toml", "train.tokens=3.072e3", "train.batch_tokens=256"]
     run("tost train", *words, "run.stop_at_step=5", cwd=workplace)
     assert "resuming from runs/tiny/checkpoints/step_00000005" in run("tost train", *words, cwd=workplace)
     recorded = tomllib.loads((workplace / "runs/tiny/config.toml").read_text())["train"]
     assert (recorded["steps"], recorded["global_batch_size"]) == (12, 4)
     assert [step for step, *_ in curve(workplace, "tiny")] == [step for step, *_ in curve(never_stopped, "tiny")]
-    assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=1537", cwd=workplace)
+    assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=3073", cwd=workplace)
 
 
 def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
