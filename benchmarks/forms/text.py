@@ -32,8 +32,11 @@ def split_tokens(shards: Path, split: str) -> np.ndarray:
 def loss_of_windows(
     model: FormLM, tokens: np.ndarray, steps: int, batch: int, T: int, seed: int
 ) -> Callable[[int], Tensor]:
-    """The loss at each step, on windows that do not overlap, in an order that depends on the seed alone."""
-    order = np.random.default_rng((seed, 1)).permutation((len(tokens) - 1) // T)[: steps * batch].reshape(steps, batch)
+    """The loss at each step, on windows that do not overlap, in an order that depends on the seed alone. When all have
+    been read, they are read again in another order."""
+    draws, windows = np.random.default_rng((seed, 1)), (len(tokens) - 1) // T
+    passes = [draws.permutation(windows) for _ in range(-(-steps * batch // windows))]
+    order = np.concatenate(passes)[: steps * batch].reshape(steps, batch)
 
     def loss_of(step: int) -> Tensor:
         rows = _rows(tokens, order[step] * T, T + 1)
