@@ -57,7 +57,7 @@ def uses_deepspeed(engine: Any) -> bool:
 
 
 class PlainEngine:
-    """What `train_step` calls, without DeepSpeed: AdamW on float32 masters of the weights of one rank."""
+    """The engine that `train_step` calls, without DeepSpeed: AdamW on float32 masters of the weights of one rank."""
 
     def __init__(self, model: nn.Module, optim: OptimConfig, mesh: Mesh, bfloat16: bool) -> None:
         self.module, self.mesh, self._grad_clip = model, mesh, optim.grad_clip

@@ -121,7 +121,7 @@ def main(path: Any, config: GpuBenchmarkConfig) -> None:
 
 
 def cells_of_other_parts(config: GpuBenchmarkConfig) -> list[dict[str, Any]]:
-    """What earlier runs on this machine measured of the parts that this run leaves out."""
+    """Results of earlier runs on this machine, of the parts that this run leaves out."""
     path = measure.table_file("gpu", config.gpu.device).with_suffix(".json")
     cells = json.loads(path.read_text())["cells"] if path.is_file() else []
     return [cell for cell in cells if cell["part"] not in config.gpu.parts]

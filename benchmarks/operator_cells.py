@@ -88,7 +88,7 @@ def _operator(rival: str) -> Callable[..., Tensor]:
 def slots_of_layer(
     value: Tensor, key: Tensor, query: Tensor, weight: Tensor, temp_H: Tensor, log_decay_H: Tensor
 ) -> Tensor:
-    """What an S layer computes between its projections, without norm and gate."""
+    """The operator of an S layer, between its projections, without norm and gate."""
     B, T, H, S = key.shape
     local = LocalDocuments.of(None, B, T, None)
     key_BTE, _ = short_conv(key.flatten(-2), weight, local=local)

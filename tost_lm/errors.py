@@ -29,7 +29,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """What to do where packages of an extra are missing. No package index has this project."""
+    """The command to type where packages of an extra are missing. No package index has this project."""
     return f"run pip install '.[{extra}]' in a checkout of tost_lm"
 
 

@@ -90,7 +90,7 @@ def allow_graphs(count: int) -> None:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What torch.compile lacks for a device; empty: nothing."""
+    """Packages that torch.compile lacks for a device; empty: none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

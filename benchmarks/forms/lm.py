@@ -61,7 +61,7 @@ class FormLM(nn.Module):
                 module.start()
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, output_state: bool = False) -> "Output":
-        """As `TostLM`, without a state."""
+        """Arguments and results of `TostLM`, without a state."""
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC)

@@ -16,7 +16,7 @@ from benchmarks.forms.catalog import CATALOG, CONSTANT, forms_of
 from benchmarks.forms.recall import LAYERS
 
 Run = dict[str, Any]
-"""What identifies a run: `stage`, `name`, `seed`, `lr`; of text `tokens`; of recall `pairs` and `state`; its forms."""
+"""Identity of a run: `stage`, `name`, `seed`, `lr`; of text `tokens`; of recall `pairs` and `state`; its forms."""
 Result = Mapping[str, Any]
 """`run` and what was measured."""
 

@@ -48,14 +48,14 @@ SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured
 
 
 class RunFiles(NamedTuple):
-    """What a checkpoint records of its run, besides the state of the engine."""
+    """The record of a run in its checkpoints, besides the state of the engine."""
 
     folder: Path
     """The run folder."""
     check_folder: Callable[[], None]
     """Raises TrainingError when it is no longer the folder of this launch (`run_lock`)."""
     settings: str
-    """Of the run, as TOML."""
+    """Settings of the run, as TOML."""
     tokenizer: TokenizerFile
     card: Callable[[Path], str]
     """The model card of a checkpoint folder that has all files but the manifest."""
@@ -240,10 +240,10 @@ class Snapshot:
         self._engine, self.config = engine, engine.module.config
         shapes = parameter_shapes(self.config)
         self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
-        """Of the weights of all ranks."""
+        """Bytes of the weights of all ranks."""
         statistics = zero.statistics(engine)
         self.total_bytes = sum(4 * shape.numel() * (1 + len(statistics[name])) for name, shape in shapes.items())
-        """Of the weights and optimizer state of all ranks."""
+        """Bytes of the weights and optimizer state of all ranks."""
         self.names_by_writer = assign_writers({name: shape.numel() for name, shape in shapes.items()}, ranks)
         """Parameter names for each writing rank, fewer than all ranks if there are fewer parameters."""
         names = self.names_by_writer[rank] if rank < len(self.names_by_writer) else []
@@ -256,7 +256,7 @@ class Snapshot:
             for statistic in statistics[name]
         }
         self.rng = torch.get_rng_state()
-        """Of torch's CPU generator. All ranks seed it alike, so one state restores any number of ranks."""
+        """State of torch's CPU generator. All ranks seed it alike, so one state restores any number of ranks."""
 
     def copy(self) -> None:
         """Copy the current state; all ranks call it."""

@@ -50,7 +50,7 @@ SYNONYMS = {
     "tokenize": "tost prepare shards CONFIG",
     **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
 }
-"""What to type, by words for it that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""
+"""Commands to type, by words for them that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""
 ALL = [command for commands in COMMANDS.values() for command in commands]
 HELP = ("--help", "-h")
 

@@ -117,7 +117,7 @@ class DataPrepConfig(Section):
 
 
 class InspectConfig(Section):
-    """What `tost prepare inspect` prints."""
+    """Output of `tost prepare inspect`."""
 
     split: Literal["train", "valid", "test"] = "train"
     """The split to show."""
@@ -128,7 +128,7 @@ class InspectConfig(Section):
     characters: int = Field(default=500, gt=0)
     """Characters to print of each document."""
     seq_len: int = Field(default=32_768, gt=1)
-    """As train.seq_len: show for each packing how many labels see how much of their document in samples of this length."""
+    """A value of train.seq_len: show for each packing how many labels see how much of their document in samples of this length."""
     verify: bool = True
     """First read every byte and compare all hashes."""
 

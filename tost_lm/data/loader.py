@@ -169,7 +169,7 @@ def _samples_per_cycle(weights: Sequence[float]) -> "np.ndarray":
 
 
 class BatchShard(NamedTuple):
-    """What one rank reads of the global batch."""
+    """The shard of one rank in the global batch."""
 
     data_rank: int
     data_ranks: int
@@ -179,7 +179,7 @@ class BatchShard(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one rank reads of one step."""
+    """The tokens that one rank reads in one step."""
 
     tokens: "np.ndarray"
     """int32 [A, B, L]."""

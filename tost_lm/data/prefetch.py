@@ -61,7 +61,7 @@ BLOCKED_IN_WORKERS = {signal.SIGINT, signal.SIGTERM} if ON_LINUX else {signal.SI
 
 
 def shared_memory_bytes(tokens: int, workers: int) -> int:
-    """What a rank needs of /dev/shm for its batches of so many tokens: those read ahead, and the one in use."""
+    """The bytes of /dev/shm for a rank's batches of so many tokens: those read ahead, and the one in use."""
     return 2 * np.dtype(np.int32).itemsize * tokens * (PREFETCHED * workers + 1) if workers else 0
 
 

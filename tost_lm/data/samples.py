@@ -112,7 +112,7 @@ class Samples(Protocol):
 
 
 class ConcatenatedSamples:
-    """As published: sample w has the tokens [w·T, (w + 1)·T) as labels, across document boundaries.
+    """The published samples: sample w has the tokens [w·T, (w + 1)·T) as labels, across document boundaries.
 
     Every token is a label once per epoch. The last sample is padded.
     """
@@ -185,7 +185,7 @@ class PackedSamples:
         return int(self._samples.sum())
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
-        """As `Samples.segments`. Each epoch has its own order of groups, and of the samples in each group."""
+        """Implements `Samples.segments`. Each epoch has its own order of groups, and of the samples in each group."""
         import numpy as np
 
         found = []

@@ -156,7 +156,7 @@ class HeldoutConfig(TextConfig):
 
 
 class ProtocolsConfig(Section):
-    """What is measured."""
+    """The protocols, and how they are measured."""
 
     protocols: list[str] = Field(default=["heldout@bpb"], min_length=1)
     """Names of protocols. An unknown name is rejected with a list of all names."""

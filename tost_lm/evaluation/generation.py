@@ -49,7 +49,7 @@ class LanguageModel(Protocol):
     def config(self) -> ModelFacts: ...
 
     def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
-        """As `TostLM`, but with labels there may be no state."""
+        """Arguments and results of `TostLM`, but with labels there may be no state."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -91,7 +91,7 @@ class Continuation(Iterator[str]):
         stops: Sequence[str] = (),
         name: str = "the model",
     ) -> None:
-        """As `generate`, with stop strings. Raises ConfigError also for an empty stop string."""
+        """Like `generate`, with stop strings. Raises ConfigError also for an empty stop string."""
         if not all(stops):
             raise ConfigError("a stop string is empty; leave it out")
         self.tokens = 0

@@ -126,7 +126,7 @@ def _in_rounds(
     compute: Callable[[list[int], int], Sequence[Any]],
     equal_lengths: bool = False,
 ) -> list[Any]:
-    """What `compute(numbers, longest)` returns for each item, in order of numbers, on every rank.
+    """The results of `compute(numbers, longest)` for each item, in order of numbers, on every rank.
 
     In each round, a copy of the model computes one batch. A copy without items repeats the last one: where ZeRO stage 3
     spreads the weights over ranks, all of them gather each layer together and must compute equally often.

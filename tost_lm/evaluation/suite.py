@@ -1,4 +1,4 @@
-"""What `tost eval suite` checks before it runs its first program; and its table: all results of a model, with published
+"""The checks of `tost eval suite` before its first program; and its table: all results of a model, with published
 ones and what may be compared.
 """
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S = 10.0
 LARGEST_SHARE = 0.05
-"""Of the time, for saving: the state of softmax layers without a window may be large."""
+"""Largest fraction of the time that is spent on saving: the state of softmax layers without a window may be large."""
 LETTER_OF = {kind: letter for letter, kind in STATE_OF.items()}
 DIGEST_BYTES = 16
 

@@ -168,7 +168,7 @@ class ProtocolsInTraining:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What all ranks must agree on."""
+        """Facts that all ranks must agree on."""
         return {f"test set {protocol.data_set}": file.sha256 for protocol, file, _ in self.protocols}
 
     def measure(self, engine: Any, mesh: "Mesh", beat: Callable[[], None]) -> list[Row]:

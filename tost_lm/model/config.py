@@ -15,7 +15,7 @@ SETTINGS_OF_MIXERS = {
     "A": ("kv_heads", "qk_norm", "rope_theta", "window"),
 }
 NORM_EPSILON = 1e-5
-"""Of norms of the residual stream, and of queries and keys."""
+"""Added to the variance in norms of the residual stream, and of queries and keys."""
 CONV_TAPS = 4
 """S layers: tokens that the convolution of the keys reads."""
 SWIGLU_MULTIPLE = 256
@@ -272,7 +272,7 @@ class EncoderConfig(Section):
     max_positions: int = Field(default=1024, gt=0)
     """Rows of the learned positions: the tokens of the longest document, without the class token."""
     pooling: Literal["mean", "class_token"] = "mean"
-    """What the head reads of a document: the mean of its tokens, or a learned token before them."""
+    """The features that the head reads: the mean of its tokens, or a learned token before them."""
     towers: Literal[1, 2] = 1
     """Documents of an example. With 2, the same weights encode both, and the head reads their features x, y, x·y and x − y."""
     layer_scale: float = Field(default=1.0, ge=0)

@@ -27,7 +27,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "none": "removed",
     },
 }
-"""What each choice of a setting does to its table. Means are over the positions that were trained."""
+"""The effect of each choice of a setting on its table. Means are over the positions that were trained."""
 
 
 def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
@@ -120,7 +120,7 @@ def _interpolated(old_PX: Tensor, positions: int) -> Tensor:
 
 
 def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConfig) -> list[str]:
-    """What has changed and what has not, in lines."""
+    """The changes, and what stays the same, in lines."""
     before, after = (f"{n:,} tokens" if n else "unlimited" for n in (old.position_limit, new.position_limit))
     lines = [f"{settings.folder}: sequence length {after} (before: {before})"]
     if old.position_limit is not None and old.context_length < old.max_positions:

@@ -29,7 +29,7 @@ class Normal(NamedTuple):
 
 
 InitialValue = float | Tensor | Normal
-"""Of all elements, of each element, or drawn."""
+"""A number for all elements, a number for each, or a distribution."""
 
 
 @runtime_checkable
@@ -51,7 +51,10 @@ def initial_values(model: nn.Module, layers: int) -> dict[str, InitialValue]:
 
 
 def initial_std(layers: int, ends_branch: bool) -> float:
-    """Of a matrix in a model of so many layers; `ends_branch`: it is the output projection of a mixer or an MLP."""
+    """Standard deviation of a matrix in a model of so many layers.
+
+    `ends_branch`: it is the output projection of a mixer or an MLP.
+    """
     return INITIAL_STD / math.sqrt(2 * layers) if ends_branch else INITIAL_STD
 
 

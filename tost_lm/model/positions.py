@@ -104,7 +104,7 @@ class SequenceInfo:
         return pad(state_N, (0, 0) * (state_N.dim() - 1) + (0, len(self.start_positions) - len(state_N)))
 
     def select_rows(self, state_N: Tensor) -> Tensor:
-        """Of a tensor of the state after this call, the rows that `output_state` requests."""
+        """The rows that `output_state` requests, of a tensor of the state after this call."""
         return state_N[-1:] if self.output_state == "last" else state_N
 
 

@@ -84,7 +84,7 @@ class SlotMixer(nn.Module):
         return self.out_proj(y_BTHV.flatten(-2)), None if taps is None else SlotState(*new_sums, taps=taps)
 
     def project(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> "Projected":
-        """What the tokens read and write."""
+        """Memberships, values and gates of the tokens."""
         S, V = self.slots, self.channels
         heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)

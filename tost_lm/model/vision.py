@@ -23,7 +23,7 @@ from tost_lm.ops.naive import statistics_dtype
 CLASS_BLOCKS = 2
 NORM_EPSILON = 1e-6
 FOURIER_FEATURES = 32
-"""Of each coordinate of a patch."""
+"""Number for each coordinate of a patch."""
 FOURIER_BASE = 10000.0
 
 

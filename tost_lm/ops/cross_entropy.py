@@ -264,7 +264,7 @@ def _loss_in_place(
     kernels: ModuleType, logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, shard: VocabularyShard | None,
     z_loss: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_loss`; the gradient takes the place of the logits."""
+    """Compute `_loss`; the gradient takes the place of the logits."""
     if shard is None and z_loss is not None:
         return *kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m, z_loss), logits_mV
     log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)

@@ -14,7 +14,7 @@ Membership = Literal["energy-share", "energy-mean", "uniform"]
 ENERGY_FLOOR = 1e-12
 MASS_FLOOR = 1e-8
 NORM_FLOOR = 1e-12
-"""Of the norm of a channel over the tokens of a document, in the bidirectional form."""
+"""Lower bound of the norm of a channel over the tokens of a document, in the bidirectional form."""
 
 
 class TssaState(NamedTuple):

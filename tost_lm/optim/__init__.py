@@ -16,7 +16,7 @@ class OptimConfig(Section):
     lr: float = Field(default=6e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """What follows the warm-up: `cosine` (half a cosine) and `linear` fall from lr to min_lr over all other steps; `constant` stays at lr; `wsd` (warm-up, stable, decay) stays at lr and falls linearly over the last decay_steps."""
+    """Schedule after the warm-up: `cosine` (half a cosine) and `linear` fall from lr to min_lr over all other steps; `constant` stays at lr; `wsd` (warm-up, stable, decay) stays at lr and falls linearly over the last decay_steps."""
     decay_steps: int | None = Field(default=None, gt=0)
     """Last steps of schedule `wsd`, in which the learning rate falls; a tenth to a fifth of the run is usual."""
     min_lr: float = Field(default=6e-5, ge=0)

@@ -36,7 +36,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         self.matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
-        """What Muon updates. Embedding, head and positions are no linear layers."""
+        """The matrices that Muon updates. Embedding, head and positions are no linear layers."""
         groups = parameter_groups(model, config.weight_decay)
         muon = torch.optim.Muon(
             [p for group in groups for p in group["params"] if p in self.matrices],

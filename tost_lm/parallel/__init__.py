@@ -29,7 +29,7 @@ CLOSE_S = 60.0  # maximum for loggers at the end, because a time limit may be ne
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Of a run with `run.timeout_seconds = heartbeat`."""
+    """Time limits of a run with `run.timeout_seconds = heartbeat`."""
 
     heartbeat: float = 600.0
     """For a step, and for a rank to write its shard of a checkpoint."""
@@ -40,7 +40,7 @@ class Timeouts:
         return max(self.heartbeat, START_S)
 
     def of_phase(self, phase: str) -> float:
-        """Of the heartbeat in a phase."""
+        """Heartbeat timeout in a phase."""
         return self.start if phase == "building" else self.heartbeat
 
     @property

@@ -44,7 +44,7 @@ class World(NamedTuple):
     size: int
     device: torch.device
     timeout: timedelta
-    """Of collectives in all process groups."""
+    """Limit of collectives in all process groups."""
 
 
 def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeouts | None = None) -> World:

@@ -28,7 +28,7 @@ class RankShard:
         self.axis, self.split = axis, split
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """As `SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
+        """`SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
         R, C = self.axis.size, row.shape[-1]
         if R <= ALL_GATHER_RANKS:
             return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank].clone()  # frees the other ranks'
@@ -41,7 +41,7 @@ class RankShard:
         return returned.T.contiguous().unflatten(0, result_R.shape[1:-1])
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """As `SequenceShard.gather`."""
+        """Implements `SequenceShard.gather`."""
         return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
 
 

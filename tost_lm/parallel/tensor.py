@@ -185,14 +185,14 @@ class VocabularyHead(Head):
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
     def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
-        """As `Head.forward`, equal on all ranks."""
+        """Results of `Head.forward`, equal on all ranks."""
         x_MC, weight_VC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1), self.weight_or(embedding_VC)
         labels_M = labels_BT.T.flatten()
         found = linear_cross_entropy(x_MC, weight_VC, labels_M, shard=self.words, z_loss=self.z_loss)
         return found.map_tokens(lambda x_M: x_M.view(labels_BT.T.shape).T)
 
     def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
-        """As `Head.logits`."""
+        """Results of `Head.logits`."""
         logits_TBV = linear(self._gather(x_BTC, tokens), self.weight_or(embedding_VC))
         return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
 
@@ -209,7 +209,7 @@ class VocabularyOverRanks:
         self.axis, self.vocab_start = axis, axis.rank * words
 
     def combine_log_sum_exp(self, log_sum_m: Tensor, label_m: Tensor) -> tuple[Tensor, Tensor]:
-        """As `VocabularyShard.combine_log_sum_exp`; gathers two numbers per token."""
+        """Implements `VocabularyShard.combine_log_sum_exp`; gathers two numbers per token."""
         log_sum_Rm, label_Rm = all_gather(torch.stack([log_sum_m, label_m]), self.axis)().unbind(1)
         return log_sum_Rm.logsumexp(0), label_Rm.sum(0)
 

@@ -138,7 +138,7 @@ MAX_NAMED = 8
 
 
 class RankState(NamedTuple):
-    """What a rank publishes at the start, when it is polled, and at its end."""
+    """The record that a rank publishes at the start, when it is polled, and at its end."""
 
     last: HeartbeatRecord
     status: str = RUNS
@@ -169,7 +169,7 @@ def verdict(states: Sequence[RankState], files: Mapping[int, HeartbeatRecord], c
 
 
 def _last_step(state: RankState, files: Mapping[int, HeartbeatRecord]) -> str:
-    """Of a lost rank, from its heartbeat file if this process wrote it."""
+    """The last step of a lost rank, from its heartbeat file if this process wrote it."""
     last = files.get(state.last.rank)
     if state.status not in (GONE, SILENT) or not last or last[:3] != state.last[:3]:
         return ""

@@ -131,7 +131,7 @@ class Sent(NamedTuple):
     bytes: int
     """Size of the tensors that this rank passes to the collective, for any number of receivers."""
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of an all-to-all of different numbers of rows: those for each rank of the group, and those from each."""
+    """For an all-to-all of different numbers of rows: those for each rank of the group, and those from each."""
 
 
 class Traffic(TorchDispatchMode):

@@ -75,7 +75,7 @@ class TrainConfig(Section):
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the z-loss, which keeps the logits from drifting: the mean of log-sum-exp(logits)² over the labels is added to the loss. The logged loss, validation and evaluation exclude it. 1e-4 is usual."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
+    """Data type of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
     tf32: bool = False
     """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
     compile: bool = False
@@ -131,7 +131,7 @@ def _whole_number(given: dict[str, Any], name: str) -> int | None:
 
 
 class MemoryConfig(Section):
-    """What a rank holds in memory and what it computes again; nothing here changes the result of training."""
+    """Memory of a rank, and what it computes again to save memory; nothing here changes the result of training."""
 
     tile_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
@@ -199,7 +199,7 @@ class RunConfig(Section):
     profile_steps: tuple[int, int] | None = None
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
     on_config_change: Literal["refuse", "restart"] = "refuse"
-    """What to do when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
+    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
 
     @property
     def timeouts(self) -> Timeouts:

@@ -130,7 +130,7 @@ def _model_rows(folder: Path, model: ModelConfig) -> Rows:
 
 
 def _origin_rows(folder: Path) -> Rows:
-    """Of a converted or extended model."""
+    """The origin of a converted or extended model."""
     rows = []
     if converted := _read_json(folder / CONVERSION):
         rows += [("converted from", f"{converted['source']}, {converted['format']}")]

@@ -46,13 +46,13 @@ class Message(NamedTuple):
     """A collective of a rank."""
 
     kind: str
-    """As in `plan.Collectives`; others as torch names them."""
+    """A kind of `plan.Collectives`, or torch's name."""
     axis: str
     """The group: one of `AXES`."""
     bytes: int
     """Size of the tensors that the rank passes to it."""
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of an all-to-all: rows for each rank of the group, and rows from each."""
+    """For an all-to-all: rows for each rank of the group, and rows from each."""
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.axis} of {self.bytes:,} bytes"
@@ -198,7 +198,7 @@ KINDS = {
     "all-reduce": {"all_reduce", "c10d.allreduce_"},
     "all-to-all": {"all_to_all_single"},
 }
-"""As the plan and as the dispatcher name them."""
+"""Names of torch and its dispatcher, by the plan's names."""
 CPU = torch.device("cpu")
 
 
@@ -315,7 +315,7 @@ def read_all(
 
 
 def batch_shard(config: PlanConfig, layout: RankLayout, rank: int) -> BatchShard:
-    """What a rank reads."""
+    """The tokens that a rank reads."""
     mesh = mesh_of(layout, rank)
     return BatchShard(mesh.data.rank, mesh.data.size, tuple(tile.columns for tile in tiling_of(config, mesh).tiles))
 

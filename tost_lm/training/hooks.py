@@ -51,7 +51,7 @@ class Run:
         self.progress = replace(progress, wandb_run_id=metrics.wandb_run_id)
         """Includes the step that hooks are called after."""
         self.outcome, self.lr = Outcome(0.0, 0.0, ""), 0.0
-        """Of this step."""
+        """The result and the learning rate of this step."""
         self.stop_reason = ""
         """Why the run stops before config.last_step; empty: it does not."""
 
@@ -74,7 +74,7 @@ class Evaluation(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What all ranks must agree on, by name."""
+        """Facts that all ranks must agree on, by name."""
         ...
 
     def measure(self, engine: Any, mesh: Mesh, beat: Callable[[], None]) -> list[dict[str, Any]]:

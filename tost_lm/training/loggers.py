@@ -27,7 +27,7 @@ MAGIC = b":W&B"
 HEADER_BYTES = 7
 BLOCK_BYTES = 32768
 WHOLE, LAST_FRAGMENT = 1, 4
-"""Of wandb's offline files."""
+"""Kinds of fragments in wandb's offline files."""
 
 
 def loggers_in_use(run: RunConfig) -> list[str]:

@@ -114,7 +114,7 @@ def train(
 
 
 def set_matmul_precision(tf32: bool, device: torch.device) -> None:
-    """Of float32 matrix products in this process, whatever it was before."""
+    """Set the precision of float32 matrix products in this process, whatever it was before."""
     # On a CPU "high" would change results, too, where the CPU has instructions for it.
     torch.set_float32_matmul_precision("high" if tf32 and device.type == "cuda" else "highest")
 
@@ -280,7 +280,7 @@ def _open_folder(
 
 
 def _branch(start: StartPoint) -> dict[str, Any] | None:
-    """What a launch that starts a branch records; None: it does not."""
+    """The record of a launch that starts a branch; None: it does not."""
     folder, sha256, point = start.initial_weights or (None, "", None)
     if point is None:
         return None

@@ -50,7 +50,7 @@ class Collectives(NamedTuple):
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     calls: float
     input_bytes: float
-    """Of all these calls on this rank."""
+    """Sum over these calls on this rank."""
     ranks: int
     """Size of the group."""
     stride: int

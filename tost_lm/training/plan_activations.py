@@ -144,7 +144,7 @@ def exchanged_rows(config: PretrainConfig) -> int:
 
 
 def gathered_tokens(config: PretrainConfig, tokens: int) -> float:
-    """Of `tokens` of a row, those on a sequence rank whose keys and values other ranks receive in an A layer."""
+    """The number of tokens of a row on a sequence rank whose keys and values other ranks receive in an A layer."""
     window, here = config.model.window, tokens / config.parallel.sequence
     return min(here, max(1, window - 1)) if window else here
 

@@ -192,11 +192,11 @@ class LogitTiles(NamedTuple):
     """The portions of tokens whose logits exist at once."""
 
     logit_bytes: int
-    """Of a logit and its gradient: on a GPU they share their memory, on a CPU there is a float32 copy in bfloat16."""
+    """Size of a logit and its gradient. On a GPU they share memory; on a CPU bfloat16 has a float32 copy."""
     calls: int
     """Portions in a micro-batch."""
     tokens: float
-    """Of a portion."""
+    """Tokens of a portion."""
 
 
 def logit_tiles(config: PretrainConfig) -> LogitTiles:

@@ -178,7 +178,7 @@ MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
 
 
 class StartPoint(NamedTuple):
-    """What a launch starts from."""
+    """The start of a launch: a checkpoint, initial weights or neither."""
 
     resume_from: Path | None
     """The newest valid checkpoint; None: the run starts from step 0."""
@@ -187,7 +187,7 @@ class StartPoint(NamedTuple):
     checkpoints: tuple[Path, ...] = ()
     """The checkpoints that the folder had when this was determined."""
     initial_weights: InitialWeights | None = None
-    """Of a run that starts from step 0; None: they are drawn at random."""
+    """Initial weights of a run that starts from step 0; None: they are drawn at random."""
 
     @property
     def weights_from(self) -> Path | None:

@@ -134,13 +134,13 @@ class Outcome(NamedTuple):
     """Result of a step, the same on every rank."""
 
     loss: float
-    """Of the global batch, in nats per labelled token, without z-loss."""
+    """Mean loss of the global batch, in nats per labelled token, without z-loss."""
     grad_norm: float
     """Global, before clipping."""
     reason_to_skip: str
     """Why weights and optimizer did not change; empty: the step was applied."""
     z_loss: float = 0.0
-    """What was added to the loss; per labelled token as well."""
+    """The term that was added to the loss; per labelled token as well."""
 
 
 def train_step(

@@ -112,7 +112,7 @@ class TiledLM(TostLM):
     """A language model whose forward also works tile by tile."""
 
     def forward(self, tokens: Tensor, labels: Any = None, *arguments: Any, **options: Any) -> LMOutput:
-        """As `TostLM`, or forward(tokens_BL, labels_BL, cu_seqlens=…, label_count=…, tiling=…).
+        """Run `TostLM`, or forward(tokens_BL, labels_BL, cu_seqlens=…, label_count=…, tiling=…).
 
         In the second form tokens and labels are this rank's sequence shards, and cu_seqlens describes whole rows. With
         several tiles the output has only the losses, which allow one backward; under no_grad it has only the nats.

@@ -75,7 +75,7 @@ class EvalImagesConfig(ImagesConfig):
     """The images to evaluate. Settings that are not given are those of the run."""
 
     source: str = ""
-    """As in `tost vision train`; default: that of the run."""
+    """Images, in the form of `tost vision train`; default: that of the run."""
 
 
 class AccuracyConfig(Section):

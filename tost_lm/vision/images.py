@@ -19,7 +19,7 @@ from tost_lm.vision import ImagesConfig
 
 HUB = "hub:"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's colours."""
+"""Mean and standard deviation of ImageNet's colours."""
 RANDAUGMENT_OPERATIONS, RANDAUGMENT_MAGNITUDE = 2, 14
 
 Transform = Callable[[Any], Tensor]
@@ -38,7 +38,7 @@ def augmentation(image_size: int) -> Transform:
 
 
 def preprocessing(image_size: int) -> Transform:
-    """As released, both sides are resized, without a crop. Raises ConfigError without torchvision."""
+    """Resize both sides without a crop, as the released code. Raises ConfigError without torchvision."""
     v2 = _torchvision()
     return v2.Compose([v2.Resize((image_size, image_size)), *_normalize(v2)])
 

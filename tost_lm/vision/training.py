@@ -49,7 +49,7 @@ KEPT = CheckpointConfig(keep_latest_k=2)
 
 
 class Transforms(NamedTuple):
-    """Of images that are trained on, and of those that are evaluated."""
+    """Transforms of images that are trained on, and of those that are evaluated."""
 
     training: Transform
     evaluation: Transform
@@ -108,7 +108,7 @@ class _Run:
         )
 
     def train(self) -> str:
-        """As `fine_tune`."""
+        """Train to the last step or to a stop. Returns and raises like `fine_tune`."""
         while not (reason := self._evaluate()) and self._step < self._steps:
             for pixels, labels in self._rest_of_epoch():
                 if reason := self._stop.requested(SAVE_S):

@@ -76,7 +76,7 @@ class Block:
     fraction_read: float | None
     """Fraction of the corpus read after this block, 0 to 1; None: the size of the corpus is unknown."""
     unit: Literal["line", "row", "item"] = "line"
-    """What `first_line` counts: lines from 1, rows and items from 0."""
+    """The unit of `first_line`: lines from 1, rows and items from 0."""
 
 
 class SourceBlock(NamedTuple):

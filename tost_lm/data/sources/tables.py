@@ -15,7 +15,7 @@ from tost_lm.errors import DataError
 PARQUET_ROWS = 16
 """Read at once: few, because a dictionary may repeat one long text."""
 EXPANSION, EXPANDED_BYTES = 1000, 1 << 26
-"""What a column may expand, and beyond it the bytes in memory. Natural text is compressed 3 to 20 times."""
+"""How much a column may expand, and beyond it the bytes in memory. Natural text is compressed 3 to 20 times."""
 ROW_OVERHEAD = 16
 """Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 

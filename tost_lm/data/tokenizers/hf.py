@@ -195,7 +195,7 @@ def _panics(tokenizers: Any, text: str) -> bool:
 
 
 def _choose(pipeline: Any) -> str:
-    """What to do without a token that ends a document."""
+    """The fix where no token ends a document."""
     special = [token.content for token in pipeline.get_added_tokens_decoder().values() if token.special]
     if not special:
         return "it has no special tokens; add one that ends a document"

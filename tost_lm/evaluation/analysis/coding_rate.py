@@ -65,7 +65,7 @@ def branch_rates(model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
 
 
 def layer_rates(model: TostLM, tokens_T: Tensor) -> list[dict[str, Tensor]]:
-    """As `branch_rates`, with reference rates of the whole sequence.
+    """Like `branch_rates`, with reference rates of the whole sequence.
 
     The `orthonormal` rates use the orthonormal bases nearest to the U_h, without bias. `full` is the rate of the
     unprojected tokens. Each layer holds H·C² numbers in addition to the memory of `run_in_tiles`.

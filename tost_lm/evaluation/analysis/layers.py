@@ -1,4 +1,4 @@
-"""What the analyses read: held-out text with the information and word class of its tokens, and the inputs, memberships
+"""Input of the analyses: held-out text with the information and word class of its tokens, and the inputs, memberships
 and outputs of the TSSA layers of a model while it processes tokens.
 
 Shapes: B rows, N sequences, T tokens, S tokens of context, V vocabulary, K different tokens of the text or documents,
@@ -140,7 +140,7 @@ class LayerTile:
 
     @property
     def branch(self) -> Tensor:
-        """What the mixer adds to the residual stream [B, T, C]."""
+        """The mixer's output, which is added to the residual stream [B, T, C]."""
         return self.block.mixer_scale(self.y_BTC)
 
 

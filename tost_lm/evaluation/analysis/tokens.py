@@ -261,7 +261,7 @@ WORDS_IN_TABLE = 5
 
 @analysis_section("Token preferences of the heads", TOKENS)
 def section(results: dict[str, Any], page: Page) -> list[str]:
-    """What explains the memberships, and typical tokens of each head."""
+    """Explanations of the memberships, and typical tokens of each head."""
     layers: list[list[dict[str, Any]]] = results["layers"]
     rows = [
         (f"{layer + 1}", f"{head + 1}", *[_words(layers[layer][head][end]) for end in ("most", "least")])

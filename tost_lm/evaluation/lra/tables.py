@@ -25,7 +25,7 @@ PUBLISHED = {
 
 
 def plan_table(config: LraConfig, task: Task, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What will be trained: a row for each mixer, and the sizes of the data and of all trainings below."""
+    """The planned trainings: a row for each mixer, and the sizes of the data and of all trainings below."""
     cells = [
         (str(row["mixer"]), f"{row['parameters']:,}", f"{row['mlp_width']:,}", f"{row['flops']:.2e}") for row in rows
     ]

@@ -73,7 +73,7 @@ class Task:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a training document."""
+        """Mean number of tokens of a training document."""
         return float(np.mean([len(document) for document in self.train.documents]))
 
 

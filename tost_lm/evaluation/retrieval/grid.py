@@ -196,7 +196,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the cell's files."""
+        """Name of the cell's files."""
         if self.depth is None:
             return f"length_{self.length:08d}"
         depth = f"{self.depth:.2f}" if round(self.depth, 2) == self.depth else f"{self.depth!r}"

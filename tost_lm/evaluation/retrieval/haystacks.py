@@ -160,7 +160,7 @@ def noise_haystack(tokenizer: Tokenizer) -> Haystack:
 
 
 def needles_haystack(tokenizer: Tokenizer, needles: Iterator[Sequence[int]]) -> Haystack:
-    """As many needles of an endless sequence as fit, after repeated sentences that fill the rest."""
+    """The first needles of an endless sequence, as many as fit, after repeated sentences that fill the rest."""
     drawn: list[Sequence[int]] = []
     noise = noise_haystack(tokenizer)
 

@@ -46,7 +46,7 @@ class WordList(Task):
 
     @abstractmethod
     def counts(self, words: Iterator[str], tokens: int) -> tuple[Counts, Counts]:
-        """Of the words of the answer, and of the others. All occurrences together have at most `tokens` tokens."""
+        """Counts of the answer's words, and of the others. All occurrences together have at most `tokens` tokens."""
 
     def example(self, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
         tokens = length - self._frame

@@ -172,7 +172,7 @@ class _Decays:
 
 
 class _Sums:
-    """What the chunks of a group add to M and N by their end, [k, H, S, E], in the dtype of running sums."""
+    """The sums that the chunks of a group add to M and N by their end, [k, H, S, E], in the dtype of running sums."""
 
     def __init__(self, write_kHLS: Tensor, value_kHLD: Tensor, group: _Group, decays: _Decays):
         tokens_k1 = int64_tensor(tuple(chunk.tokens for chunk in group.chunks), write_kHLS.device)[:, None]
@@ -193,7 +193,7 @@ class _Sums:
 
 
 class _Read:
-    """What the chunks of a group read, with what both passes need."""
+    """The values that the chunks of a group read, with the tensors that both passes need."""
 
     def __init__(self, read: Tensor, write: Tensor, value: Tensor, before_kHSE: Tensor, decays: _Decays):
         L = read.shape[2]

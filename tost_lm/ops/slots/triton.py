@@ -379,7 +379,7 @@ def write_backward_kernel(
 
 @triton.jit
 def decayed(state, rate, t=0, limit=None):
-    """What token t of the chunk leaves of the state: ρ times it, or all if the token is padding. `rate` is ρ − 1,
+    """The part of the state that token t of the chunk keeps: ρ, or all if the token is padding. `rate` is ρ − 1,
     because ρ itself would round long half-lives."""
     return state + state * (rate if limit is None else tl.where(t < limit, rate, 0.0))
 

@@ -50,7 +50,7 @@ class _Case(NamedTuple):
     splits: tuple[tuple[int, ...], ...]
     """Tokens of each rank in each tile, [R]."""
     offsets: tuple[tuple[int, ...] | None, ...]
-    """Of the documents in each tile."""
+    """Lengths of the documents in each tile."""
     initial: State | None
     output_state: bool
 

@@ -63,7 +63,7 @@ def concatenate_rows(states: Sequence[State]) -> State:
 
 @dataclass(frozen=True)
 class MixerAdapter:
-    """What the harness knows about a mixer. To check sequence ranks, it must be picklable: functions of a module.
+    """Description of a mixer for the harness. To check sequence ranks, it must be picklable: functions of a module.
 
     A mixer without states, documents or ranks passes by not offering them, and the report says so.
     """
@@ -250,7 +250,7 @@ def _call(
 
 
 def concatenate_aligned(states: Sequence[State]) -> State:
-    """As `concatenate_rows`; keys and values [N, H, S, D] of fewer tokens are padded with zeros on the left."""
+    """Like `concatenate_rows`; keys and values [N, H, S, D] of fewer tokens are padded with zeros on the left."""
 
     def concatenate(*tensors: Tensor) -> Tensor:
         if tensors[0].dim() < 4:
