@@ -1,33 +1,19 @@
-"""wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows.
-
-wandb's offline files of earlier launches are truncated to the step from which a run resumes, because wandb's own means
-need its server. Offline, wandb 0.31 ignores `resume`, and after `resume_from="ID?_step=5"` the files still have the
-steps after 5 twice. Logging all rows again would be simpler, but wandb takes up to a millisecond per row, and a long
-run has 60,000.
-"""
+"""wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows."""
 
 import json
 import os
 import queue
-import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tost_lm.errors import ConfigError
-from tost_lm.files import write_atomically
 from tost_lm.redaction import redact_tree
 from tost_lm.training import PretrainConfig, RunConfig
 
 Row = Mapping[str, Any]
 """Values by name, with `step`; a value may be None."""
-MAGIC = b":W&B"
-HEADER_BYTES = 7
-BLOCK_BYTES = 32768
-WHOLE, LAST_FRAGMENT = 1, 4
-"""Kinds of fragments in wandb's offline files."""
 
 
 def loggers_in_use(run: RunConfig) -> list[str]:
@@ -105,10 +91,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One wandb run for all launches, with no step twice.
+    """One wandb run for all launches.
 
-    Offline, the files of earlier launches are truncated to the kept rows, and this launch writes the missing rows to a
-    new file. `wandb sync` merges all files of a run id into one run. Online, only steps after wandb's last one are
+    Offline, each launch has a file, and `wandb sync` merges all files of a run id into one run. Where a launch repeats
+    steps that a killed one had logged, wandb ignores the second values. Online, only steps after wandb's last one are
     logged. A thread logs the rows, so a slow or hung wandb does not delay training.
     """
 
@@ -118,19 +104,18 @@ class WandbSink:
         """
         Args:
             run_id: of the run to resume; empty: a new run.
-            kept: the values of earlier launches, by step.
+            kept: the values of earlier launches, by step; logged online, and if there are no offline files yet.
             warn: called with a line if wandb fails; training continues without it.
 
         Raises:
             ConfigError: wandb does not start in the mode that WANDB_MODE names.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
-        last_in_files = truncate_runs(config.run_folder / "wandb", self.run_id, max(kept, default=0))
+        has_files = any(config.run_folder.glob(f"wandb/offline-run-*/run-{self.run_id}.wandb"))
         self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        for step, row in kept.items():
-            if not self._run.offline or step > last_in_files:
-                self._rows.put(row)
+        for row in () if self._run.offline and has_files else kept.values():
+            self._rows.put(row)
         self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
         self._thread.start()
 
@@ -167,9 +152,7 @@ class WandbSink:
 
     def _warn_of_failure(self) -> None:
         if self._failure:
-            self._warn(
-                f"wandb failed ({self._failure}); metrics.jsonl continues, and the next launch logs the missing rows"
-            )
+            self._warn(f"wandb failed ({self._failure}); metrics.jsonl continues")
             self._warn = lambda line: None
 
 
@@ -200,68 +183,3 @@ def _start(config: PretrainConfig, run_id: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def truncate_runs(folder: Path, run_id: str, step: int) -> int:
-    """Keep the rows of run `run_id` up to `step` in the offline folders of `folder`; delete the folders of other runs.
-
-    Returns:
-        The last step in the files. They have all rows before it, because each launch appends to those of earlier ones.
-    """
-    last = 0
-    for launch in sorted(folder.glob("offline-run-*")):
-        path = launch / f"run-{run_id}.wandb"
-        data = path.read_bytes() if path.is_file() else b""
-        end, last_in_file = _end_of_rows(data, step)
-        if last_in_file and end < len(data):
-            # A new file, because the wandb of a killed launch may still write to the old one.
-            write_atomically(path, data[:end])
-        elif not last_in_file:
-            for file in launch.glob("*.wandb*"):
-                file.unlink()
-            shutil.rmtree(launch, ignore_errors=True)  # its log may still be open
-        last = max(last, last_in_file)
-    return last
-
-
-def history(path: Path) -> list[Any]:
-    """The rows of an offline file, each a wandb HistoryRecord."""
-    return [record.history for _, record in _records(path.read_bytes()) if record.HasField("history")]
-
-
-def _end_of_rows(data: bytes, step: int) -> tuple[int, int]:
-    """The end [bytes] of the rows up to `step` in a file, and the last of their steps."""
-    end = last = 0
-    for record_end, record in _records(data):
-        if record.HasField("history"):
-            if record.history.step.num > step:
-                break
-            last = record.history.step.num
-        end = record_end
-    return end, last
-
-
-def _records(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Complete records with their ends [bytes]. A file is a header and a LevelDB log of (checksum 4, length 2, kind 1,
-    data) fragments.
-
-    https://github.com/google/leveldb/blob/main/doc/log_format.md
-    """
-    from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    at, fragments = HEADER_BYTES if data.startswith(MAGIC) else len(data), b""
-    while True:
-        room = BLOCK_BYTES - at % BLOCK_BYTES
-        at += room if room < 7 else 0
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6 : at + 7]
-        start, at = at + 7, at + 7 + length
-        if at > len(data) or not b"\x01" <= kind <= b"\x04":
-            return  # the end of the file, or an incomplete fragment of a killed writer
-        fragments += data[start:at]
-        if kind[0] in (WHOLE, LAST_FRAGMENT):
-            try:
-                yield at, Record.FromString(fragments)
-            except DecodeError:
-                return
-            fragments = b""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb_files import history
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
@@ -22,7 +23,6 @@ from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import run_sections
 from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
 from tost_lm.markdown import table
-from tost_lm.training.loggers import history
 
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
