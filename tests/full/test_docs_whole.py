@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from doc_pages import MINUTES_S, WHOLE, Block, Pages
+from doc_pages import MINUTES_S, WHOLE, Block
+from doc_runs import Pages
 
 pytestmark = pytest.mark.timeout(MINUTES_S + 100)
 

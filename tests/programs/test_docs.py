@@ -23,13 +23,13 @@ from doc_pages import (
     TAGS,
     WHOLE,
     Block,
-    Pages,
     anchors,
     check,
     check_command,
     inline_code,
     links,
 )
+from doc_runs import Pages
 from forked import CHECKOUT
 from shared_data import MISSING
 
