@@ -117,7 +117,7 @@ def score_in_float64(folder: Path, ranks: int) -> float:
     if ranks > 1:
         world = start_world("cpu")
         mesh = build_mesh(world, ParallelConfig(sequence=ranks))
-        model, on = ShardedInference(parallelize(model, mesh), mesh).eval(), Ranks(world.rank, mesh)
+        model, on = ShardedInference(parallelize(model, mesh), model.config, mesh).eval(), Ranks(world.rank, mesh)
     return score_text(model, subject.tokenizer(), TextFile.check(folder / f"{LONG}.txt", "text"), on)[0]["nats"]
 
 

@@ -73,7 +73,7 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
     with torch.no_grad():
         for name, local in _read(model, folder, mesh):
             model.get_parameter(name).copy_(local)
-    return ShardedInference(model, mesh).eval()
+    return ShardedInference(model, model.config, mesh).eval()
 
 
 def restore(engine: Any, folder: Path) -> Progress:

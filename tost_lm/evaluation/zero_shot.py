@@ -3,10 +3,8 @@
 During training, the same code scores the model in memory.
 """
 
-import io
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +62,11 @@ def score_protocol(
     examples = protocol.examples(file.path, tokenizer, window)
     print(f"{protocol.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
     if protocol.new_tokens:
+        print(f"{protocol.name}: continuing {len(examples):,} examples by {protocol.new_tokens} tokens", flush=True)
         rows = generate_rows(ranks, model, tokenizer, protocol, examples, batch_tokens)
     else:
+        tokens = sum(request.inputs for example in examples for request in example.requests)
+        print(f"{protocol.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
         rows = score_rows(ranks, model, protocol, examples, batch_tokens)
     if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
         raise CheckpointError(
@@ -106,7 +107,6 @@ def generate_rows(
     batch_tokens: int | None,
 ) -> list[Row]:
     """A row for each example of a protocol that generates text, on every rank; all of them call it."""
-    print(f"{protocol.name}: continuing {len(examples):,} examples by {protocol.new_tokens} tokens", flush=True)
     prompts = [example.requests[0].context for example in examples]
     texts = continue_greedily(model, prompts, protocol.new_tokens, tokenizer.vocab_size, batch_tokens, ranks)
     return [protocol.row(example, tokenizer.decode(ids)) for example, ids in zip(examples, texts, strict=True)]
@@ -117,8 +117,6 @@ def score_rows(
 ) -> list[Row]:
     """A row for each example, on every rank; all of them call it."""
     requests = [request for example in examples for request in example.requests]
-    tokens = sum(request.inputs for request in requests)
-    print(f"{protocol.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
     scores = score_requests(model, requests, batch_tokens, ranks)
     rows, begin = [], 0
     for example in examples:
@@ -180,16 +178,14 @@ class ProtocolsInTraining:
             engine: of the model in training, at any ZeRO stage.
             beat: called before each protocol and each batch, equally often by all ranks.
         """
-        model = ShardedInference(engine.module, mesh)
-        model.model = engine  # at ZeRO stage 3 it also gathers a weight that another layer uses
+        model = ShardedInference(engine, engine.module.config, mesh)
         ranks = Ranks(engine.global_rank, mesh, beat)
         measured = []
         engine.eval()
-        with redirect_stdout(io.StringIO()):  # the run's log has its own line
-            for protocol, file, examples in self.protocols:
-                beat()
-                rows = score_rows(ranks, model, protocol, examples, self.batch_tokens)
-                names = {"protocol": protocol.name, "headline": protocol.headline, "data_sha256": file.sha256}
-                measured.append(names | protocol.totals(rows))
+        for protocol, file, examples in self.protocols:
+            beat()
+            rows = score_rows(ranks, model, protocol, examples, self.batch_tokens)
+            names = {"protocol": protocol.name, "headline": protocol.headline, "data_sha256": file.sha256}
+            measured.append(names | protocol.totals(rows))
         engine.train()
         return measured

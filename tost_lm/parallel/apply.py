@@ -156,10 +156,10 @@ class ShardedInference(nn.Module):
     rank it covers the local heads only.
     """
 
-    def __init__(self, model: TostLM, mesh: Mesh):
+    def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
+        """`model` is a parallelized `TostLM`, or an engine of one: at ZeRO stage 3 it gathers the weights."""
         super().__init__()
-        self.config = model.config
-        self.model, self.mesh = model, mesh
+        self.model, self.config, self.mesh = model, config, mesh
 
     def forward(
         self,
