@@ -59,7 +59,7 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
     """
     kind = _device_kind(device)
     prefer_loopback()
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed needs it without a launcher, too
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     timeouts = timeouts or Timeouts()
     timeout = timedelta(seconds=timeouts.collective)

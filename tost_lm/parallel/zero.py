@@ -87,7 +87,7 @@ def build_engine(
         "timers": {"throughput": {"enabled": False}},  # it synchronizes the device in each micro-batch
     }
     mpu = deepspeed_mpu(mesh) if mesh.tensor.group is not None else None
-    with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
+    with _local_rank(), contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     engine.mesh = mesh
     # Stage 0 would copy all gradients even for a single rank. Other stages collect them in this call.
@@ -302,6 +302,18 @@ def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
 
 def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
     return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
+
+
+@contextlib.contextmanager
+def _local_rank() -> Iterator[None]:
+    """Set LOCAL_RANK without a launcher, too: DeepSpeed needs it. If it stayed, other libraries would await ranks."""
+    has_launcher = "LOCAL_RANK" in os.environ
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        yield
+    finally:
+        if not has_launcher:
+            del os.environ["LOCAL_RANK"]
 
 
 def _import_deepspeed(device: str) -> Any:
