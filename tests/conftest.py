@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 QUICK = Path(__file__).with_name("quick.txt")
 """What `make test` runs: files, functions and cases, a line each."""
 SLOW = Path(__file__).with_name("slow.txt")
-"""What only `make test-full` runs: about ten seconds or more each."""
+"""What only `make test-full` runs: about five seconds or more each."""
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 

@@ -38,9 +38,11 @@ def loss_of_examples(model: FormLM, config: MqarConfig, seed: int) -> Callable[[
 
 
 def is_learned(model: FormLM, config: MqarConfig) -> bool:
+    """Whether the accuracy on ASKED other examples is ENOUGH."""
     asked = config.model_copy(update={"examples": ASKED, "seed": config.seed + 1})
     return measure(model, asked)["accuracy"] >= ENOUGH
 
 
 def measure(model: FormLM, config: MqarConfig) -> dict[str, Any]:
+    """Accuracy and nats of `tost_lm.evaluation.recall.evaluate`."""
     return recall.evaluate(model, config, BATCH)  # pyright: ignore[reportArgumentType]

@@ -3,9 +3,10 @@
     python tests/golden/golden.py [PART …]
 
 writes results/PROCESSOR.json: what this checkout computes on this processor. `test_unchanged.py` measures again
-(trainings on several ranks in `make test-full`, since they take minutes). On a processor with a file, every number is
-equal to the last bit; elsewhere within the tolerances that stand there. A change of structure leaves the files as they
-are. To add a processor, run the command at a commit whose tests passed on a processor that has a file.
+(trainings on several ranks and runs of the program in `make test-full`, since they take minutes). On a processor with a
+file, every number is equal to the last bit; elsewhere within the tolerances that stand there. A change of structure
+leaves the files as they are. To add a processor, run the command at a commit whose tests passed on a processor that has
+a file.
 
 frozen/ has the inputs: token shards, a run with the checkpoint of step 5, and test sets. `frozen.py` wrote them.
 """

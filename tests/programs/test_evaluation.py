@@ -163,7 +163,7 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
     output = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert output.count("needle@words: length ") == len({cell["length"] for cell in alone})
-    assert "warning: with 4 examples of a length, the standard error of a per cent is up to 25%; raise retr" in output
+    assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise retr" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert again.keys() == cells.keys()

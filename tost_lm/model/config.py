@@ -14,6 +14,7 @@ SETTINGS_OF_MIXERS = {
     "S": ("slots", "slot_channels"),
     "A": ("kv_heads", "qk_norm", "rope_theta", "window"),
 }
+"""Settings that a model has no use for without the mixer."""
 NORM_EPSILON = 1e-5
 """Added to the variance in norms of the residual stream, and of queries and keys."""
 CONV_TAPS = 4

@@ -94,8 +94,8 @@ class WandbSink:
     """One wandb run for all launches.
 
     Offline, each launch has a file, and `wandb sync` merges all files of a run id into one run. Where a launch repeats
-    steps that a killed one had logged, wandb ignores the second values. Online, only steps after wandb's last one are
-    logged. A thread logs the rows, so a slow or hung wandb does not delay training.
+    steps that a killed one had logged, both are in the files, and wandb keeps one. Online, only steps after
+    wandb's last one are logged. A thread logs the rows, so a slow or hung wandb does not delay training.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ def measure_tasks(
     fewest = min(grid.samples * len(grid.task.depths) for grid in grids)
     if fewest < FEW_EXAMPLES:
         print(
-            f"warning: with {fewest} examples of a length, the standard error of a per cent is up to "
+            f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
             f"{0.5 / fewest**0.5:.0%}; raise {section}.samples"
         )
 
