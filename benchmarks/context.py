@@ -14,18 +14,25 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES, TASKS
+from tost_lm.evaluation.protocol_names import (
+    CONTEXT_GAIN,
+    CONTEXT_TASKS,
+    COPYING,
+    MANY_SHOT_SEEN,
+    MANY_SHOT_UNSEEN,
+    PASSAGES,
+)
 from tost_lm.markdown import with_error
 
 STEPS = {COPYING: 200, CONTEXT_GAIN: 200, MANY_SHOT_SEEN: 600, MANY_SHOT_UNSEEN: 600, PASSAGES: 300}
 """Training steps for each task."""
-SCORES = dict.fromkeys(TASKS, "choice_accuracy") | dict.fromkeys((COPYING, CONTEXT_GAIN), "token_accuracy")
+SCORES = dict.fromkeys(CONTEXT_TASKS, "choice_accuracy") | dict.fromkeys((COPYING, CONTEXT_GAIN), "token_accuracy")
 
 
 class BenchConfig(measure.DeviceConfig):
     """Tasks, models and training."""
 
-    tasks: list[str] = Field(default=list(TASKS), min_length=1)
+    tasks: list[str] = Field(default=list(CONTEXT_TASKS), min_length=1)
     """Tasks of `tost eval context`."""
     patterns: list[str] = Field(default=["S", "T"], min_length=1)
     """The mixers of the layers of each model."""

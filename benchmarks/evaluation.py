@@ -21,7 +21,7 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation import DataSetsConfig
+from tost_lm.evaluation.settings import DataSetsConfig
 
 OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
 PRODUCTS = "products alone"

@@ -13,8 +13,8 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.cli.eval import zero_shot
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import ZeroShotConfig
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.settings import ZeroShotConfig
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]

@@ -10,15 +10,16 @@ from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.evaluation import TASKS, RetrievalConfig
+from tost_lm.evaluation.protocol_names import RETRIEVAL_TASKS
 from tost_lm.evaluation.retrieval import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
+from tost_lm.evaluation.settings import RetrievalConfig
 
 LENGTH = 2_097_152
 
 
 @needs_shared
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_an_example_of_two_million_tokens(name):
     tokenizer = gpt2_tokenizer(GPT2_BPE)
     line = tokenizer.encode_array("The lines of this page are short. They say little! Do they? No.\n\n" * 1000)

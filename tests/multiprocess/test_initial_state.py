@@ -25,8 +25,8 @@ from tost_lm.interop.authors import MOMENTS
 from tost_lm.model import TostLM
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel import zero
-from tost_lm.parallel.apply import slice_of
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
+from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.parallel.zero import draw_weights
 from tost_lm.testing import run_on_ranks
 from tost_lm.training import PretrainConfig

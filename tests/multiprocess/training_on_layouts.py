@@ -16,8 +16,9 @@ from tost_lm.ops.layout import SequenceSplit
 from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import MuonWithAdamW, parameter_groups
 from tost_lm.parallel import ParallelConfig, zero
-from tost_lm.parallel.apply import checkpoint_context, local_slice, parallelize, shard_of, slice_of
+from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
+from tost_lm.parallel.rank_weights import local_slice, slice_of
 from tost_lm.testing import assert_as_accurate
 from tost_lm.training.step import train_step
 from tost_lm.training.tiled import Tile, TiledLM, Tiling, tile

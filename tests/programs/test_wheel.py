@@ -88,7 +88,9 @@ from tost_lm.evaluation.hugging_face import find_subject
 from tost_lm.evaluation.report import write_report
 errors = []
 for call in (
-    lambda: find_subject(Path("hub:someone/model")), lambda: gpt2_tokenizer(None), lambda: write_report(Path("run"))
+    lambda: find_subject(Path("hub:someone/model")),
+    lambda: gpt2_tokenizer(None),
+    lambda: write_report(Path("run"), lambda run, page: iter(())),
 ):
     try:
         call()

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation import GenerateConfig
+from tost_lm.evaluation.inference_settings import GenerateConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for the report
 
 
 def main(path: Path, config: GenerateConfig) -> None:
+    from tost_lm.evaluation.protocol_names import SAMPLE
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import SAMPLE, Subject
+    from tost_lm.evaluation.subject import Subject
 
     started = time.monotonic()
     sample = config.sample

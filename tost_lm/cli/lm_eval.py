@@ -28,7 +28,7 @@ def main(path: None, config: Section) -> None:
         raise ConfigError(f"lm-evaluation-harness is not installed; {install_hint('lm-eval')}")
     from lm_eval.__main__ import cli_evaluate
 
-    from tost_lm.evaluation import RanksConfig
+    from tost_lm.evaluation.inference_settings import RanksConfig
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.interop.lm_eval import HarnessModel
 

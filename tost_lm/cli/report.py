@@ -18,16 +18,17 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import ReportConfig
+from tost_lm.evaluation.report.settings import ReportConfig
 
 
 def main(paths: list[Path], config: ReportConfig) -> None:
     from tost_lm.evaluation.report import write_comparison, write_report
+    from tost_lm.evaluation.sections import evaluation_sections
 
     if len(paths) > 1:
         written = write_comparison(paths, config.report.folder_for(paths), to_wandb=config.report.wandb)
     elif config.report.folder is None:
-        written = write_report(paths[0], to_wandb=config.report.wandb)
+        written = write_report(paths[0], evaluation_sections, to_wandb=config.report.wandb)
     else:
         raise ConfigError(f"report.folder needs several runs: {paths[0]}; leave it out or add runs")
     print(f"wrote {written}")

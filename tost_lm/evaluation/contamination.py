@@ -20,9 +20,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tost_lm.data.shards import Shards
 from tost_lm.data.workers import in_processes
 from tost_lm.errors import DataError
-from tost_lm.evaluation import DataSetsConfig, protocol_of
-from tost_lm.evaluation.data_sets import describe_published
+from tost_lm.evaluation.protocol_names import contamination_protocol
 from tost_lm.evaluation.report.record import EvaluatedModel
+from tost_lm.evaluation.settings import DataSetsConfig
+from tost_lm.evaluation.subject import describe_published
 from tost_lm.markdown import table
 
 WORDS = 13
@@ -213,7 +214,9 @@ CHANGED = " (missing or changed)"
 
 def contamination(run: EvaluatedModel) -> str:
     """Counts of each test set and its largest overlaps; empty without results."""
-    found = {name: results for name in DataSetsConfig.model_fields if (results := run.results(protocol_of(name)))}
+    found = {
+        name: results for name in DataSetsConfig.model_fields if (results := run.results(contamination_protocol(name)))
+    }
     if not found:
         return ""
     counts, overlaps = [], []

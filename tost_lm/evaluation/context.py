@@ -63,18 +63,11 @@ import numpy as np
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.generation import ModelFacts
+from tost_lm.evaluation.protocol_names import CONTEXT_GAIN, COPYING, MANY_SHOT_SEEN, PASSAGES
 from tost_lm.evaluation.retrieval.grid import lengths_of
 from tost_lm.evaluation.retrieval.haystacks import Text, noise_haystack
 from tost_lm.evaluation.retrieval.tasks import Example, Task
-from tost_lm.evaluation.suite_config import (
-    CONTEXT_GAIN,
-    COPYING,
-    LABELS,
-    MANY_SHOT_SEEN,
-    MAX_PASSAGES,
-    PASSAGES,
-    ContextTasksConfig,
-)
+from tost_lm.evaluation.suite_config import LABELS, MAX_PASSAGES, ContextTasksConfig
 
 
 class CountedTask(Task):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation import DataSetsConfig
+from tost_lm.evaluation.settings import DataSetsConfig
 from tost_lm.files import sha256_bytes, write_atomically
 
 DOWNLOADS = Path("data/test_sets")
@@ -119,11 +119,6 @@ def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -
     same_size = (PUBLISHED_BYTES.get(data_set, size), PUBLISHED_LINES.get(data_set, lines)) == (size, lines)
     is_published = sha256 == known if known else None if same_size else False
     return SetFile(path, sha256, is_published)
-
-
-def describe_published(is_published: bool | None) -> str:
-    """`SetFile.is_published` in words."""
-    return {True: "published file", False: "not the published file", None: "hash unknown"}[is_published]
 
 
 def unpacked(path: Path) -> bytes:

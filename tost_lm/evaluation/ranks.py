@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tost_lm.config import leaves
 from tost_lm.errors import ConfigError, install_hint
-from tost_lm.evaluation import RanksConfig
+from tost_lm.evaluation.inference_settings import RanksConfig
 from tost_lm.evaluation.subject import Subject, pick_device
 from tost_lm.parallel.graceful_stop import StopRequest, Terminated
 

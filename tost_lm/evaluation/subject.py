@@ -20,7 +20,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation.data_sets import describe_published
+from tost_lm.evaluation.protocol_names import SAMPLE
 from tost_lm.files import require_writable, sha256_file, write_atomically
 from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from tost_lm.evaluation.generation import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
-HELDOUT, SAMPLE, TEXT = "heldout@bpb", "sample", "text@bpb"
-MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
-STREAM, INFLUENCE, ABLATIONS, SLOTS = "stream", "influence", "ablations@2", "slots"
-ANALYSES = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, SLOTS)
-"""Names of protocols. A changed protocol gets a new name."""
 HUB = "hub:"
 HISTORY = "results.jsonl"
 
@@ -178,6 +173,11 @@ class Subject:
         print(f"wrote {path}")
         if "headline" in results:
             append_to_history(self.home, whole)
+
+
+def describe_published(is_published: bool | None) -> str:
+    """Whether a test set is its published file, in words."""
+    return {True: "published file", False: "not the published file", None: "hash unknown"}[is_published]
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> str:

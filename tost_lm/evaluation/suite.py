@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.evaluation import POSITIONS, retrieval
 from tost_lm.evaluation import context as context_tasks
+from tost_lm.evaluation import retrieval
 from tost_lm.evaluation.data_sets import find_set_file
 from tost_lm.evaluation.hugging_face import HuggingFaceSubject, find_subject
+from tost_lm.evaluation.protocol_names import CONTEXT_FACTS, CONTEXT_GAIN, COPYING, HELDOUT, POSITIONS, TEXT
 from tost_lm.evaluation.protocols import find_protocol
 from tost_lm.evaluation.published import PUBLISHED, condition, verdict, why_not_comparable
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import EvaluatedModel
 from tost_lm.evaluation.report.retrieval import HEADLINES, SHOWN
 from tost_lm.evaluation.retrieval.grid import over_cells
-from tost_lm.evaluation.subject import HELDOUT, TEXT, Subject
-from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, FACTS, Step
+from tost_lm.evaluation.subject import Subject
+from tost_lm.evaluation.suite_config import Step
 from tost_lm.evaluation.text import TextFile
 from tost_lm.files import write_atomically
 from tost_lm.markdown import escape, format_result, table
@@ -198,7 +199,7 @@ def _of_retrieval(task: str, results: dict[str, Any], subject: Subject) -> Itera
 def _of_context(task: str, results: dict[str, Any], subject: Subject) -> Iterator[Row]:
     """Two lines for each cell: the cited score, and the gain over the control."""
     for cell in results["cells"]:
-        facts = ", ".join(f"{name} {cell[name]:,}" for name in FACTS if name in cell)
+        facts = ", ".join(f"{name} {cell[name]:,}" for name in CONTEXT_FACTS if name in cell)
         length = f"{cell['length']:,}" + (f" ({facts})" if facts else "")
         yield _of_cells(task, SHOWN[task][0], cell, results["chance"], length)
         gain = _result("gain_over_control", cell, cell["samples"])

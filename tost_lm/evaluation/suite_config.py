@@ -7,13 +7,14 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tost_lm.config import Section, leaves, toml_value, validate
 from tost_lm.errors import did_you_mean
-from tost_lm.evaluation import (
+from tost_lm.evaluation.inference_settings import RanksConfig
+from tost_lm.evaluation.protocol_names import CONTEXT_TASKS
+from tost_lm.evaluation.settings import (
     DataSetsConfig,
     HeldoutConfig,
     NeedleConfig,
     PositionsConfig,
     ProtocolsConfig,
-    RanksConfig,
     RetrievalConfig,
     RetrievalTasksConfig,
     ScoreTextConfig,
@@ -24,13 +25,6 @@ from tost_lm.evaluation import (
 )
 from tost_lm.parallel import LaunchConfig
 
-COPYING, CONTEXT_GAIN = "copying@text", "context_gain@text"
-MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = "many_shot_seen@own-words", "many_shot_unseen@own-words"
-PASSAGES = "passages@own-words"
-TASKS = (COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
-"""All tasks, in the order of tables. A changed task gets a new name."""
-FACTS = ("distance", "removed", "shots", "passages")
-"""Keys that the cells of a task have beside its scores."""
 LABELS = 8
 MAX_PASSAGES = 1000
 
@@ -38,7 +32,7 @@ MAX_PASSAGES = 1000
 class ContextTasksConfig(Section):
     """Settings of all tasks."""
 
-    tasks: list[str] = Field(default=list(TASKS), min_length=1)
+    tasks: list[str] = Field(default=list(CONTEXT_TASKS), min_length=1)
     """Names of tasks."""
     lengths: list[PositiveInt] = Field(default_factory=list)
     """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.context_length."""
@@ -61,9 +55,9 @@ class ContextTasksConfig(Section):
     @classmethod
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
         for name in tasks:
-            if name not in TASKS:
-                hint = did_you_mean(name, TASKS)
-                raise ValueError(f"context.tasks: {name!r} is not a task{hint}; choose from {', '.join(TASKS)}")
+            if name not in CONTEXT_TASKS:
+                hint = did_you_mean(name, CONTEXT_TASKS)
+                raise ValueError(f"context.tasks: {name!r} is not a task{hint}; choose from {', '.join(CONTEXT_TASKS)}")
         return list(dict.fromkeys(tasks))
 
     @field_validator("lengths", "shots", "passages")

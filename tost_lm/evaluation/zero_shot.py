@@ -14,13 +14,14 @@ import numpy as np
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.evaluation import DataSetsConfig
-from tost_lm.evaluation.data_sets import SetFile, describe_published, find_set_file
+from tost_lm.evaluation.data_sets import SetFile, find_set_file
 from tost_lm.evaluation.generation import LanguageModel, ModelFacts
 from tost_lm.evaluation.likelihood import Likelihoods, continue_greedily, score_requests
+from tost_lm.evaluation.protocol_names import HELDOUT
 from tost_lm.evaluation.protocols import Example, Protocol, Row, find_protocol, is_gpt2_tokenizer
 from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.subject import HELDOUT, Subject
+from tost_lm.evaluation.settings import DataSetsConfig
+from tost_lm.evaluation.subject import Subject, describe_published
 from tost_lm.files import write_rows
 from tost_lm.parallel.apply import ShardedInference
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.checkpointing.format import CONVERSION, EXTENSION, SETTINGS, Progress, read_model_config
 from tost_lm.checkpointing.run_folder import ENVIRONMENT
-from tost_lm.config import load_config
+from tost_lm.config import read_toml, validate
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, sha256_file
@@ -21,8 +21,8 @@ from tost_lm.markdown import escape, format_result, table
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim import OptimConfig, warmup_steps
+from tost_lm.parallel import ParallelConfig
 from tost_lm.redaction import redact_text, redact_tree
-from tost_lm.training import PretrainConfig, TrainConfig
 
 USAGE = """\
 import tost_lm
@@ -38,7 +38,10 @@ Rows = list[tuple[str, str]]
 class _Training(NamedTuple):
     """The record of the run that wrote a checkpoint."""
 
-    config: PretrainConfig
+    settings: Mapping[str, Any]
+    """The run's settings; those that are not set are missing."""
+    optim: OptimConfig
+    parallel: ParallelConfig
     progress: Progress
     environment: Mapping[str, Any]
     """env.json of the run's newest launch; empty without a run folder."""
@@ -48,8 +51,9 @@ class _Training(NamedTuple):
     @property
     def own_tokens(self) -> int:
         """Training tokens, of a branch those after its trunk."""
-        first = self.start["step"] if self.config.train.branch_from and self.start else 0
-        return (self.progress.step - first) * self.config.batch_tokens
+        train = self.settings["train"]
+        first = self.start["step"] if "branch_from" in train and self.start else 0
+        return (self.progress.step - first) * train["global_batch_size"] * train["seq_len"]
 
 
 def model_card(
@@ -75,7 +79,7 @@ def model_card(
     validation = _newest(run, "validation.jsonl", training)[-1:]
     measured = {row["protocol"]: row for row in _newest(run, "evaluations.jsonl", training)}
     if training and not title:
-        title = f"{training.config.run.name}, step {training.progress.step}"
+        title = f"{training.settings['run']['name']}, step {training.progress.step}"
     sections = [
         f"# {escape(redact_text(title))}\n\nA causal language model in the format of tost_lm.",
         f"## Model\n\n{_properties(_model_rows(folder, model))}",
@@ -91,10 +95,13 @@ def model_card(
 def _read_training(folder: Path, run: Path | None) -> _Training | None:
     if not (folder / SETTINGS).is_file():
         return None
-    config, progress = load_config(PretrainConfig, folder / SETTINGS), Progress.read(folder)
-    kind = "branched" if config.train.branch_from else "initial weights"
+    settings, progress = read_toml(folder / SETTINGS), Progress.read(folder)
+    optim = validate(OptimConfig, settings["optim"], where=str(folder / SETTINGS))
+    parallel = validate(ParallelConfig, settings["parallel"], where=str(folder / SETTINGS))
+    kind = "branched" if "branch_from" in settings["train"] else "initial weights"
     events = [row for row in read_rows(run / "events.jsonl") if row["event"] == kind] if run else []
-    return _Training(config, progress, _read_json(run / ENVIRONMENT) if run else {}, events[-1] if events else {})
+    environment = _read_json(run / ENVIRONMENT) if run else {}
+    return _Training(settings, optim, parallel, progress, environment, events[-1] if events else {})
 
 
 def _newest(run: Path | None, name: str, training: _Training | None) -> list[dict[str, Any]]:
@@ -148,26 +155,26 @@ def _origin_rows(folder: Path) -> Rows:
 
 
 def _training_rows(training: _Training) -> Rows:
-    config, progress = training.config, training.progress
-    train, weights = config.train, config.data.folders
+    train, data, progress = training.settings["train"], training.settings["data"], training.progress
+    weights = data.get("mixture") or {data["folder"]: 1.0}
     total = sum(weights.values())
-    data = [f"{weight / total:.1%} {folder}" if len(weights) > 1 else str(folder) for folder, weight in weights.items()]
+    folders = [f"{weight / total:.1%} {folder}" if len(weights) > 1 else folder for folder, weight in weights.items()]
     rows = [
-        ("run", config.run.name),
-        ("steps", f"{progress.step:,} of {train.steps:,}, {progress.updates:,} applied by the optimizer"),
-        (f"training tokens{' after the branch' if train.branch_from else ''}", f"{training.own_tokens:,}"),
-        ("batch", f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens"),
-        ("data", ", ".join(data)),
+        ("run", training.settings["run"]["name"]),
+        ("steps", f"{progress.step:,} of {train['steps']:,}, {progress.updates:,} applied by the optimizer"),
+        (f"training tokens{' after the branch' if 'branch_from' in train else ''}", f"{training.own_tokens:,}"),
+        ("batch", f"{train['global_batch_size']:,} sequences of {train['seq_len']:,} tokens"),
+        ("data", ", ".join(folders)),
         ("data fingerprint", f"SHA-256 {progress.shards_fingerprint}"),
-        ("document packing", config.data.packing),
-        ("optimizer", _optimizer(config.optim)),
-        ("schedule", _schedule(config.optim, train.steps)),
+        ("document packing", data["packing"]),
+        ("optimizer", _optimizer(training.optim)),
+        ("schedule", _schedule(training.optim, train["steps"])),
         ("precision", _precision(train)),
-        ("seed", str(train.seed)),
+        ("seed", str(train["seed"])),
         ("start", _start(training)),
     ]
-    if train.truncate_tokens:
-        rows.append(("gradients", f"truncated after {train.truncate_tokens:,} tokens"))
+    if truncated := train.get("truncate_tokens"):
+        rows.append(("gradients", f"truncated after {truncated:,} tokens"))
     return rows + _environment_rows(training)
 
 
@@ -178,14 +185,14 @@ def _environment_rows(training: _Training) -> Rows:
     packages = {"tost_lm": found["tost_lm"], "Python": found["python"], **found["packages"]}
     rows = [("device", found["device"])]
     with suppress(ConfigError):  # the newest launch may have other ranks than that of this checkpoint
-        rows.append(("parallel layout", _layout(training.config, found["world_size"])))
+        rows.append(("parallel layout", _layout(training, found["world_size"])))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
     return rows + ([("commit of tost_lm", found["commit"])] if found["commit"] else [])
 
 
-def _layout(config: PretrainConfig, world_size: int) -> str:
-    parallel = config.parallel
-    stage = parallel.partitioning_stage(world_size // parallel.tensor, bfloat16=config.train.dtype == "bfloat16")
+def _layout(training: _Training, world_size: int) -> str:
+    parallel, bfloat16 = training.parallel, training.settings["train"]["dtype"] == "bfloat16"
+    stage = parallel.partitioning_stage(world_size // parallel.tensor, bfloat16=bfloat16)
     return (
         f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(world_size)}, ZeRO stage "
         f"{stage}"
@@ -206,17 +213,17 @@ def _schedule(optim: OptimConfig, steps: int) -> str:
     return f"{optim.schedule}, learning rate {optim.lr:g}{falling}{decay}, {warmup_steps(optim, steps):,} warm-up steps"
 
 
-def _precision(train: TrainConfig) -> str:
-    statistics = "; statistics, losses and optimizer state float32" if train.dtype != "float32" else ""
-    return f"{train.dtype}{' with TensorFloat-32' if train.tf32 else ''}{statistics}"
+def _precision(train: Mapping[str, Any]) -> str:
+    statistics = "; statistics, losses and optimizer state float32" if train["dtype"] != "float32" else ""
+    return f"{train['dtype']}{' with TensorFloat-32' if train['tf32'] else ''}{statistics}"
 
 
 def _start(training: _Training) -> str:
-    train, event = training.config.train, training.start
-    path = train.branch_from or train.initial_weights
+    train, event = training.settings["train"], training.start
+    path = train.get("branch_from") or train.get("initial_weights")
     if path is None:
         return "weights drawn at random"
-    how = f"branch of {path}" if train.branch_from else f"weights of {path}, with a new optimizer"
+    how = f"branch of {path}" if "branch_from" in train else f"weights of {path}, with a new optimizer"
     return f"{how}; manifest SHA-256 {event['manifest_sha256']}" if event else how
 
 
@@ -259,7 +266,7 @@ def _limits(model: ModelConfig, training: _Training | None, is_validated: bool) 
     if training:
         count = parameters(model)
         ratio = training.own_tokens / (count.total - count.positions)
-        yield f"Training sequences have {training.config.train.seq_len:,} tokens."
+        yield f"Training sequences have {training.settings['train']['seq_len']:,} tokens."
         yield f"There are {ratio:.2g} training tokens per parameter."
         if not is_validated:
             yield "No loss on held-out text was measured during training."

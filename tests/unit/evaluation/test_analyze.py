@@ -12,11 +12,12 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.analyze import main
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import AnalyzeConfig, TextConfig
 from tost_lm.evaluation.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
 from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
+from tost_lm.evaluation.sections import evaluation_sections
+from tost_lm.evaluation.settings import AnalyzeConfig, TextConfig
 
 BY_POSITION = ("concentration_by_position", "score_spread_by_position", "explained_within_stretches")
 
@@ -189,7 +190,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
     main(export, settings().model_copy(update={"heldout": TextConfig(shards=str(shards.folder))}))
     rates = results_of(export, "coding_rate@2")
     assert rates["steps"] == []
-    write_report(export)
+    write_report(export, evaluation_sections)
     report = (export / "report.md").read_text()
     assert report.startswith("# Model export\n")
     assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
@@ -199,7 +200,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
     own = results_of(run_folder, "coding_rate@2")
     assert rates["layers"] == own["layers"]
     with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
-        write_report(run_folder / "checkpoints" / "step_00000100")
+        write_report(run_folder / "checkpoints" / "step_00000100", evaluation_sections)
 
 
 def test_a_model_of_unlimited_length_uses_all_contexts(run_folder: Path, make_model, tokenizer, capsys):

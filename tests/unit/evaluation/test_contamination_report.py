@@ -11,10 +11,10 @@ from tost_lm.cli.eval.contamination import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import CheckpointError
-from tost_lm.evaluation import ContaminationConfig
 from tost_lm.evaluation.contamination import contamination
 from tost_lm.evaluation.report.page import to_html
 from tost_lm.evaluation.report.record import RunRecord
+from tost_lm.evaluation.settings import ContaminationConfig
 
 MARKUP = "a|<b>_c_"
 QUOTED = 5

@@ -13,19 +13,18 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.evaluation.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, CountedTask, cell_lengths, make_tasks
-from tost_lm.evaluation.retrieval.grid import Scorer, Scores, score_cell
-from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
-from tost_lm.evaluation.retrieval.tasks import Example, Task
-from tost_lm.evaluation.suite_config import (
+from tost_lm.evaluation.protocol_names import (
     CONTEXT_GAIN,
+    CONTEXT_TASKS,
     COPYING,
     MANY_SHOT_SEEN,
     MANY_SHOT_UNSEEN,
     PASSAGES,
-    TASKS,
-    ContextConfig,
-    ContextTasksConfig,
 )
+from tost_lm.evaluation.retrieval.grid import Scorer, Scores, score_cell
+from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
+from tost_lm.evaluation.retrieval.tasks import Example, Task
+from tost_lm.evaluation.suite_config import ContextConfig, ContextTasksConfig
 
 DOCUMENTS = [
     "".join(f"Book {book}, page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
@@ -76,7 +75,7 @@ def examples(task: Task, samples: int) -> list[tuple[Example, ...]]:
     return [task.example(length_of(task), None, sample) for sample in range(samples)]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", CONTEXT_TASKS)
 def test_lengths_are_exact_and_examples_repeat(tokenizer: Tokenizer, name: str):
     task, again, other = make(name, tokenizer), make(name, tokenizer), make(name, tokenizer, seed=1)
     length = length_of(task)

@@ -8,16 +8,17 @@ from pathlib import Path
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.eval.context import main
 from tost_lm.config import validate
-from tost_lm.evaluation.report import write_report
-from tost_lm.evaluation.suite_config import (
+from tost_lm.evaluation.protocol_names import (
     CONTEXT_GAIN,
+    CONTEXT_TASKS,
     COPYING,
     MANY_SHOT_SEEN,
     MANY_SHOT_UNSEEN,
     PASSAGES,
-    TASKS,
-    ContextConfig,
 )
+from tost_lm.evaluation.report import write_report
+from tost_lm.evaluation.sections import evaluation_sections
+from tost_lm.evaluation.suite_config import ContextConfig
 from tost_lm.markdown import escape
 
 
@@ -38,7 +39,7 @@ def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, ma
     config = validate(ContextConfig, {"context": {**tree, "haystack": run_folder / "book.txt"}}, "test")
     main(run_folder, config)
     printed = capsys.readouterr().out
-    for name in TASKS:
+    for name in CONTEXT_TASKS:
         results = json.loads((run_folder / "eval" / name / "results.json").read_text())
         files = sorted((run_folder / "eval" / name / "cells").iterdir())
         assert len(results["cells"]) == len(files) == (2 if "many_shot" in name else 1)
@@ -53,9 +54,9 @@ def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, ma
     main(run_folder, config)
     printed = capsys.readouterr().out
     assert f"{PASSAGES}: reusing 1 of 1 cells" in printed
-    assert printed.count("reusing ") == len(TASKS)
+    assert printed.count("reusing ") == len(CONTEXT_TASKS)
 
-    write_report(run_folder)
+    write_report(run_folder, evaluation_sections)
     text = (run_folder / "report.md").read_text()
     assert f"### {escape(MANY_SHOT_SEEN)} (chance 12%)" in text
     assert re.search(

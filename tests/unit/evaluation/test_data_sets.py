@@ -13,9 +13,10 @@ from shared_data import SHARED, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation import DataSetsConfig, data_sets
+from tost_lm.evaluation import data_sets
 from tost_lm.evaluation.data_sets import HUB_SETS, PUBLISHED_SHA256, find_set_file
 from tost_lm.evaluation.protocols import missing_word, perplexity
+from tost_lm.evaluation.settings import DataSetsConfig
 from tost_lm.files import sha256_bytes
 
 EVAL = SHARED / "eval"
@@ -103,7 +104,7 @@ def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.Monk
 def test_without_a_network_nothing_is_retried(tmp_path: Path):
     script = (
         "from tost_lm.evaluation.data_sets import find_set_file\n"
-        "from tost_lm.evaluation import DataSetsConfig\n"
+        "from tost_lm.evaluation.settings import DataSetsConfig\n"
         "find_set_file('ptb', DataSetsConfig())\n"
     )
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}

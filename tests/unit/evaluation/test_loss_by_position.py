@@ -14,11 +14,11 @@ from tost_lm.cli.eval.positions import main
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
-from tost_lm.evaluation import PositionsConfig
+from tost_lm.evaluation.positions import Lengths, by_position, mean_nats
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.evaluation.report.record import RunRecord
-from tost_lm.evaluation.text import Lengths, by_position, mean_nats
+from tost_lm.evaluation.settings import PositionsConfig
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED
 

@@ -11,11 +11,11 @@ import torch
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.errors import CheckpointError, DataError
-from tost_lm.evaluation import DataSetsConfig
 from tost_lm.evaluation.data_sets import find_set_file
 from tost_lm.evaluation.likelihood import Likelihoods
 from tost_lm.evaluation.protocols import READERS, Example, find_protocol
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.settings import DataSetsConfig
 from tost_lm.evaluation.subject import Subject
 from tost_lm.evaluation.zero_shot import score_protocol
 

@@ -15,13 +15,16 @@ from wandb_files import history
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.evaluation import NEEDLE, GenerateConfig, ScoreTextConfig
+from tost_lm.evaluation.inference_settings import GenerateConfig
+from tost_lm.evaluation.protocol_names import HELDOUT, NEEDLE, SAMPLE, TEXT
 from tost_lm.evaluation.report import write_report
 from tost_lm.evaluation.report.page import Page as ReportPage
 from tost_lm.evaluation.report.page import to_html, to_markdown
 from tost_lm.evaluation.report.record import RunRecord
 from tost_lm.evaluation.report.run import run_sections
-from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT, Subject
+from tost_lm.evaluation.sections import evaluation_sections
+from tost_lm.evaluation.settings import ScoreTextConfig
+from tost_lm.evaluation.subject import Subject
 from tost_lm.markdown import table
 
 NASTY = (
@@ -106,11 +109,11 @@ class Page(HTMLParser):
 def text_of(folder: Path) -> Page:
     """The page without drawing its figures."""
     run = RunRecord.read(folder)
-    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"))), {}, ""))
+    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"), evaluation_sections)), {}, ""))
 
 
 def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
-    write_report(evaluated)
+    write_report(evaluated, evaluation_sections)
     page = Page((evaluated / "report.html").read_text())
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
     assert len(sources) == 3
@@ -128,7 +131,9 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
 
 
 def test_cells_break_only_between_words(evaluated):
-    page = to_html(to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"))), {}, "")
+    page = to_html(
+        to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"), evaluation_sections)), {}, ""
+    )
     cells = re.findall(r"<(t[dh])(.*?)>(.*?)</t[dh]>", page)
     assert all(text for kind, _, text in cells if kind == "th")
     assert '<td style="text-align:right"><span>2.4525 ± 0.0123</span></td>' in page
@@ -199,7 +204,7 @@ def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
     add_task(
         run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
     )  # fmt: skip
-    write_report(run_folder)
+    write_report(run_folder, evaluation_sections)
     text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
     assert "task chance 1,024 tokens 2,048 tokens niah_single_1@own-words < 0.1% 87.5% (0.0%) 37.5% (12.5%) vt@" in text
     assert "vt@own-words < 0.1% – 60.0% (20.0%)" in text
@@ -278,7 +283,11 @@ def test_hashes_and_environment_are_listed(evaluated, shards):
 
 def test_reports_are_reproducible(run_folder):
     def written() -> dict[str, bytes]:
-        files = [write_report(run_folder), run_folder / "report.md", *sorted((run_folder / "eval/report").iterdir())]
+        files = [
+            write_report(run_folder, evaluation_sections),
+            run_folder / "report.md",
+            *sorted((run_folder / "eval/report").iterdir()),
+        ]
         return {file.name: file.read_bytes() for file in files}
 
     assert written() == written()
@@ -286,17 +295,17 @@ def test_reports_are_reproducible(run_folder):
 
 def test_other_folders_are_rejected(tmp_path, run_folder):
     with pytest.raises(ConfigError, match="not a run folder"):
-        write_report(tmp_path)
+        write_report(tmp_path, evaluation_sections)
     (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        write_report(run_folder)
+        write_report(run_folder, evaluation_sections)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
 def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}; run pip install '\.\[report\]'"):
-        write_report(run_folder)
+        write_report(run_folder, evaluation_sections)
 
 
 def test_few_documents_allow_no_conclusion(evaluated):
@@ -400,7 +409,7 @@ def test_a_long_generated_text_is_shortened(evaluated):
 
 def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_report(evaluated, to_wandb=True)
+    write_report(evaluated, evaluation_sections, to_wandb=True)
     [launch] = (evaluated / "eval/wandb").glob("offline-run-*")
     [file] = launch.glob("run-*.wandb")
     [row] = history(file)

@@ -12,12 +12,12 @@ import torch
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import NEEDLE, ReportConfig
+from tost_lm.evaluation.protocol_names import HELDOUT, MEMBERSHIPS, NEEDLE
 from tost_lm.evaluation.report import write_comparison
 from tost_lm.evaluation.report.comparison import comparison_sections
 from tost_lm.evaluation.report.page import Page, to_markdown
 from tost_lm.evaluation.report.record import Mean, compared_settings, group_runs, read_runs
-from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS
+from tost_lm.evaluation.report.settings import ReportConfig
 from tost_lm.model import TostLM
 from tost_lm.training import PretrainConfig
 

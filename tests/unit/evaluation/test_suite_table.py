@@ -12,9 +12,10 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli.main import module_of
 from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.evaluation import HeldoutConfig, TextConfig
+from tost_lm.evaluation.protocol_names import HELDOUT
 from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.subject import HELDOUT, Subject
+from tost_lm.evaluation.settings import HeldoutConfig, TextConfig
+from tost_lm.evaluation.subject import Subject
 from tost_lm.evaluation.suite import HEADER, check_steps, write_suite
 from tost_lm.evaluation.suite_config import PROGRAMS, Step, SuiteConfig, steps_of
 

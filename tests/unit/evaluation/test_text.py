@@ -10,8 +10,9 @@ import torch
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation import GenerateConfig, ScoreTextConfig
+from tost_lm.evaluation.inference_settings import GenerateConfig
 from tost_lm.evaluation.ranks import Ranks
+from tost_lm.evaluation.settings import ScoreTextConfig
 from tost_lm.evaluation.text import BLOCK_BYTES, Report, SavedPosition, TextFile, score_text
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED

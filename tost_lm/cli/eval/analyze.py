@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import AnalyzeConfig
+from tost_lm.evaluation.settings import AnalyzeConfig
 from tost_lm.markdown import with_error
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def main(path: Path, config: AnalyzeConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST, read_model_config
     from tost_lm.checkpointing.run_folder import step_folders
-    from tost_lm.evaluation.subject import (
+    from tost_lm.evaluation.protocol_names import (
         ABLATIONS,
         CODING_RATE,
         INFLUENCE,
@@ -40,8 +40,8 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         STREAM,
         SUBSPACES,
         TOKENS,
-        Subject,
     )
+    from tost_lm.evaluation.subject import Subject
     from tost_lm.files import sha256_file
 
     subject = Subject.find(path)

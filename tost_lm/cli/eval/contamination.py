@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import read_toml, run_program
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation import ContaminationConfig, protocol_of
+from tost_lm.evaluation.protocol_names import contamination_protocol
+from tost_lm.evaluation.settings import ContaminationConfig
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
@@ -50,7 +51,7 @@ def main(path: Path, config: ContaminationConfig) -> None:
         raise ConfigError(f"contamination.output {output}: exists already; give a new file")
     subject = Subject.find(path) if (path / "config.toml").is_file() else None
     if subject:
-        require_writable(subject.results_path(protocol_of(given[0])))
+        require_writable(subject.results_path(contamination_protocol(given[0])))
     opened = [Shards.open(folder) for folder in (training_folders(path) if subject else [path])]
     files = {name: find_set_file(name, config.sets) for name in given}
     texts = {name: list(READERS[name](file.path)) for name, file in files.items()}
@@ -128,7 +129,7 @@ def write_results(
             for shards, result in found
         ]
         results = {"file": str(file.path), "published_file": file.is_published, "folders": folders}
-        subject.write_results(protocol_of(name), identity, started, results)
+        subject.write_results(contamination_protocol(name), identity, started, results)
 
 
 def run() -> NoReturn:

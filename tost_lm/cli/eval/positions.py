@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation import POSITIONS, PositionsConfig
+from tost_lm.evaluation.protocol_names import POSITIONS
+from tost_lm.evaluation.settings import PositionsConfig
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 
 def main(path: Path, config: PositionsConfig) -> None:
     from tost_lm.checkpointing.format import read_model_config
+    from tost_lm.evaluation.positions import HeldoutText, by_position, measure
     from tost_lm.evaluation.ranks import joined_ranks
     from tost_lm.evaluation.subject import Subject
-    from tost_lm.evaluation.text import HeldoutText, by_position, measure
 
     started = time.monotonic()
     start_ranks("eval positions", ranks_of_launch(config.parallel.model_ranks, config.launch))

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation import RetrievalConfig
+from tost_lm.evaluation.settings import RetrievalConfig
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 

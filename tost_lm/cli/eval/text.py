@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation import ScoreTextConfig
+from tost_lm.evaluation.settings import ScoreTextConfig
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.progress import Progress
 
 
 def main(path: Path, config: ScoreTextConfig) -> None:
+    from tost_lm.evaluation.protocol_names import TEXT
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import TEXT, Subject
+    from tost_lm.evaluation.subject import Subject
 
     started = time.monotonic()
     launch = config.launch if config.launch.ranks or config.starts_sequence_ranks else None

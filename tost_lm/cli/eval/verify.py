@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.evaluation import VerifyConfig
+from tost_lm.evaluation.settings import VerifyConfig
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation import ZeroShotConfig
+from tost_lm.evaluation.settings import ZeroShotConfig
 from tost_lm.files import write_rows
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 def main(path: Path, config: ZeroShotConfig) -> None:
     from tost_lm.evaluation.data_sets import find_set_file
     from tost_lm.evaluation.hugging_face import find_subject
+    from tost_lm.evaluation.protocol_names import HELDOUT
     from tost_lm.evaluation.protocols import find_protocol
     from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import HELDOUT
     from tost_lm.evaluation.zero_shot import score_protocol
 
     names = list(dict.fromkeys(config.zero_shot.protocols))
@@ -70,7 +70,7 @@ def score_heldout(
     ranks: "Ranks", subject: "Subject", config: ZeroShotConfig, load: "Callable[[], LanguageModel]"
 ) -> Callable[[], None] | None:
     """Score the held-out documents. Returns a function that trains the baselines and writes; None: results exist."""
-    from tost_lm.evaluation.subject import HELDOUT
+    from tost_lm.evaluation.protocol_names import HELDOUT
 
     started = time.monotonic()
     shards = subject.open_shards(config.heldout.shards)

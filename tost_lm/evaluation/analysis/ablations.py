@@ -28,9 +28,9 @@ from tost_lm.evaluation.analysis.layers import (
     tssa_mixers,
 )
 from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.protocol_names import ABLATIONS
 from tost_lm.evaluation.report.page import DARK, Chart, Page, new_figure
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import ABLATIONS
 from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer

@@ -26,6 +26,7 @@ from tost_lm.checkpointing.reading import load
 from tost_lm.errors import CheckpointError
 from tost_lm.evaluation.analysis.layers import LayerTile, project, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.protocol_names import CODING_RATE
 from tost_lm.evaluation.report.page import (
     CONTRAST,
     DARK,
@@ -37,7 +38,6 @@ from tost_lm.evaluation.report.page import (
     number_ticks,
 )
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import CODING_RATE
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.model import TostLM
 from tost_lm.model.positions import position_ends

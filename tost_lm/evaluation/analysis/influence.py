@@ -13,6 +13,7 @@ from torch import Tensor
 from tost_lm.errors import DataError
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.protocol_names import INFLUENCE
 from tost_lm.evaluation.report.page import (
     Chart,
     Page,
@@ -25,7 +26,6 @@ from tost_lm.evaluation.report.page import (
     position_axis,
 )
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import INFLUENCE
 from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.evaluation.analysis.layers import HeldoutText, LayerTile, observe_layers, run_in_tiles, tssa_mixers
+from tost_lm.evaluation.protocol_names import MEMBERSHIPS
 from tost_lm.evaluation.report.comparison import CONCENTRATION
 from tost_lm.evaluation.report.page import Chart, Page, layers_chart
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import MEMBERSHIPS
 from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.positions import position_ends

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tost_lm.evaluation.analysis.layers import run_in_tiles, standard_error
 from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.protocol_names import SLOTS
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import SLOTS
 from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM
 from tost_lm.model.positions import position_ends

@@ -16,6 +16,7 @@ from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis, concentration
 from tost_lm.evaluation.analysis.tokens import visible
+from tost_lm.evaluation.protocol_names import STREAM
 from tost_lm.evaluation.report.page import (
     LIGHTEST,
     SHAPES,
@@ -28,7 +29,6 @@ from tost_lm.evaluation.report.page import (
     shade,
 )
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import STREAM
 from tost_lm.markdown import table
 from tost_lm.model import TostLM
 

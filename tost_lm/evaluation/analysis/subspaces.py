@@ -15,9 +15,9 @@ from torch import Tensor
 from tost_lm.evaluation.analysis.coding_rate import orthonormal
 from tost_lm.evaluation.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.evaluation.analysis.memberships import Analysis
+from tost_lm.evaluation.protocol_names import SUBSPACES
 from tost_lm.evaluation.report.page import Chart, Page, new_panels, number_ticks, select_layers
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import SUBSPACES
 from tost_lm.markdown import table
 from tost_lm.model import TostLM
 from tost_lm.model.tssa import TssaMixer

@@ -25,6 +25,7 @@ from tost_lm.evaluation.analysis.memberships import (
     ByPosition,
     explained_fraction,
 )
+from tost_lm.evaluation.protocol_names import TOKENS
 from tost_lm.evaluation.report.page import (
     CONTRAST,
     DARK,
@@ -38,7 +39,6 @@ from tost_lm.evaluation.report.page import (
     select_layers,
 )
 from tost_lm.evaluation.report.protocols import analysis_section
-from tost_lm.evaluation.subject import TOKENS
 from tost_lm.files import write_atomically
 from tost_lm.markdown import table, with_error
 from tost_lm.model import TostLM

@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tost_lm.errors import ConfigError, install_hint
 
+if TYPE_CHECKING:
+    from tost_lm.evaluation.report.run import EvaluationSections
 
-def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
+
+def write_report(folder: Path, evaluations: "EvaluationSections", *, to_wandb: bool = False) -> Path:
     """Write report.md and report.html into a run folder or model folder, and the figures into its eval/report/.
 
-    `to_wandb` also logs the figures to wandb, below eval/. Returns the path of report.html.
+    `evaluations` yields the sections of its evaluations. `to_wandb` also logs the figures to wandb, below eval/.
+    Returns the path of report.html.
 
     Raises:
         ConfigError: `folder` is neither, or a package is not installed; or as `log_to_wandb`.
@@ -24,12 +29,12 @@ def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
     if is_export(folder):
         name = folder.resolve().name
         page = Page(f"Model {name}", figures="eval/report")
-        written = page.write(folder, export_sections(EvaluatedModel(folder), page))
+        written = page.write(folder, export_sections(EvaluatedModel(folder), page, evaluations))
     else:
         run = RunRecord.read(folder)
         name = run.config["run"]["name"]
         page = Page(f"Run {name}", figures="eval/report")
-        written = page.write(folder, run_sections(run, page))
+        written = page.write(folder, run_sections(run, page, evaluations))
     if to_wandb:
         log_to_wandb(name, folder / "eval", page.charts)
     return written

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import validate
-from tost_lm.evaluation import NEEDLE, TASKS
+from tost_lm.evaluation.protocol_names import HELDOUT, MEMBERSHIPS, NEEDLE, RETRIEVAL_TASKS, TEXT
 from tost_lm.evaluation.report.page import Page, column
 from tost_lm.evaluation.report.record import (
     Curve,
@@ -24,7 +24,6 @@ from tost_lm.evaluation.report.record import (
 )
 from tost_lm.evaluation.report.retrieval import mean_score
 from tost_lm.evaluation.report.retrieval import of_groups as retrieval_of_groups
-from tost_lm.evaluation.subject import HELDOUT, MEMBERSHIPS, TEXT
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
@@ -33,7 +32,7 @@ CONCENTRATION = (
     "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "
     "and 1 where one head has the whole token."
 )
-PROTOCOLS = (HELDOUT, *TASKS, MEMBERSHIPS, TEXT)
+PROTOCOLS = (HELDOUT, *RETRIEVAL_TASKS, MEMBERSHIPS, TEXT)
 
 
 class Score(NamedTuple):

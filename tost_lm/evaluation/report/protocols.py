@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from tost_lm.checkpointing.format import read_model_config
-from tost_lm.evaluation import POSITIONS
-from tost_lm.evaluation.data_sets import describe_published
+from tost_lm.evaluation.protocol_names import HELDOUT, POSITIONS, SAMPLE, TEXT
 from tost_lm.evaluation.report.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.evaluation.report.record import EvaluatedModel
-from tost_lm.evaluation.subject import HELDOUT, SAMPLE, TEXT
+from tost_lm.evaluation.subject import describe_published
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, fenced, format_result, table
 from tost_lm.redaction import redact_text

@@ -18,6 +18,7 @@ import numpy as np
 from tost_lm.checkpointing.format import MANIFEST, StoredTensors
 from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
+from tost_lm.evaluation.protocol_names import HELDOUT
 from tost_lm.evaluation.report.page import (
     POSITION,
     Chart,
@@ -28,7 +29,7 @@ from tost_lm.evaluation.report.page import (
     position_axis,
     step_axis,
 )
-from tost_lm.evaluation.subject import HELDOUT, Subject, results_path
+from tost_lm.evaluation.subject import Subject, results_path
 from tost_lm.files import read_rows
 from tost_lm.redaction import redact_text
 

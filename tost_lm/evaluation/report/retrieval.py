@@ -7,15 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.evaluation import NEEDLE, OWN_WORDS, TASKS
+from tost_lm.evaluation.protocol_names import (
+    CONTEXT_FACTS,
+    CONTEXT_GAIN,
+    CONTEXT_TASKS,
+    COPYING,
+    NEEDLE,
+    OWN_WORDS,
+    RETRIEVAL_TASKS,
+)
 from tost_lm.evaluation.report.page import Chart, Page, new_figure, new_panels, position_axis, tabular
 from tost_lm.evaluation.report.protocols import checkpoint_line, missing_line
 from tost_lm.evaluation.report.record import EvaluatedModel, Group, Mean
-from tost_lm.evaluation.suite_config import CONTEXT_GAIN, COPYING, FACTS
-from tost_lm.evaluation.suite_config import TASKS as CONTEXT_TASKS
 from tost_lm.markdown import escape, format_chance, table, with_error
 
-HEADLINES = dict.fromkeys(TASKS, "found_share") | {NEEDLE: "choice_accuracy"}
+HEADLINES = dict.fromkeys(RETRIEVAL_TASKS, "found_share") | {NEEDLE: "choice_accuracy"}
 """The headline score of each task."""
 
 
@@ -78,10 +84,10 @@ def tasks(run: EvaluatedModel, page: Page) -> str:
 def of_groups(groups: Sequence[Group]) -> str:
     """Every task and length with a column for each group; empty unless several runs have results."""
     runs = [run for group in groups for run in group.runs]
-    if sum(any(run.results(name) for name in TASKS) for run in runs) < 2:
+    if sum(any(run.results(name) for name in RETRIEVAL_TASKS) for run in runs) < 2:
         return ""
     rows = []
-    for name in TASKS:
+    for name in RETRIEVAL_TASKS:
         results = [group.results(name) for group in groups]
         chances = [result["chance"] for found in results for result in found]
         lengths = sorted({cell["length"] for found in results for result in found for cell in result["cells"]})
@@ -282,7 +288,7 @@ def gain_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
 
 
 def _table(name: str, cells: list[dict[str, Any]]) -> str:
-    facts = [key for key in FACTS if key in cells[0]]
+    facts = [key for key in CONTEXT_FACTS if key in cells[0]]
     scores = [key for key in SHOWN[name] if key in cells[0]]
     gains = [key for key in cells[0] if key.startswith("gain_over_") and not key.endswith("_error")]
 

@@ -1,26 +1,27 @@
 """Sections of the report of one run or model folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
 from tost_lm.errors import DataError
-from tost_lm.evaluation.contamination import contamination
-from tost_lm.evaluation.report import protocols, retrieval, training
+from tost_lm.evaluation.protocol_names import HELDOUT
+from tost_lm.evaluation.report import training
 from tost_lm.evaluation.report.page import Page
 from tost_lm.evaluation.report.record import EvaluatedModel, RunRecord
-from tost_lm.evaluation.report.retrieval import context
-from tost_lm.evaluation.subject import ANALYSES, HELDOUT
 from tost_lm.files import sha256_file
 from tost_lm.markdown import escape, table
 from tost_lm.model import ModelConfig
 from tost_lm.redaction import redact_text
 
+EvaluationSections: TypeAlias = Callable[[EvaluatedModel, Page], Iterator[str]]
+"""The sections of the evaluations of a checkpoint."""
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
 
-def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
+def run_sections(run: RunRecord, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
     """All sections; a section without data is empty."""
     yield f"# {escape(page.title)}"
     yield overview(run)
@@ -35,44 +36,11 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     yield files(run, page)
 
 
-def export_sections(export: EvaluatedModel, page: Page) -> Iterator[str]:
+def export_sections(export: EvaluatedModel, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
     """Evaluations and files of a model folder."""
     yield f"# {escape(page.title)}"
     yield from evaluations(export, page)
     yield files(export, page)
-
-
-def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
-    """Evaluations of the checkpoint."""
-    yield protocols.heldout(run)
-    yield protocols.zero_shot(run)
-    yield contamination(run)
-    yield retrieval.needle(run, page)
-    yield retrieval.tasks(run, page)
-    yield context(run, page)
-    yield from analyses(run, page)
-    yield protocols.length_extrapolation(run, page)
-    yield protocols.text(run)
-    yield protocols.sample(run)
-
-
-def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
-    """Results of `tost eval analyze`. Without any, torch is not imported."""
-    if not any(run.results(protocol) for protocol in ANALYSES):
-        return
-    from tost_lm.evaluation.analysis import (
-        ablations,
-        coding_rate,
-        influence,
-        memberships,
-        slots,
-        stream,
-        subspaces,
-        tokens,
-    )
-
-    for analysis in (memberships, tokens, coding_rate, subspaces, stream, influence, ablations, slots):
-        yield analysis.section(run, page)
 
 
 def overview(run: RunRecord) -> str:

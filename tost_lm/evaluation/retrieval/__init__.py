@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation import NEEDLE, QUESTIONS, VARIABLE_TRACKING, WORD_LISTS, RetrievalConfig
+from tost_lm.evaluation.protocol_names import NEEDLE, QUESTIONS, VARIABLE_TRACKING, WORD_LISTS
 from tost_lm.evaluation.retrieval.haystacks import Text
 from tost_lm.evaluation.retrieval.needles import NeedleTask, NiahTask, Questions, VariableTracking
 from tost_lm.evaluation.retrieval.tasks import Task
 from tost_lm.evaluation.retrieval.word_lists import CommonWords, FrequentWords
+from tost_lm.evaluation.settings import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 
 

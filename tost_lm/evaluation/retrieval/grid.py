@@ -32,10 +32,10 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.evaluation.generation import LanguageModel, ModelFacts, continuations, greedy
+from tost_lm.evaluation.protocol_names import CONTEXT_FACTS
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval.tasks import Example, StoredExamples, Task, stored_examples
 from tost_lm.evaluation.subject import Subject
-from tost_lm.evaluation.suite_config import FACTS
 from tost_lm.files import write_atomically
 from tost_lm.markdown import format_chance, with_error
 from tost_lm.model import LMOutput
@@ -361,7 +361,7 @@ def describe(cells: Sequence[dict[str, Any]]) -> str:
     first = cells[0]
     key = next(key for key in ACCURACIES if key in first)
     means = over_cells(cells, (key, f"control_{key}"))
-    words = [f"length {first['length']:>9,}", *(f"{name} {first[name]:,}" for name in FACTS if name in first)]
+    words = [f"length {first['length']:>9,}", *(f"{name} {first[name]:,}" for name in CONTEXT_FACTS if name in first)]
     words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
     words.append(f"control {means[f'control_{key}']:.1%}")
     if key == "token_accuracy":

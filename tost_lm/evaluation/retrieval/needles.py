@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation import NEEDLE, QUESTIONS
+from tost_lm.evaluation.protocol_names import NEEDLE, QUESTIONS
 from tost_lm.evaluation.retrieval.haystacks import (
     LONGEST_KEY,
     PAIRS,

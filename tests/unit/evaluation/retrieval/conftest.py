@@ -7,10 +7,11 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.protocol_names import NEEDLE
 from tost_lm.evaluation.retrieval import make_tasks
 from tost_lm.evaluation.retrieval.haystacks import Text
 from tost_lm.evaluation.retrieval.tasks import Task
+from tost_lm.evaluation.settings import RetrievalConfig
 
 LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
 

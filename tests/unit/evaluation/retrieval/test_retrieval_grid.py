@@ -12,12 +12,13 @@ import pytest
 import xxhash
 
 from tost_lm.config import validate
-from tost_lm.evaluation import NEEDLE, RetrievalConfig
+from tost_lm.evaluation.protocol_names import NEEDLE
 from tost_lm.evaluation.ranks import Ranks
 from tost_lm.evaluation.retrieval import find_text, make_tasks
 from tost_lm.evaluation.retrieval.grid import Cell, Grid, Scores, identity_of
 from tost_lm.evaluation.retrieval.needles import NeedleTask
 from tost_lm.evaluation.retrieval.tasks import Example
+from tost_lm.evaluation.settings import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 
 LENGTHS = [160, 200]

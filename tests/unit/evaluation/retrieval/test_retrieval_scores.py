@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation import NEEDLE, TASKS
+from tost_lm.evaluation.protocol_names import NEEDLE, RETRIEVAL_TASKS
 from tost_lm.evaluation.retrieval import grid
 from tost_lm.evaluation.retrieval.grid import Scorer, Scores, model_scorer, score_cell
 from tost_lm.evaluation.retrieval.haystacks import PAIRS, listed
@@ -79,7 +79,7 @@ def guesser(seed: int) -> Scorer:
     return score
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     task = make_task(name)
     scores, rows = score_cell(task, tokenizer, copier(tokenizer), pairs(task, long_enough(task), task.depths[0], 5))
@@ -91,7 +91,7 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name != NEEDLE])
+@pytest.mark.parametrize("name", [name for name in RETRIEVAL_TASKS if name != NEEDLE])
 def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
     task, other = make_task(name), make_task(name, seed=1)
 

@@ -14,20 +14,20 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.evaluation import (
+from tost_lm.evaluation.protocol_names import (
     NEEDLE,
     OWN_WORDS,
     QUESTIONS,
-    TASKS,
+    RETRIEVAL_TASKS,
     VARIABLE_TRACKING,
     WORD_LISTS,
-    RetrievalConfig,
 )
 from tost_lm.evaluation.retrieval import find_text
 from tost_lm.evaluation.retrieval.grid import lengths_of
 from tost_lm.evaluation.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
 from tost_lm.evaluation.retrieval.needles import FORMS
 from tost_lm.evaluation.retrieval.tasks import Example, Task
+from tost_lm.evaluation.settings import RetrievalConfig
 from tost_lm.evaluation.subject import Subject
 
 SAMPLES = 3
@@ -72,7 +72,7 @@ def secrets(text: str) -> list[tuple[str, str]]:
     return re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
     task = make_task(name, tokenizer=either)
     for length in (shortest(task), 1500):
@@ -83,7 +83,7 @@ def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
                 assert example.prompt.dtype == np.int64
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
     task = make_task(name, tokenizer=either)
     for example, control in examples(task, max(1500, shortest(task))):
@@ -215,7 +215,7 @@ def test_several_needles_are_distributed_over_the_text(make_task, tokenizer):
     assert np.histogram(places, bins=4, range=(0, 1))[0].min() >= 8
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_examples_repeat_and_depend_on_the_seed(make_task, name):
     first, again, other = (list(examples(make_task(name, seed=seed), 1500)) for seed in (3, 3, 4))
     for one, same, unlike in zip(first, again, other, strict=True):
@@ -225,7 +225,7 @@ def test_examples_repeat_and_depend_on_the_seed(make_task, name):
         assert not np.array_equal(one[0].prompt, unlike[0].prompt)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_an_example_does_not_depend_on_others(make_task, name):
     task, alone = make_task(name, depths=(0.25, 0.5)), make_task(name, depths=(0.5,))
     *_, (last, _) = [pair for length in (1500, 1200) for pair in examples(task, length)]
@@ -264,7 +264,7 @@ def test_default_lengths_are_those_that_fit(make_task):
     assert lengths_of([300], 3, task, Facts(128, None)) == [300]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_impossible_lengths_are_rejected(make_task, name):
     task = make_task(name)
     limit = max(1500, shortest(task))
