@@ -14,7 +14,7 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation.protocol_names import (
+from tost_lm.inference.protocol_names import (
     CONTEXT_GAIN,
     CONTEXT_TASKS,
     COPYING,

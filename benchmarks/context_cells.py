@@ -10,17 +10,17 @@ import torch
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.evaluation.context import CountedTask, ManyShot, make_tasks
-from tost_lm.evaluation.protocol_names import COPYING, MANY_SHOT_SEEN, PASSAGES
-from tost_lm.evaluation.recall import draw_model
-from tost_lm.evaluation.retrieval.grid import model_scorer, score_cell
-from tost_lm.evaluation.retrieval.haystacks import NOISE, Text
-from tost_lm.evaluation.retrieval.tasks import Example, Task
-from tost_lm.evaluation.suite_config import ContextConfig
+from tost_lm.eval.context import CountedTask, ManyShot, make_tasks
+from tost_lm.eval.recall import draw_model
+from tost_lm.eval.retrieval.grid import model_scorer, score_cell
+from tost_lm.eval.retrieval.haystacks import NOISE, Text
+from tost_lm.eval.retrieval.tasks import Example, Task
+from tost_lm.eval.suite_settings import ContextConfig
+from tost_lm.inference.protocol_names import COPYING, MANY_SHOT_SEEN, PASSAGES
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim import OptimConfig, learning_rate
 from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.settings import OptimConfig, learning_rate
 
 SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8
 PERIOD = 30

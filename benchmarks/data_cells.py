@@ -12,9 +12,8 @@ import numpy as np
 import xxhash
 
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
-from tost_lm.data.build import build_shards
 from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shard_format import FORMAT, HASH_BLOCK_BYTES, MANIFEST, block_hashes, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
@@ -27,6 +26,7 @@ from tost_lm.data.tokenizers import (
 )
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.data_prep.build import build_shards
 from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
-from tost_lm.parallel import ParallelConfig
+from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.zero import build_engine, own_state
-from tost_lm.training.tiled import TiledLM
+from tost_lm.pretrain.tiled import TiledLM
 
 DOCUMENT_TOKENS = 1128
 """Mean tokens of a document of OpenWebText: 9.04e9 in 8.01e6 documents."""

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.evaluation.settings import DataSetsConfig
+from tost_lm.eval.settings import DataSetsConfig
 
 OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
 PRODUCTS = "products alone"
@@ -62,9 +62,9 @@ class EvaluationBenchmarkConfig(Section):
 
 
 def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
-    from tost_lm.evaluation.data_sets import find_set_file
-    from tost_lm.evaluation.protocols.missing_word import passages
-    from tost_lm.evaluation.protocols.perplexity import pages
+    from tost_lm.eval.data_sets import find_set_file
+    from tost_lm.eval.protocols.missing_word import passages
+    from tost_lm.eval.protocols.perplexity import pages
 
     bench = config.bench
     cells = []

@@ -12,11 +12,11 @@ from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS
 from benchmarks.measure import interleaved_seconds
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.evaluation.generation import LanguageModel
-from tost_lm.evaluation.likelihood import BATCH_TOKENS, Request, score_requests
-from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.protocols.missing_word import passages
-from tost_lm.evaluation.protocols.perplexity import detokenized_wikitext, pages
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.eval.protocols.missing_word import passages
+from tost_lm.eval.protocols.perplexity import detokenized_wikitext, pages
+from tost_lm.inference.generation import LanguageModel
+from tost_lm.inference.likelihood import BATCH_TOKENS, Request, score_requests
 from tost_lm.model import ModelConfig, TostLM
 
 VOCAB_SIZE = 50304
@@ -49,7 +49,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-    from tost_lm.evaluation.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
+    from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
 
     torch.manual_seed(0)
     positions = shape["max_positions"]

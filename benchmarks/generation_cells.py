@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.measure import call_seconds, held_bytes
 from tost_lm.config import validate
-from tost_lm.evaluation.generation import continuations, greedy, state_bytes
+from tost_lm.inference.generation import continuations, greedy, state_bytes
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL

@@ -35,9 +35,9 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.config import PRESETS
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.optim import OptimConfig
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import tile
+from tost_lm.optim.settings import OptimConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 
 Cells = Iterator[dict[str, Any]]
 LAYER_SCALES = [1e-5, 1e-4, 1e-3, 1e-2]

@@ -11,9 +11,9 @@ from benchmarks.measure import call_seconds, peak_bytes
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model.config import ModelConfig
-from tost_lm.optim import OptimConfig
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import tile
+from tost_lm.optim.settings import OptimConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 
 
 def one_step(device: str, model: dict[str, Any], tokens: int, tile_tokens: int | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pydantic import Field, PositiveInt
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
-from tost_lm.training.plan_config import RESULTS, results_file
+from tost_lm.pretrain.plan.settings import RESULTS, results_file
 from tost_lm.version import VERSION
 
 CHECKOUT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ class DeviceConfig(Section):
 
     def resolved_device(self) -> str:
         """cuda or cpu. Raises ConfigError when there is no CUDA device."""
-        from tost_lm.evaluation.subject import pick_device
+        from tost_lm.inference.subject import pick_device
 
         if self.device == "cuda" and pick_device() != "cuda":
             raise ConfigError("bench.device = cuda: no CUDA device is available; set auto or cpu")

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
 from benchmarks.model import DECODING, TRAINING
 from tost_lm.config import validate
-from tost_lm.evaluation.generation import state_bytes
+from tost_lm.inference.generation import state_bytes
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.softmax import KeyValueState
 from tost_lm.model.streaming import TILE_TOKENS, prefill

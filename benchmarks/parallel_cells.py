@@ -13,16 +13,16 @@ from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
-from tost_lm.parallel import ParallelConfig
+from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.zero import build_engine
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import TiledLM, tile
 from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import TiledLM, tile
 
 LIMIT_S = 600
 TOGETHER, ALONE = "together", "alone"

@@ -16,10 +16,10 @@ from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.model.softmax import SoftmaxMixer
-from tost_lm.optim import OptimConfig, learning_rate
+from tost_lm.optim.settings import OptimConfig, learning_rate
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import assert_as_accurate
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import tile
 
 CORPUS_BYTES = 4_000_000
 BLOCKS = 50

@@ -28,14 +28,15 @@ from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop
-from tost_lm.training import PretrainConfig, hooks, loop
-from tost_lm.training.start import find_start_point
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import TiledLM, tile
+from tost_lm.pretrain import hooks, loop
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.start import find_start_point
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import TiledLM, tile
 
 SAVE_EVERY = 3
 CLOSE_SECONDS = 480.0
@@ -214,6 +215,6 @@ def _make_shards(folder: Path) -> None:
     settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
     settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_fraction=0.05"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    for program in ("tost_lm.cli.prepare.tokenizer", "tost_lm.cli.prepare.shards"):
+    for program in ("tost_lm.data_prep.commands.tokenizer", "tost_lm.data_prep.commands.shards"):
         command = [sys.executable, "-m", program, *settings]
         subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)

@@ -25,8 +25,8 @@ the same command again to resume.
 
 `tost` alone lists the commands. On one node, `tost train`, `tost preflight` and most evaluation commands start their
 ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` starts
-`parallel.tensor × parallel.sequence` ranks. Under torchrun, start their modules: `-m tost_lm.cli.train`,
-`-m tost_lm.cli.eval.zero_shot` and so on.
+`parallel.tensor × parallel.sequence` ranks. Under torchrun, start their modules: `-m tost_lm.pretrain.commands.train`,
+`-m tost_lm.eval.commands.zero_shot` and so on.
 """
 
 

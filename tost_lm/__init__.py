@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from tost_lm.version import VERSION
 
 if TYPE_CHECKING:
+    from tost_lm.extra.vision.interop import load_vision as load_vision
     from tost_lm.interop.load import load as load
     from tost_lm.interop.load import load_tokenizer as load_tokenizer
-    from tost_lm.interop.vision import load_vision as load_vision
 
 __version__ = VERSION
 __all__ = ["__version__", "load", "load_tokenizer", "load_vision"]
@@ -20,7 +20,7 @@ def __getattr__(name: str):
 
         return getattr(loading, name)
     if name == "load_vision":
-        from tost_lm.interop.vision import load_vision
+        from tost_lm.extra.vision.interop import load_vision
 
         return load_vision
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ from benchmarks.forms.sweep import Result, Run, startable
 from benchmarks.forms.tables import tables
 from tost_lm.config import Section, run_program
 from tost_lm.files import write_atomically
-from tost_lm.training.plan_config import RESULTS
+from tost_lm.pretrain.plan.settings import RESULTS
 
 FOLDER = RESULTS / "forms"
 T, BATCH, WIDTH = 512, 2, 128
@@ -110,7 +110,7 @@ def _text(run: Run, folder: Path) -> dict[str, Any]:
     from benchmarks.forms.lm import FormLM
     from benchmarks.forms.training import train
     from tost_lm.data.shards import Shards
-    from tost_lm.optim import OptimConfig
+    from tost_lm.optim.settings import OptimConfig
 
     shards = folder / "shards-1024"
     forms = forms_of(run["name"], len(run["forms"]))
@@ -128,7 +128,7 @@ def _recall(run: Run, folder: Path) -> dict[str, Any]:
     from benchmarks.forms.catalog import forms_of
     from benchmarks.forms.lm import FormLM
     from benchmarks.forms.training import train
-    from tost_lm.optim import OptimConfig
+    from tost_lm.optim.settings import OptimConfig
 
     mqar, forms = recall.settings(run["pairs"]), forms_of(run["name"], recall.LAYERS, run["state"])
     model = FormLM(forms, recall.WIDTH, mqar.vocab_size)

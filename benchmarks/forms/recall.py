@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.forms.lm import FormLM
-from tost_lm.evaluation import recall
-from tost_lm.evaluation.recall_config import MqarConfig
+from tost_lm.eval import recall
+from tost_lm.eval.recall_settings import MqarConfig
 
 BATCH = 32
 STEPS = 1500
@@ -44,5 +44,5 @@ def is_learned(model: FormLM, config: MqarConfig) -> bool:
 
 
 def measure(model: FormLM, config: MqarConfig) -> dict[str, Any]:
-    """Accuracy and nats of `tost_lm.evaluation.recall.evaluate`."""
+    """Accuracy and nats of `tost_lm.eval.recall.evaluate`."""
     return recall.evaluate(model, config, BATCH)  # pyright: ignore[reportArgumentType]

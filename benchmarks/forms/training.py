@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.forms.lm import FormLM
 from tost_lm.errors import TrainingError
-from tost_lm.optim import OptimConfig, learning_rate
 from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.settings import OptimConfig, learning_rate
 
 SAVE_EVERY_S = 600.0
 

@@ -10,7 +10,7 @@
 # MASTER_PORT      free port of node 0; default 29500
 # INTERFACE        network interface to the other nodes, as `ip link` names it; default: NCCL searches for one, and gloo
 #                  uses the interface of the node's own name, which may be the loopback
-# PROGRAM          module that runs on each rank; default tost_lm.cli.train
+# PROGRAM          module that runs on each rank; default tost_lm.pretrain.commands.train
 # OMP_NUM_THREADS  CPU threads per rank; default: the node's cores divided by its ranks
 #
 # The exit code is torchrun's, or 75 after a graceful stop: run the same command to resume.
@@ -57,7 +57,7 @@ export STOPPED_FILE
 [[ -w "${STOPPED_FILE%/*}" ]] || fail "TMPDIR=${STOPPED_FILE%/*}: not a folder that can be written; set TMPDIR to one"
 
 torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-tost_lm.cli.train}" "$@" &
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-tost_lm.pretrain.commands.train}" "$@" &
 torchrun=$!
 for name in TERM INT HUP USR1; do
   trap "kill -$name $torchrun 2> /dev/null || true" "$name"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from launches import train
 
-from tost_lm.cli.prepare.shards import main as build_shards
-from tost_lm.cli.prepare.tokenizer import main as train_tokenizer
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
+from tost_lm.data.settings import DataPrepConfig
+from tost_lm.data_prep.commands.shards import main as build_shards
+from tost_lm.data_prep.commands.tokenizer import main as train_tokenizer
 
 os.environ["WANDB_MODE"] = "disabled"
 

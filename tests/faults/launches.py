@@ -21,7 +21,7 @@ import psutil
 from tost_lm.testing.ranks import PRELOADED
 
 HANG_S = 240.0
-PRELOADED.extend(["launches", "tost_lm.cli.train", "tost_lm.training.loop", "tost_lm.data.loader"])
+PRELOADED.extend(["launches", "tost_lm.pretrain.commands.train", "tost_lm.pretrain.loop", "tost_lm.data.loader"])
 
 
 class Launch:
@@ -145,9 +145,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from tost_lm.cli.train import run
     from tost_lm.config import load_config
-    from tost_lm.training import PretrainConfig
+    from tost_lm.pretrain.commands.train import run
+    from tost_lm.pretrain.settings import PretrainConfig
 
     torch.set_num_threads(1)
     inject(rank)

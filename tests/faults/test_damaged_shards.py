@@ -19,7 +19,7 @@ from tost_lm.data.shard_format import block_hashes
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
 from tost_lm.files import manifest_bytes
-from tost_lm.training import PretrainConfig
+from tost_lm.pretrain.settings import PretrainConfig
 
 RecordFault = Callable[[str, int, str], None]
 FIX = "rebuild the shards with tost prepare shards"

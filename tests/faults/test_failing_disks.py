@@ -10,11 +10,11 @@ from launches import Launch, launch, train
 from test_stopped_runs import assert_same_run, saved_steps
 
 from tost_lm.checkpointing.run_folder import find_checkpoint
-from tost_lm.cli.eval import zero_shot
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.settings import ZeroShotConfig
+from tost_lm.eval.commands import zero_shot
+from tost_lm.eval.settings import ZeroShotConfig
+from tost_lm.inference.ranks import Ranks
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]

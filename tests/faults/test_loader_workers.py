@@ -15,10 +15,10 @@ from launches import Launch, launch, train
 from test_lost_processes import worker_of
 from test_stopped_runs import curve, saved_steps
 
-from tost_lm.cli import preflight
 from tost_lm.config import load_config
 from tost_lm.data.loader import Batch, TrainingBatches
-from tost_lm.training import PretrainConfig
+from tost_lm.pretrain.commands import preflight
+from tost_lm.pretrain.settings import PretrainConfig
 
 RecordFault = Callable[[str, int, str], None]
 CLONE_NEWNS = 0x20000

@@ -25,7 +25,7 @@ def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with (folder / "stderr").open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "tost_lm.cli.train", "run.toml", *words],
+            [sys.executable, *torchrun, "-m", "tost_lm.pretrain.commands.train", "run.toml", *words],
             cwd=folder,
             env=environment,
             stdout=subprocess.DEVNULL,

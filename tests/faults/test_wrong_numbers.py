@@ -14,8 +14,8 @@ from test_stopped_runs import curve, saved_steps
 
 from tost_lm.files import read_rows
 from tost_lm.parallel import zero
-from tost_lm.training import loop
-from tost_lm.training.hooks import Validation
+from tost_lm.pretrain import loop
+from tost_lm.pretrain.hooks import Validation
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]

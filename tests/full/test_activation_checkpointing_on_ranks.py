@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from training_on_layouts import Record, build_engine, train_on_layout, train_steps
 
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 FULL = {"activation_checkpointing": "full"}

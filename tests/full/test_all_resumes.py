@@ -10,7 +10,8 @@ from test_zero import Curve, assert_resumed_to_the_bit
 from torch import Tensor
 from training_on_layouts import build_engine, restore, train_steps
 
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 

@@ -13,10 +13,10 @@ from forked import CHECKOUT, ENVIRONMENT
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
-from tost_lm.data.build import build_shards
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.data_prep.build import build_shards
 from tost_lm.model import ModelConfig, TostLM
 
 SHAPE = {"layers": 4, "heads": 6, "width": 192, "positions": "none", "denom_bias": "head", "layer_scale": 0.5}
@@ -57,7 +57,7 @@ def test_memory_grows_by_less_than_one_activation_per_position(pytestconfig: pyt
         config = validate(ModelConfig, {**SHAPE, "vocab_size": tokenizer.vocab_size, "max_positions": tokens}, "test")
         write_checkpoint(tmp_path / str(tokens), config, TostLM(config).state_dict(), tokenizer)
         settings = [f"heldout.shards={tmp_path / 'shards'}", "memberships.sequences=2"]
-        peaks[tokens] = peak_mb("-m", "tost_lm.cli.eval.analyze", tmp_path / str(tokens), *settings)
+        peaks[tokens] = peak_mb("-m", "tost_lm.eval.commands.analyze", tmp_path / str(tokens), *settings)
         assert (tmp_path / str(tokens) / "eval/ablations@2/results.json").is_file()
     print(peaks)
     # One activation of the model's width takes 768 bytes per position, one of its MLP 3,072.

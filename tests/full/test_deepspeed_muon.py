@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from training_on_layouts import BATCH, build_model, global_batch, micro_batch_size, train_steps
 
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.mesh import build_mesh, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 LR, GRAD_CLIP = 1e-3, 0.5  # as of train_steps with "muon"

@@ -8,9 +8,9 @@ from memory_of_training import settings_of, train_measured
 from test_plan_on_ranks import by_kind
 
 from tost_lm.config import validate
+from tost_lm.pretrain.plan.memory import peak_moment
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import peak_moment
 
 
 @pytest.mark.timeout(900)

@@ -17,13 +17,13 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.subject import Subject
-from tost_lm.evaluation.text import TextFile, score_text
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.subject import Subject
+from tost_lm.inference.text import TextFile, score_text
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import build_mesh, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 SHORT, LONG = 1 << 16, 1 << 21

@@ -8,9 +8,9 @@ from other_forms import OTHER_FORMS
 from test_plan_on_ranks import assert_as_planned
 
 from tost_lm.config import validate
+from tost_lm.pretrain.plan.memory import peak_moment
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training import PretrainConfig
-from tost_lm.training.plan_memory import peak_moment
 
 SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matrices of bfloat16 hundreds of times slower
 LONG = {"layers": 8, "vocab_size": 512, "micro_batch": 2, "tokens": 2048}

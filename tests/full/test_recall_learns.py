@@ -1,8 +1,8 @@
 """Softmax attention learns MQAR, from guessing among the values to nearly all queries."""
 
 from tost_lm.config import validate
-from tost_lm.evaluation.recall import draw_model, evaluate, train
-from tost_lm.evaluation.recall_config import RecallConfig
+from tost_lm.eval.recall import draw_model, evaluate, train
+from tost_lm.eval.recall_settings import RecallConfig
 
 
 def test_attention_learns_which_value_belongs_to_a_key():

@@ -10,10 +10,10 @@ from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.evaluation.protocol_names import RETRIEVAL_TASKS
-from tost_lm.evaluation.retrieval import make_tasks
-from tost_lm.evaluation.retrieval.haystacks import Text
-from tost_lm.evaluation.settings import RetrievalConfig
+from tost_lm.eval.retrieval import make_tasks
+from tost_lm.eval.retrieval.haystacks import Text
+from tost_lm.eval.settings import RetrievalConfig
+from tost_lm.inference.protocol_names import RETRIEVAL_TASKS
 
 LENGTH = 2_097_152
 

@@ -11,9 +11,9 @@ from tost_lm.checkpointing.writer import assign_writers
 from tost_lm.config import validate
 from tost_lm.interop.authors import MOMENTS
 from tost_lm.model.lm import parameter_shapes
+from tost_lm.pretrain.plan.memory import weights_and_optimizer
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training import PretrainConfig
-from tost_lm.training.plan_memory import weights_and_optimizer
 
 RANKS, SHARDS = 2, 3
 SHAPE = {"width": 2048, "layers": 4, "heads": 16, "vocab_size": 50304, "tokens": 64, "pattern": "TS"}

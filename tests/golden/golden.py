@@ -36,7 +36,7 @@ from other_forms import OTHER_FORMS  # noqa: E402
 from programs import run  # noqa: E402
 from training_on_layouts import build_engine, train_in_one_process, train_steps  # noqa: E402
 
-from tost_lm.parallel import ParallelConfig  # noqa: E402
+from tost_lm.parallel.settings import ParallelConfig  # noqa: E402
 from tost_lm.testing import run_on_ranks  # noqa: E402
 
 FROZEN, RESULTS = HERE / "frozen", HERE / "results"

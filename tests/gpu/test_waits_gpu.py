@@ -11,8 +11,8 @@ from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.mesh import stop_world
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import tile, tiled_loss
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile, tiled_loss
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

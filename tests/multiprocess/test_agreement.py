@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.optim import OptimConfig
+from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.agreement import all_gather_object, name_ranks, require_agreement, settings_as_facts
 from tost_lm.testing import run_on_ranks
 

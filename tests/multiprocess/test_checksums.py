@@ -12,9 +12,10 @@ from training_on_layouts import build_engine, restore, train_steps
 
 from tost_lm.config import validate
 from tost_lm.errors import CorruptionError
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import name_ranks
 from tost_lm.parallel.checksums import Checksums, bit_sum
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 HOST = socket.gethostname()

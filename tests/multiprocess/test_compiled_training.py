@@ -12,9 +12,9 @@ from training_on_layouts import Record, train_on_layout
 
 from tost_lm.config import validate
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.step import train_step
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.step import train_step
 
 OPTIMIZER, GRAD_CLIP = "adamw", 0.5
 FULL = {"activation_checkpointing": "full"}

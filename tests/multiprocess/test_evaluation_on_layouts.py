@@ -8,17 +8,17 @@ from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
-from tost_lm.evaluation.generation import LanguageModel, Sampling, generate
-from tost_lm.evaluation.likelihood import score_documents
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.retrieval.grid import Scores, model_scorer
-from tost_lm.evaluation.retrieval.tasks import Example
+from tost_lm.eval.retrieval.grid import Scores, model_scorer
+from tost_lm.eval.retrieval.tasks import Example
+from tost_lm.inference.generation import LanguageModel, Sampling, generate
+from tost_lm.inference.likelihood import score_documents
+from tost_lm.inference.ranks import Ranks
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_tiles, prefill
 from tost_lm.ops import cross_entropy
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 
 MODELS: list[dict[str, Any]] = [

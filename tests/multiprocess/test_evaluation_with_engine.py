@@ -11,16 +11,17 @@ from training_on_layouts import BATCH, LR, T, build_model, build_optimizer, micr
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.evaluation.protocols import Row
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.zero_shot import ProtocolsInTraining, score_rows
+from tost_lm.eval.protocols import Row
+from tost_lm.eval.zero_shot import ProtocolsInTraining, score_rows
+from tost_lm.inference.ranks import Ranks
 from tost_lm.model.transforms import apply_activation_checkpointing
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.mesh import build_mesh, start_world
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import tile
 
 PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
 PROTOCOL = "wikitext2@hf-stride13"

@@ -14,10 +14,10 @@ from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceSplit
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, all_reduce, build_mesh, keep_received, start_world
 from tost_lm.parallel.rank_weights import slice_of
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 
 MIXES = [(1, 4), (2, 2)]  # each axis in groups of 2 and of 4, alone and with the other; tests/full has more

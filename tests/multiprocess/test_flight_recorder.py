@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from tost_lm import parallel
 from tost_lm.errors import LostRankError
-from tost_lm.parallel import Timeouts
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.testing import run_on_ranks
 from tost_lm.torch_internals import dump_flight_record, enable_flight_recorder
@@ -49,7 +49,7 @@ def rank_1_dies_and_the_others_hang() -> None:
 
 
 def watched(fault: Callable[[], None], folder: Path) -> None:
-    parallel.DUMP_S = 100.0  # of a test machine, however slow it is
+    timeouts.DUMP_S = 100.0  # of a test machine, however slow it is
     enable_flight_recorder(folder / "flight_recorder")
     heartbeat = Heartbeat(folder / "heartbeats", dist.get_rank())
     try:
@@ -111,7 +111,7 @@ def leave_the_process_group(*_: bool) -> bytes:
 def dump_with(dump: Callable[..., bytes], folder: Path) -> None:
     _distributed_c10d._dump_fr_trace = dump  # pyright: ignore[reportAttributeAccessIssue]
     enable_flight_recorder(folder / "flight_recorder")
-    dump_flight_record(parallel.DUMP_S, parallel.GIL_S)
+    dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
     os._exit(2)
 
 

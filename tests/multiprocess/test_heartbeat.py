@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tost_lm import parallel
 from tost_lm.errors import LostRankError
-from tost_lm.parallel import Timeouts
+from tost_lm.parallel import timeouts
 from tost_lm.parallel.mesh import start_world
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import Heartbeat, read_heartbeats, watch_ranks
 from tost_lm.testing import run_on_ranks
 
@@ -233,7 +233,7 @@ def test_sigterm_without_a_lost_rank_calls_on_terminate(handler_before: bool, ra
 
 
 def get_sigterm_after_a_rank_died(notes: Path) -> None:
-    parallel.EXIT_S = 100.0  # only SIGTERM ends the ranks
+    timeouts.EXIT_S = 100.0  # only SIGTERM ends the ranks
     try:
         with watch_ranks(on_terminate=(notes / f"{dist.get_rank()}.terminated").touch):
             all_meet()

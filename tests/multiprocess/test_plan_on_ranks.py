@@ -9,11 +9,12 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
-from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.plan import activations as plan_activations
+from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan.memory import peak_moment
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing import run_on_ranks
-from tost_lm.training import plan, plan_activations
-from tost_lm.training.plan_config import PlanConfig
-from tost_lm.training.plan_memory import peak_moment
 
 RANKS = 2
 SMALL: dict[str, Any] = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}

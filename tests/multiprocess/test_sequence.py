@@ -10,9 +10,9 @@ from torch import Tensor
 from tost_lm.ops import TssaState, causal_tssa
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.phases import UniformMemberships
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce, build_mesh, start_world
 from tost_lm.parallel.sequence import RankShard
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.tensor import SoftmaxOverRanks
 from tost_lm.testing import assert_as_accurate, run_on_ranks
 

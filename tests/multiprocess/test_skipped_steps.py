@@ -11,11 +11,12 @@ from training_on_layouts import LR, T, build_engine, micro_batches
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.parallel import zero
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.hooks import SpikeGuard
+from tost_lm.pretrain.step import Outcome, train_step
+from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.hooks import SpikeGuard
-from tost_lm.training.step import Outcome, train_step
-from tost_lm.training.tiled import tile
 
 FAULTS = ["loss", "gradient", "spike"]
 

@@ -12,11 +12,11 @@ from training_on_layouts import Record, T, build_engine, build_model, train_on_l
 
 from tost_lm.config import validate
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.mesh import all_reduce
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.tiled import TiledLM, tile
 from tost_lm.testing import Traffic, assert_close, run_on_ranks
-from tost_lm.training.tiled import TiledLM, tile
 
 WINDOW = 7
 MODELS: list[dict[str, Any]] = [

@@ -11,9 +11,9 @@ from all_to_alls import by_all_to_alls
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.testing.ranks import Sent
 

@@ -20,10 +20,10 @@ from training_on_layouts import BATCH, VOCAB, T, build_engine
 
 from tost_lm.data.loader import Batch
 from tost_lm.data.prefetch import micro_batches
-from tost_lm.parallel import ParallelConfig
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import Tiling, tile
 from tost_lm.testing import run_on_ranks
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import Tiling, tile
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 COPIES_TO_HOST = {"tolist", "numpy", "cpu"}

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tost_lm import parallel
 from tost_lm.errors import LostRankError, TostError
+from tost_lm.parallel import timeouts
 from tost_lm.parallel.graceful_stop import GracefulStop
 from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.testing import run_on_ranks
@@ -92,7 +92,7 @@ def rank_1_is_terminated() -> None:
 
 
 def rank_1_stops() -> None:
-    parallel.ANSWER_S = 3.0
+    timeouts.ANSWER_S = 3.0
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -108,7 +108,7 @@ def rank_1_is_slow() -> None:
 
 def watched(fault: Callable[[], None], notes: Path) -> None:
     """Call `fault` inside watch_ranks and write its LostRankError to a file."""
-    parallel.EXIT_S = 100.0  # of a test machine, however slow it is
+    timeouts.EXIT_S = 100.0  # of a test machine, however slow it is
     try:
         with watch_ranks():
             all_meet()
@@ -163,7 +163,7 @@ def test_a_rank_that_exits_is_named(fault: Callable[[], None], reason: str, tmp_
 
 
 def rank_1_fails_later_with_the_error_of_rank_0(printed_here: bool | None) -> bool | None:
-    parallel.EXIT_S = 100.0
+    timeouts.EXIT_S = 100.0
     error = TostError("the disk is full")
     error.printed_here = printed_here
 

@@ -8,7 +8,9 @@ from training_on_layouts import build_engine, build_model, restore, train_steps
 
 from tost_lm import sizes
 from tost_lm.config import validate
-from tost_lm.parallel import ParallelConfig, Timeouts, zero
+from tost_lm.parallel import zero
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.testing import run_on_ranks
 
 Curve = list[tuple[float, float]]

@@ -13,15 +13,16 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceSplit
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import MuonWithAdamW, parameter_groups
-from tost_lm.parallel import ParallelConfig, zero
+from tost_lm.optim.settings import OptimConfig
+from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.rank_weights import local_slice, slice_of
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import Tile, TiledLM, Tiling, tile
 from tost_lm.testing import assert_as_accurate
-from tost_lm.training.step import train_step
-from tost_lm.training.tiled import Tile, TiledLM, Tiling, tile
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
 LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.05}

@@ -4,7 +4,7 @@ A comment before a block, which no reader sees, may give words to append to the 
 or mark it as one that takes minutes:
 
     <!-- tested with: train.steps=4 -->
-    <!-- tested with: tost_lm.cli.train: train.steps=4 tost_lm.cli.eval.retrieval: retrieval.samples=1 -->
+    <!-- tested with: tost_lm.pretrain.commands.train: train.steps=4 benchmarks.operator: operator.rounds=1 -->
     <!-- tested in full with: train.steps=4 -->
 """
 
@@ -23,11 +23,11 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from shared_data import GPT2_BPE, MISSING
 
-from tost_lm.cli.main import ALL, module_of
+from tost_lm.cli.main import MODULES
 from tost_lm.config import Section
-from tost_lm.data import DataPrepConfig
-from tost_lm.evaluation.recall_config import RecallConfig
-from tost_lm.training import PretrainConfig
+from tost_lm.data.settings import DataPrepConfig
+from tost_lm.eval.recall_settings import RecallConfig
+from tost_lm.pretrain.settings import PretrainConfig
 
 UNTESTED = {"text", "mermaid"}
 LANGUAGES = {"bash", "python", "toml", *UNTESTED}
@@ -192,12 +192,12 @@ def program_of(words: list[str]) -> tuple[str, list[str]]:
             return rest[0], rest[1:]
         if re.match(r"configs/cluster/(launch\.sh|train\.sbatch)$", word):
             assert (CHECKOUT / word).exists()
-            return "tost_lm.cli.train", rest
+            return "tost_lm.pretrain.commands.train", rest
         if word == "tost":
-            length = next((count for count in (1, 2) if " ".join(rest[:count]) in ALL), 0)
+            length = next((count for count in (1, 2) if " ".join(rest[:count]) in MODULES), 0)
             listing = not rest or rest[0].startswith("-") or rest in (["prepare"], ["eval"])
             assert length or listing, f"no such command: {shlex.join(words)}"
-            return (module_of(" ".join(rest[:length])), rest[length:]) if length else ("", [])
+            return (MODULES[" ".join(rest[:length])], rest[length:]) if length else ("", [])
     return "", []
 
 
@@ -209,10 +209,10 @@ def check_command(words: list[str]) -> None:
     if program in ("", "PROGRAM"):
         return
     assert importlib.util.find_spec(program), f"no such program: {program}"
-    if program.split(".")[0] not in ("tost_lm", "data_prep", "pretrain", "eval", "benchmarks"):
+    if program.split(".")[0] not in ("tost_lm", "benchmarks"):
         return
     placeholders = re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest))
-    if not rest or placeholders or program in ("tost_lm.cli.lm_eval", "tost_lm.cli.recipes"):
+    if not rest or placeholders or program in ("tost_lm.eval.commands.lm_eval", "tost_lm.pretrain.commands.recipes"):
         return  # a command with placeholders, or a program with other options
     code, _, errors = Forked(program, *rest, "--dry-run", cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"

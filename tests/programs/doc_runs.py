@@ -105,7 +105,7 @@ class Checkout:
             "model.layers=1", "train.steps=1", "train.global_batch_size=1", "train.micro_batch_size=1",
             "train.seq_len=1024", "validation.sequences=1",
         ]  # fmt: skip
-        code, _, errors = Forked("tost_lm.cli.train", *words, cwd=self.folder).finish()
+        code, _, errors = Forked("tost_lm.pretrain.commands.train", *words, cwd=self.folder).finish()
         assert code == 0, errors
         (self.folder / "runs/long").symlink_to("base")
 

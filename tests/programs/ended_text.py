@@ -3,9 +3,9 @@
 import math
 import os
 
-from tost_lm.cli.eval import text
-from tost_lm.evaluation import text as text_module
-from tost_lm.evaluation.text import Position, SavedPosition
+from tost_lm.eval.commands import text
+from tost_lm.inference import text as text_module
+from tost_lm.inference.text import Position, SavedPosition
 
 write_if_due = SavedPosition.write_if_due
 

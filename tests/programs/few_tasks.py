@@ -8,4 +8,4 @@ from lm_eval.tasks import TaskManager
 if __name__ == "__main__":
     without = functools.partialmethod(TaskManager.__init__, include_defaults=False)
     TaskManager.__init__ = without  # pyright: ignore[reportAttributeAccessIssue]
-    runpy.run_module("tost_lm.cli.lm_eval", run_name="__main__", alter_sys=True)
+    runpy.run_module("tost_lm.eval.commands.lm_eval", run_name="__main__", alter_sys=True)

@@ -54,14 +54,14 @@ def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two ranks on one host."""
     folder = tmp_path_factory.mktemp("one_host")
     (folder / "out").symlink_to(prepared / "out")
-    run("tost_lm.cli.train", prepared / "run.toml", cwd=folder, ranks=2)
+    run("tost_lm.pretrain.commands.train", prepared / "run.toml", cwd=folder, ranks=2)
     return folder
 
 
 def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(workplace: Path, one_host: Path):
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
     master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
-    program = ["--no_local_rank", "--module", "tost_lm.cli.train", "run.toml"]  # as in docs/cluster.md
+    program = ["--no_local_rank", "--module", "tost_lm.pretrain.commands.train", "run.toml"]  # as in docs/cluster.md
     launched = subprocess.run(
         ["deepspeed", *nodes, *master, *program], cwd=workplace, env=ACTIVATED, capture_output=True, text=True
     )
@@ -98,7 +98,10 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
     while "step 3/" not in (workplace / "output").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     processes = psutil.Process(launched.pid).children(recursive=True)
-    assert sum("tost_lm.cli.train" in process.cmdline() for process in processes if process.is_running()) >= 2
+    assert (
+        sum("tost_lm.pretrain.commands.train" in process.cmdline() for process in processes if process.is_running())
+        >= 2
+    )
     launched.terminate()
     assert launched.wait(timeout=60) == 75, (workplace / "output").read_text()
     assert not psutil.wait_procs(processes, timeout=10)[1]

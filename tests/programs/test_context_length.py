@@ -63,8 +63,8 @@ def test_analyses_read_sequences_of_it(longer: Path):
 def test_harness_export_and_card_have_it(longer: Path):
     from transformers import AutoConfig
 
+    from tost_lm.eval.lm_eval import HarnessModel
     from tost_lm.interop.hf import export
-    from tost_lm.interop.lm_eval import HarnessModel
 
     assert HarnessModel(pretrained=str(longer / "runs/longer")).max_length == TRAINED
     export(longer / "runs/longer", longer / "export")

@@ -44,6 +44,6 @@ def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
 def test_a_rank_needs_less_than_4_gb(tmp_path: Path):
     (tmp_path / "data").symlink_to(CHECKOUT / "data")
     settings = [str(CHECKOUT / "configs/pretrain/demo.toml"), "run.stop_at_step=3"]
-    train = [sys.executable, "-m", "tost_lm.cli.train", *settings]
+    train = [sys.executable, "-m", "tost_lm.pretrain.commands.train", *settings]
     subprocess.run(train, cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9

@@ -18,7 +18,7 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.evaluation.generation import generate_text
+from tost_lm.inference.generation import generate_text
 from tost_lm.model import ModelConfig, TostLM
 
 PROGRAM = "tost generate"

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import pytest
 from forked import CHECKOUT, ENVIRONMENT
 
-from tost_lm.cli.main import ALL
+from tost_lm.cli.main import MODULES
 
-FOLDERS = {"data_prep": "tost prepare", "pretrain": "tost", "eval": "tost eval"}
+GROUPS = ("tost", "tost prepare", "tost eval")
 BENCHMARKS = [
     f"python -m benchmarks.{path.stem}"
     for path in sorted((CHECKOUT / "benchmarks").glob("*.py"))
     if "run_program(" in path.read_text()
 ]
 OWN_ARGUMENTS = ("lm-eval", "recipes")  # no settings
-COMMANDS = [*(f"tost {command}" for command in ALL if command not in OWN_ARGUMENTS), *BENCHMARKS]
+COMMANDS = [*(f"tost {command}" for command in MODULES if command not in OWN_ARGUMENTS), *BENCHMARKS]
 PATHS = {
     "tost prepare tokenizer": ["configs/data/embedded.toml"],
     "tost prepare shards": ["configs/data/embedded.toml"],
@@ -74,9 +74,8 @@ def mistake(command: str) -> str:
 def answers() -> dict[str, Answer]:
     """The answers by command line, from one process, since most of their time would be its start."""
     lines = [f"{command} --help" for command in [*COMMANDS, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
-    lines += [f"{group} --help" for group in FOLDERS.values()]
+    lines += [f"{group} --help" for group in GROUPS]
     lines += map(mistake, COMMANDS)
-    lines += [f"python -m {folder} --help" for folder in FOLDERS]  # last: they import the module that tost runs
     modules = [
         ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
     ]
@@ -111,10 +110,3 @@ def test_the_help_of_commands_without_settings_imports_nothing_heavy(
     answer = answers[f"tost {command} --help"]
     assert (answer.code, answer.imported, answer.err) == (0, [], "")
     assert usage in answer.out
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_of_programs_runs_its_commands(folder: str, answers: dict[str, Answer]):
-    answer = answers[f"python -m {folder} --help"]
-    assert answer.code == 0
-    assert answer == answers[f"{FOLDERS[folder]} --help"]

@@ -1,12 +1,15 @@
 """The command `tost`: its lists of commands, mistakes, and a program that it starts."""
 
+import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from forked import CHECKOUT, Forked
 
-from tost_lm.cli.main import ALL, SYNONYMS, source_of
+from tost_lm.cli.main import MODULES, SYNONYMS, source_of
 from tost_lm.version import VERSION
 
 OWN_ARGUMENTS = ("lm-eval", "recipes")  # no settings
@@ -22,16 +25,16 @@ def test_alone_it_lists_every_command_with_its_purpose():
     assert (code, errors) == (0, "")
     assert (code, listed, errors) == tost("--help") == tost("-h")
     lines = [line for line in listed.splitlines() if line.startswith("  ")]
-    assert len(lines) == len(ALL) == len(set(ALL))
-    for command in ALL:
+    assert len(lines) == len(MODULES)
+    for command in MODULES:
         assert [line for line in lines if line.startswith(f"  tost {command}  ")], command
     assert "  tost train               Pre-train a language model.\n" in listed
 
 
 def test_every_module_of_a_command_is_listed():
-    folder = source_of("train").parent
-    programs = {path for path in folder.rglob("*.py") if "run_program(" in path.read_text()}
-    assert programs == {source_of(command) for command in ALL}
+    package = source_of("train").parents[2]
+    programs = {path for path in package.rglob("*.py") if re.search(r"^    run_program\(", path.read_text(), re.M)}
+    assert programs == {source_of(command) for command in MODULES}
 
 
 @pytest.mark.parametrize("group", ["prepare", "eval"])
@@ -40,7 +43,17 @@ def test_a_group_lists_its_commands(group: str):
     assert (code, errors) == (0, "")
     assert (code, listed, errors) == tost(group, "--help")
     names = [line.split()[1:3] for line in listed.splitlines()]
-    assert [" ".join(name) for name in names] == [command for command in ALL if command.startswith(f"{group} ")]
+    assert [" ".join(name) for name in names] == [command for command in MODULES if command.startswith(f"{group} ")]
+
+
+@pytest.mark.parametrize(("link", "command"), [("data_prep", "prepare"), ("pretrain", "train"), ("eval", "eval")])
+def test_a_link_at_the_top_of_the_checkout_is_no_second_package(link: str, command: str):
+    line = f"{link} is a link to tost_lm.{link}; import tost_lm.{link}, or run `tost {command}`"
+    assert (CHECKOUT / link).resolve() == CHECKOUT / "tost_lm" / link
+    for words in (["-m", link], ["-c", f"import {link}.settings"]):
+        done = subprocess.run([sys.executable, *words], cwd=CHECKOUT, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert line in done.stderr.splitlines()[-1]
 
 
 def test_the_version():
@@ -69,7 +82,7 @@ def test_an_unknown_command_is_one_line(words: str, error: str):
 
 def test_what_is_answered_by_meaning_can_be_typed(tmp_path: Path):
     """Each answer is a command with settings that it has, and no word is that of a command."""
-    words = {word for command in ALL for word in (command, command.split()[-1])}
+    words = {word for command in MODULES for word in (command, command.split()[-1])}
     assert words.isdisjoint(SYNONYMS)
     for answer in set(SYNONYMS.values()):
         for line in answer.split(", or "):

@@ -14,8 +14,8 @@ import tost_lm
 from tost_lm.config import load_config
 from tost_lm.files import read_rows
 from tost_lm.model.flops import parameters
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
-from tost_lm.training import PretrainConfig
 
 
 def metrics(workplace: Path, name: str) -> list[dict]:
@@ -225,7 +225,11 @@ def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workpla
 def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     done = subprocess.run(
-        [*launch, "-m", "tost_lm.cli.train", "run.toml"], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True
+        [*launch, "-m", "tost_lm.pretrain.commands.train", "run.toml"],
+        cwd=workplace,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

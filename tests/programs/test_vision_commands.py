@@ -124,7 +124,7 @@ def test_transforms_are_those_of_the_released_recipe():
     import torch
     from PIL import Image
 
-    from tost_lm.vision.images import augmentation, preprocessing
+    from tost_lm.extra.vision.images import augmentation, preprocessing
 
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)

@@ -37,18 +37,18 @@ ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPA
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
-    "tost_lm.interop.lm_eval": {"lm_eval"},
+    "tost_lm.eval.lm_eval": {"lm_eval"},
     "tost_lm.ops.cross_entropy_triton": {"triton"},
     "tost_lm.ops.numba_phases": {"numba"},
     "tost_lm.ops.slots.triton": {"triton"},
     "tost_lm.ops.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
-    "tost_lm.training.execute": {"psutil"},
+    "tost_lm.pretrain.plan.execute": {"psutil"},
     "tost_lm.parallel.graceful_stop": {"psutil"},
-    "tost_lm.training.hooks": {"psutil"},
-    "tost_lm.training.loop": {"psutil"},
-    "tost_lm.training.step": {"psutil"},
+    "tost_lm.pretrain.hooks": {"psutil"},
+    "tost_lm.pretrain.loop": {"psutil"},
+    "tost_lm.pretrain.step": {"psutil"},
 }
 """Prefixes of modules that cannot be imported without a package of an extra."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
@@ -71,7 +71,7 @@ command.load()()
 SCORE = """
 import sys
 import numpy, torch, tost_lm
-from tost_lm.evaluation.likelihood import Request, score_requests
+from tost_lm.inference.likelihood import Request, score_requests
 model = tost_lm.load(sys.argv[1])
 ids = numpy.array([1, *tost_lm.load_tokenizer(sys.argv[1]).encode("These are the lines of a page.")])
 nats = score_requests(model, [Request(ids[:3], ids[3:9]), Request(ids[:1], ids[1:])]).nats
@@ -84,8 +84,8 @@ import json
 from pathlib import Path
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import TostError
-from tost_lm.evaluation.hugging_face import find_subject
-from tost_lm.evaluation.report import write_report
+from tost_lm.inference.hugging_face import find_subject
+from tost_lm.report import write_report
 errors = []
 for call in (
     lambda: find_subject(Path("hub:someone/model")),
@@ -208,7 +208,11 @@ def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
     assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
     assert {name for name in files if not name.startswith(about)} == built.sources
     assert all(files[name] == (CHECKOUT / name).read_bytes() for name in built.sources)
-    assert {"tost_lm/cli/main.py", "tost_lm/cli/train.py", "tost_lm/recipes/pretrain/demo.toml"} <= files.keys()
+    assert {
+        "tost_lm/cli/main.py",
+        "tost_lm/pretrain/commands/train.py",
+        "tost_lm/recipes/pretrain/demo.toml",
+    } <= files.keys()
     assert files[f"{about}licenses/LICENSE"] == (CHECKOUT / "LICENSE").read_bytes()
 
 

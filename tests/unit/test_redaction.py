@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tost_lm.config import Section
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import MARK, is_secret, redact_command, redact_text, redact_tree
-from tost_lm.training import PretrainConfig
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkpoint
+from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.errors import CheckpointError
 
 CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"

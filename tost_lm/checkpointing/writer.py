@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import (
     CARD,
     PROGRESS,
@@ -37,11 +36,13 @@ from tost_lm.checkpointing.format import (
     write_tensors,
 )
 from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_disk_space_for_run, step_folder
+from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.parallel import Timeouts, zero
+from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import NoMessageError, ThreadMessages
+from tost_lm.parallel.timeouts import Timeouts
 
 RESUME = "run the same command to resume from the newest complete checkpoint"
 SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured

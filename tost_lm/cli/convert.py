@@ -63,12 +63,12 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
+    from tost_lm.extra.vision.interop import released_weights
     from tost_lm.interop.authors import AuthorsModel, from_authors
+    from tost_lm.interop.card import model_card
     from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
     from tost_lm.interop.load import read_foreign, read_tokenizer_folder
     from tost_lm.interop.torch_file import read_torch_file
-    from tost_lm.interop.vision import released_weights
-    from tost_lm.training.card import model_card
 
     stored = read_torch_file(source) if source.is_file() else None
     if (of_vision := released_weights(stored)) is not None:
@@ -127,7 +127,7 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
 
 def _vision_to_ours(source: Path, found: dict[str, Any], conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CONVERSION, write_checkpoint
-    from tost_lm.interop.vision import from_released
+    from tost_lm.extra.vision.interop import from_released
 
     if conversion.tokenizer:
         raise ConfigError(f"convert.tokenizer {conversion.tokenizer}: {source} is an image classifier; leave it out")
@@ -154,9 +154,9 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import SETTINGS, StoredTensors, is_classifier, read_model_config
     from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
     from tost_lm.data.tokenizers import find_tokenizer
+    from tost_lm.extra.vision.interop import to_released
     from tost_lm.interop.authors import to_authors, write_authors
-    from tost_lm.interop.vision import to_released
-    from tost_lm.optim import OptimConfig
+    from tost_lm.optim.settings import OptimConfig
 
     checkpoint = find_checkpoint(source)
     weights = StoredTensors(checkpoint, "model")

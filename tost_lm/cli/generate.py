@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.evaluation.inference_settings import GenerateConfig
+from tost_lm.inference.settings import GenerateConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for the report
 
 
 def main(path: Path, config: GenerateConfig) -> None:
-    from tost_lm.evaluation.protocol_names import SAMPLE
-    from tost_lm.evaluation.ranks import joined_ranks
-    from tost_lm.evaluation.subject import Subject
+    from tost_lm.inference.protocol_names import SAMPLE
+    from tost_lm.inference.ranks import joined_ranks
+    from tost_lm.inference.subject import Subject
 
     started = time.monotonic()
     sample = config.sample
@@ -35,8 +35,8 @@ def main(path: Path, config: GenerateConfig) -> None:
     with joined_ranks(config.parallel) as ranks:
         subject = Subject.find(path)
 
-        from tost_lm.evaluation.generation import Continuation, Sampling, print_stream, print_text, state_bytes
-        from tost_lm.evaluation.text import TextFile, ids_of
+        from tost_lm.inference.generation import Continuation, Sampling, print_stream, print_text, state_bytes
+        from tost_lm.inference.text import TextFile, ids_of
 
         file = TextFile.check(sample.prompt_file, "sample.prompt_file") if sample.prompt_file else None
         identity = subject.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -10,26 +11,46 @@ from typing import NoReturn
 from tost_lm.version import VERSION
 
 COMMANDS = {
-    "Data preparation": ["prepare tokenizer", "prepare shards", "prepare inspect"],
-    "Training": ["recipes", "plan", "preflight", "train", "extend"],
-    "Evaluation": [
-        "eval zero-shot",
-        "eval retrieval",
-        "eval context",
-        "eval positions",
-        "eval text",
-        "eval recall",
-        "eval lra",
-        "eval analyze",
-        "eval suite",
-        "eval compare",
-        "eval verify",
-        "eval contamination",
-        "report",
-    ],
-    "Image classifiers": ["vision train", "vision eval", "vision analyze"],
-    "Generation and other formats": ["generate", "convert", "lm-eval"],
+    "Data preparation": {
+        "prepare tokenizer": "tost_lm.data_prep.commands.tokenizer",
+        "prepare shards": "tost_lm.data_prep.commands.shards",
+        "prepare inspect": "tost_lm.data_prep.commands.inspect",
+    },
+    "Training": {
+        "recipes": "tost_lm.pretrain.commands.recipes",
+        "plan": "tost_lm.pretrain.commands.plan",
+        "preflight": "tost_lm.pretrain.commands.preflight",
+        "train": "tost_lm.pretrain.commands.train",
+        "extend": "tost_lm.pretrain.commands.extend",
+    },
+    "Evaluation": {
+        "eval zero-shot": "tost_lm.eval.commands.zero_shot",
+        "eval retrieval": "tost_lm.eval.commands.retrieval",
+        "eval context": "tost_lm.eval.commands.context",
+        "eval positions": "tost_lm.eval.commands.positions",
+        "eval text": "tost_lm.eval.commands.text",
+        "eval recall": "tost_lm.eval.commands.recall",
+        "eval lra": "tost_lm.extra.lra.command",
+        "eval analyze": "tost_lm.eval.commands.analyze",
+        "eval suite": "tost_lm.eval.commands.suite",
+        "eval compare": "tost_lm.eval.commands.compare",
+        "eval verify": "tost_lm.eval.commands.verify",
+        "eval contamination": "tost_lm.eval.commands.contamination",
+        "report": "tost_lm.eval.commands.report",
+    },
+    "Image classifiers": {
+        "vision train": "tost_lm.extra.vision.commands.train",
+        "vision eval": "tost_lm.extra.vision.commands.eval",
+        "vision analyze": "tost_lm.extra.vision.commands.analyze",
+    },
+    "Generation and other formats": {
+        "generate": "tost_lm.cli.generate",
+        "convert": "tost_lm.cli.convert",
+        "lm-eval": "tost_lm.eval.commands.lm_eval",
+    },
 }
+"""The module of each command."""
+MODULES = {command: module for group in COMMANDS.values() for command, module in group.items()}
 _ZERO_SHOT, _RETRIEVAL = "tost eval zero-shot RUN", "tost eval retrieval RUN"
 _LM_EVAL = "tost lm-eval run --model tost_lm --model_args pretrained=RUN --tasks"
 _HUGGING_FACE = """python -c 'import tost_lm.interop.hf as hf; hf.export("RUN", "FOLDER")'"""
@@ -51,13 +72,12 @@ SYNONYMS = {
     **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
 }
 """Commands to type, by words for them that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""
-ALL = [command for commands in COMMANDS.values() for command in commands]
 HELP = ("--help", "-h")
 
 
-def main(*group: str) -> None:
-    """Run the command (of a group, if given) that the command line names, or list the commands."""
-    words = [*group, *sys.argv[1:]]
+def main() -> None:
+    """Run the command that the command line names, or list the commands."""
+    words = sys.argv[1:]
     if not words or words[0] in HELP:
         print("usage: tost COMMAND …; tost COMMAND --help lists its settings")
         for title, commands in COMMANDS.items():
@@ -66,30 +86,26 @@ def main(*group: str) -> None:
     if words[0] == "--version":
         print(f"tost {VERSION}")
         sys.exit(0)
-    inner = [command for command in ALL if command.startswith(f"{words[0]} ")]
+    inner = [command for command in MODULES if command.startswith(f"{words[0]} ")]
     if inner and (len(words) == 1 or words[1] in HELP):
         print(listing(inner))
         sys.exit(0)
     length = 2 if inner else 1
     command = " ".join(words[:length])
-    if command not in ALL:
+    if command not in MODULES:
         refuse(command)
     sys.argv[1:] = words[length:]
-    import_module(module_of(command)).run()
+    import_module(MODULES[command]).run()
 
 
-def module_of(command: str) -> str:
-    return "tost_lm.cli." + command.replace(" ", ".").replace("-", "_")
-
-
-def listing(commands: list[str]) -> str:
+def listing(commands: Iterable[str]) -> str:
     """A line with name and purpose for each of the commands."""
-    width = max(map(len, ALL))
+    width = max(map(len, MODULES))
     return "\n".join(f"  tost {command:<{width}}  {purpose(source_of(command))}" for command in commands)
 
 
 def source_of(command: str) -> Path:
-    return Path(__file__).parents[2] / (module_of(command).replace(".", "/") + ".py")
+    return Path(__file__).parents[2] / (MODULES[command].replace(".", "/") + ".py")
 
 
 def purpose(source: Path) -> str:
@@ -104,7 +120,7 @@ def refuse(command: str) -> NoReturn:
     fix = "run tost --help"
     if meant := SYNONYMS.get(command.split()[-1].lower().replace("_", "-")):
         fix = f"write {meant}"
-    elif near := get_close_matches(command, [*ALL, "prepare", "eval", "vision"], n=1):
+    elif near := get_close_matches(command, [*MODULES, "prepare", "eval", "vision"], n=1):
         fix = f"did you mean tost {near[0]}? {fix}"
     print(f"error: unknown command: tost {command}; {fix}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)

@@ -16,7 +16,7 @@ from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
 from tost_lm.data.sources import BadRow, Block, Document, Splitter, parse
 from tost_lm.data.tokenizers import read_tokenizer

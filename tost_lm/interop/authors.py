@@ -24,7 +24,7 @@ from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
 from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
-from tost_lm.optim import OptimConfig
+from tost_lm.optim.settings import OptimConfig
 
 MODEL_ARGS = {**SIZES, "block_size": "max_positions", "bias": "bias"}
 """Their arguments, and our settings."""

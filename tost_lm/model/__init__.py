@@ -1,4 +1,4 @@
-"""The language model, an encoder, and the image classifier.
+"""The language model, and an encoder.
 
 Shapes: B sequences, T tokens, C channels (width), H heads, D channels a head, V vocabulary; S keys (of earlier tokens
 and of these), N documents (N = B unless packed).
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from tost_lm.model.block import LMState as LMState
     from tost_lm.model.encoder import Encoder as Encoder
     from tost_lm.model.lm import TostLM as TostLM
-    from tost_lm.model.vision import TostVision as TostVision
 
-__all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM", "TostVision", "VisionConfig"]
+__all__ = ["Encoder", "EncoderConfig", "LMOutput", "LMState", "ModelConfig", "TostLM", "VisionConfig"]
 
 
 def __getattr__(name: str):
@@ -24,10 +23,6 @@ def __getattr__(name: str):
         from tost_lm.model.encoder import Encoder
 
         return Encoder
-    if name == "TostVision":
-        from tost_lm.model.vision import TostVision
-
-        return TostVision
     if name in __all__:
         from tost_lm.model import lm
 

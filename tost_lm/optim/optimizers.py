@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tost_lm.optim import OptimConfig
+from tost_lm.optim.settings import OptimConfig
 
 
 def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

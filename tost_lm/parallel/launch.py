@@ -10,7 +10,7 @@ from types import FrameType
 from uuid import uuid4
 
 from tost_lm.errors import ConfigError, TostError, install_hint
-from tost_lm.parallel import LaunchConfig
+from tost_lm.parallel.settings import LaunchConfig
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)

@@ -29,8 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.parallel import ParallelConfig, Timeouts
 from tost_lm.parallel.agreement import all_gather_object, communication_device, rank_numbers
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
 
 # megatron-core and DeepSpeed call deprecated names.

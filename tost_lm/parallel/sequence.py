@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.naive import statistics_dtype
-from tost_lm.parallel import ALL_GATHER_RANKS
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
+from tost_lm.parallel.settings import ALL_GATHER_RANKS
 
 
 class RankShard:

@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tost_lm import parallel
 from tost_lm.config import EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
-from tost_lm.parallel import STORE_S, Timeouts
+from tost_lm.parallel import timeouts
+from tost_lm.parallel.timeouts import STORE_S, Timeouts
 from tost_lm.torch_internals import dump_flight_record, is_communication_error, new_store_connection
 
 _instances = count()  # the store keeps the keys of earlier instances
@@ -259,7 +259,7 @@ class _Watchdog:
         self.neighbours: dict[int, RankState] = {}
         self.launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.heartbeat_at, self.waited_s, self.checked_at = 0.0, 0.0, time.monotonic()
-        self.main_left, self.has_own_end, self.exit_s = threading.Event(), False, parallel.EXIT_S
+        self.main_left, self.has_own_end, self.exit_s = threading.Event(), False, timeouts.EXIT_S
         self.error: LostRankError | None = None
         self.publish(self.state)
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -284,7 +284,7 @@ class _Watchdog:
             self.main_left.set()
             self.thread.join()
             lost = inner or self.error or self.agree(_first_line(error))
-            dump_flight_record(parallel.DUMP_S, parallel.GIL_S)
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             raise lost from None
         if isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
             self.finish("had stopped gracefully")  # as the other ranks will
@@ -298,7 +298,7 @@ class _Watchdog:
                 error.printed_here = self.store.get("printer") == self.me  # if so, no other rank prints a line
             self.store.set_if_new("line", f"rank {self.me} {how}")
             self.store.set_if_new("asked", self.me)
-            time.sleep(2 * parallel.CHECK_S)  # the store may end with this process: let the others read first
+            time.sleep(2 * timeouts.CHECK_S)  # the store may end with this process: let the others read first
             if self.me != "0" and isinstance(error, TostError) and error.printed_here is None:
                 error.printed_here = False if self.read(0).status == how else None  # rank 0 prints the same error
 
@@ -313,13 +313,13 @@ class _Watchdog:
 
     def watch(self) -> None:
         while self.seconds_left() > 0 and not self.is_needed():
-            if self.main_left.wait(max(0.0, min(parallel.CHECK_S, self.seconds_left()))):
+            if self.main_left.wait(max(0.0, min(timeouts.CHECK_S, self.seconds_left()))):
                 return
         self.error = self.agree("")
         if not self.main_left.wait(self.exit_s):
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
-            dump_flight_record(parallel.DUMP_S, parallel.GIL_S)
+            dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
             os._exit(2)
 
     def agree(self, cause: str) -> LostRankError:
@@ -328,19 +328,19 @@ class _Watchdog:
             error = LostRankError(self.poll(cause))
             printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
             if self.read(int(printer)).status != ANSWERS:
-                self.exit_s = parallel.FAILED_EXIT_S
+                self.exit_s = timeouts.FAILED_EXIT_S
         except dist.DistError:
             host = f"the launcher on {os.environ['MASTER_ADDR']}" if self.launcher_has_store else "rank 0"
             error = LostRankError(f"{host} was lost: it held the rendezvous store")
             printer = str(self.node[0] or int(not self.launcher_has_store))  # one of each node: nodes may be cut off
         error.printed_here = printer == self.me
-        time.sleep(parallel.READ_S)  # the store may end with this process: let the others read first
+        time.sleep(timeouts.READ_S)  # the store may end with this process: let the others read first
         return error
 
     def poll(self, cause: str) -> str:
         self.publish(RankState(self.heartbeat.last if self.heartbeat else self.state.last, ANSWERS))
         is_first = self.store.set_if_new("asked", self.me) == self.me
-        checks = round(parallel.ANSWER_S / parallel.POLL_S) * (1 if is_first else 2)  # the first one may die, too
+        checks = round(timeouts.ANSWER_S / timeouts.POLL_S) * (1 if is_first else 2)  # the first one may die, too
         while not (line := self.store.get("line")) and not self.has_own_end:
             for state in self.gone():
                 self.publish(state._replace(status=GONE))
@@ -348,7 +348,7 @@ class _Watchdog:
             if checks < 0 or (is_first and all(self.read(rank).status != RUNS for rank in self.ranks)):
                 files = read_heartbeats(self.heartbeat.folder) if self.heartbeat else {}
                 return self.store.set_if_new("line", verdict([*map(self.read, self.ranks)], files, cause))
-            time.sleep(parallel.POLL_S)
+            time.sleep(timeouts.POLL_S)
         return line
 
     def seconds_left(self) -> float:
@@ -359,7 +359,7 @@ class _Watchdog:
         if self.heartbeat.recorded_at != self.heartbeat_at:
             self.heartbeat_at, self.waited_s = self.heartbeat.recorded_at, 0.0
             gap = min(gap, time.monotonic() - self.heartbeat_at)
-        self.waited_s += gap if gap < parallel.SUSPENDED_S else 0.0
+        self.waited_s += gap if gap < timeouts.SUSPENDED_S else 0.0
         return self.limits.of_phase(self.heartbeat.last.phase) - self.waited_s
 
     def gone(self) -> list[RankState]:

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.optim.optimizers import statistics_of
-from tost_lm.parallel import ParallelConfig
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]

@@ -20,7 +20,7 @@ from benchmarks.forms.training import train
 from tost_lm.model import ModelConfig
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.slots import SlotMixer
-from tost_lm.optim import OptimConfig
+from tost_lm.optim.settings import OptimConfig
 
 B, H, T, S, V, WIDTH = 2, 2, 23, 3, 4, 16
 SMALL = {name: Form(mixer=name, heads=H, keys=S, values=V) for name in MIXERS} | {  # pyright: ignore[reportArgumentType]

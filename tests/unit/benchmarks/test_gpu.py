@@ -18,7 +18,7 @@ from benchmarks.gpu_parts import SLOW_CALL_S, measured, operator_tests
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import EXIT_INTERRUPTED, load_config
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.training.plan_config import PlanConfig, results_file
+from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
 SMALL = [
     "gpu.device=cpu", "gpu.budget_minutes=60",

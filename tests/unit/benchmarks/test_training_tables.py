@@ -17,8 +17,8 @@ from benchmarks.training import (
 from benchmarks.training_cells import _published_loss
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig
+from tost_lm.pretrain.tiled import TiledLM
 from tost_lm.testing import assert_close
-from tost_lm.training.tiled import TiledLM
 
 SHAPE = {"layers": 2, "heads": 4, "width": 256, "vocab_size": 256, "tokens": 1000}
 

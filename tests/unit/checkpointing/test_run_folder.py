@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tost_lm.checkpointing import CheckpointConfig
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import prune, require_disk_space_for_run, step_folder
 from tost_lm.checkpointing.run_lock import run_lock
+from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 

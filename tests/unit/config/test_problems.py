@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from tost_lm.config import Section, load_config, recipes
 from tost_lm.errors import ConfigError
-from tost_lm.evaluation.inference_settings import RanksConfig
+from tost_lm.inference.settings import RanksConfig
 from tost_lm.model.config import ModelConfig
-from tost_lm.parallel import ParallelConfig
-from tost_lm.training.plan_config import PlanConfig
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.plan.settings import PlanConfig
 
 
 class Sizes(Section):

@@ -1,5 +1,6 @@
 """A small corpus with unusual characters, the settings of its build, and readers of corpora."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,9 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from tost_lm.config import validate
-from tost_lm.data import CorpusConfig, DataPrepConfig, build
+from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.data.sources import BadRow, Document, parse, read_blocks
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.interface import SentencePieceTokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.data_prep import build
 from tost_lm.errors import DataError
 
 TEXTS = [f"document {number}:\u2581" + " naïve \r\n😀\0" * (number % 7) + "word " * number for number in range(80)]
@@ -58,3 +62,12 @@ def refusal(source: CorpusConfig | Path | str, **settings: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS * 20, 300))
+    config = prep_config(folder / "corpus.jsonl", folder / "shards")
+    return Built(config, tokenizer, build.build_shards(config, tokenizer))

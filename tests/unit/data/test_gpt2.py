@@ -15,7 +15,7 @@ import regex
 from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import Gpt2Tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SPACES, gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError

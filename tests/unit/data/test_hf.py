@@ -20,13 +20,13 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
-from tost_lm.data.build import build_shards
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import HfTokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
+from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
 
 BOOKS = SHARED / "books/valid.jsonl.gz"

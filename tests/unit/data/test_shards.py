@@ -12,10 +12,10 @@ import xxhash
 from builds import TEXTS, Built, prep_config
 
 from tost_lm.data import shard_format, shards
-from tost_lm.data.build import build_shards
 from tost_lm.data.shard_format import SPLITS, dtype_for, index_bytes, index_size
 from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.sources import Splitter
+from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import DataError
 from tost_lm.files import manifest_bytes, manifest_content
 

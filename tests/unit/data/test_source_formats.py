@@ -13,7 +13,7 @@ from builds import corpus, read, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources import BadRow, Document, count_rows, files, parse, read_blocks, tables
 from tost_lm.errors import DataError
 

@@ -10,12 +10,12 @@ import pytest
 from builds import corpus, read, refusal
 
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
-from tost_lm.data.build import build_shards
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, left_out_files, parse, read_blocks
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece, write_tokenizer
+from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import DataError
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources import Splitter
 from tost_lm.errors import ConfigError, DataError
 

@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tost_lm.cli.prepare import tokenizer as train_tokenizer
 from tost_lm.config import validate
-from tost_lm.data import DataPrepConfig
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import Splitter
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import (
@@ -25,6 +24,7 @@ from tost_lm.data.tokenizers.training import (
     train_sentencepiece,
     write_tokenizer,
 )
+from tost_lm.data_prep.commands import tokenizer as train_tokenizer
 from tost_lm.errors import ConfigError, DataError
 
 

@@ -9,7 +9,7 @@ import lm_eval.tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-import tost_lm.interop.lm_eval  # registers the model  # noqa: F401
+import tost_lm.eval.lm_eval  # registers the model  # noqa: F401
 
 TASKS = Path(lm_eval.tasks.__file__).parent
 

@@ -19,7 +19,7 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.interop.authors import read_authors, to_authors, write_authors
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim import OptimConfig
+from tost_lm.optim.settings import OptimConfig
 
 LAYERS, HEADS, WIDTH, BLOCK, VOCAB = 2, 2, 8, 12, 40
 SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK}

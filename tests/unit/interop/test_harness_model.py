@@ -20,12 +20,12 @@ import tost_lm
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError, TostError
-from tost_lm.evaluation.likelihood import Likelihoods, score_requests
-from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.protocols.missing_word import passages
-from tost_lm.evaluation.protocols.perplexity import pages
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.interop.lm_eval import HarnessModel
+from tost_lm.eval.lm_eval import HarnessModel
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.eval.protocols.missing_word import passages
+from tost_lm.eval.protocols.perplexity import pages
+from tost_lm.inference.likelihood import Likelihoods, score_requests
+from tost_lm.inference.ranks import Ranks
 from tost_lm.testing import FLOAT32_REORDERED
 
 WINDOW = 16

@@ -24,10 +24,10 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import CheckpointError
-from tost_lm.evaluation.generation import generate_text
-from tost_lm.evaluation.hugging_face import HuggingFaceSubject, find_subject
-from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.subject import Subject
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.inference.generation import generate_text
+from tost_lm.inference.hugging_face import HuggingFaceSubject, find_subject
+from tost_lm.inference.subject import Subject
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
 from tost_lm.testing import FLOAT32_REORDERED
 

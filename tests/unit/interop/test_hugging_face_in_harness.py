@@ -11,10 +11,10 @@ from lm_eval.models.huggingface import HFLM
 from shared_data import GPT2_BPE, needs_shared
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from tost_lm.evaluation.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
-from tost_lm.evaluation.likelihood import disjoint_windows, left_truncated, score_requests
+from tost_lm.eval.lm_eval import HarnessModel
+from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
+from tost_lm.inference.likelihood import disjoint_windows, left_truncated, score_requests
 from tost_lm.interop.hf import export
-from tost_lm.interop.lm_eval import HarnessModel
 from tost_lm.testing import FLOAT32_REORDERED
 
 PAIRS = [

@@ -12,10 +12,10 @@ from local_tasks import TASKS, run_local_task
 
 import tost_lm
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.evaluation.data_sets import HUB_SETS
-from tost_lm.evaluation.protocols import find_protocol
-from tost_lm.evaluation.ranks import Ranks
-from tost_lm.evaluation.zero_shot import score_rows
+from tost_lm.eval.data_sets import HUB_SETS
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.eval.zero_shot import score_rows
+from tost_lm.inference.ranks import Ranks
 
 WORDS = [
     "the",

@@ -10,7 +10,7 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.parallel import obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.testing import assert_close
 
 LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7

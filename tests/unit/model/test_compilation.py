@@ -27,8 +27,8 @@ from tost_lm.model.tssa import TSSA
 from tost_lm.ops import registered
 from tost_lm.ops.cross_entropy import OPERATOR as LOSS
 from tost_lm.ops.phases import LocalSoftmax
+from tost_lm.pretrain.tiled import tiled_loss
 from tost_lm.testing import assert_close
-from tost_lm.training.tiled import tiled_loss
 
 B, T, VOCAB = 2, 40, 64
 TOKENS_BT = torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))

@@ -12,11 +12,11 @@ from torch.testing import assert_close
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
-from tost_lm.cli.extend import extend
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.config import ExtensionConfig
+from tost_lm.pretrain.commands.extend import extend
 from tost_lm.testing import assert_as_accurate
 
 OLD, NEW = 1024, 8192

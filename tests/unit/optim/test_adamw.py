@@ -4,8 +4,8 @@ import torch
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.settings import OptimConfig
 
 
 def test_only_matrices_decay():

@@ -6,8 +6,8 @@ import torch
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import block_matrices
-from tost_lm.optim import OptimConfig
 from tost_lm.optim.optimizers import build_optimizer, statistics_of
+from tost_lm.optim.settings import OptimConfig
 
 SHAPE = {"layers": 3, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True, "tied_head": False}
 BY_MUON = {

@@ -7,7 +7,7 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.optim import OptimConfig, learning_rate, obstacle_to_schedule, steps_before_decay, warmup_steps
+from tost_lm.optim.settings import OptimConfig, learning_rate, obstacle_to_schedule, steps_before_decay, warmup_steps
 
 CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 

@@ -6,8 +6,8 @@ import pytest
 
 import tost_lm.parallel.launch as module
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.parallel import LaunchConfig
 from tost_lm.parallel.launch import ranks_of_launch
+from tost_lm.parallel.settings import LaunchConfig
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import xxhash
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import (
     BLOCK_BYTES,
     BadRow,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.errors import DataError, printable
 
 

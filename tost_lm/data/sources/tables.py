@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data import CorpusConfig
+from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tost_lm.data import DataPrepConfig
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import fingerprint
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 import xxhash
 
-from tost_lm.data import DataPrepConfig
+from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_blocks
 from tost_lm.data.sources.blocks import too_many_bad
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, escape

@@ -34,11 +34,11 @@ from tost_lm.checkpointing.format import CARD, write_failure
 from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
-from tost_lm.evaluation.subject import Subject
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
+from tost_lm.inference.subject import Subject
+from tost_lm.interop.card import model_card
 from tost_lm.interop.hf.cache import TostCache
 from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
-from tost_lm.training.card import model_card
 
 __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 

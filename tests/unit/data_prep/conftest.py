@@ -1,0 +1,3 @@
+from builds import built
+
+__all__ = ["built"]

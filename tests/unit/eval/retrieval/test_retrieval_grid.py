@@ -1,0 +1,179 @@
+"""The grid of cells: existing cells are reused, and the same seed gives the same bytes."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from tost_lm.config import validate
+from tost_lm.eval.retrieval import find_text, make_tasks
+from tost_lm.eval.retrieval.grid import Cell, Grid, Scores, identity_of
+from tost_lm.eval.retrieval.needles import NeedleTask
+from tost_lm.eval.retrieval.tasks import Example
+from tost_lm.eval.settings import RetrievalConfig
+from tost_lm.inference.protocol_names import NEEDLE
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.subject import Subject
+
+LENGTHS = [160, 200]
+
+
+class Reader:
+    """Scores that depend only on the prompts. It counts its calls, and raises KeyboardInterrupt in one of them."""
+
+    def __init__(self, interrupted_at: int | None = None):
+        self.calls, self.interrupted_at = 0, interrupted_at
+
+    def __call__(self, examples: Sequence[Example], room: int) -> Scores:
+        if self.calls == self.interrupted_at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        nats = np.array([np.cos(example.prompt.sum() + np.arange(10)) for example in examples])
+        return Scores(nats, nats > 0, [[int(example.prompt[5])] for example in examples])
+
+
+@pytest.fixture
+def make_grid(run_folder: Path, tokenizer):
+    def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
+        tree = {"retrieval": {"lengths": lengths, "samples": 2, **settings}, "needle": {"depths": depths}}
+        config, subject = validate(RetrievalConfig, tree, "test"), Subject.find(run_folder)
+        (task,) = make_tasks(config, tokenizer, lambda: find_text(None, "", subject, tokenizer))
+        chosen = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
+        return Grid(task, identity_of(task, chosen, subject), subject, lengths, run_folder / "samples")
+
+    return make
+
+
+def cell_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "eval" / NEEDLE / "cells").iterdir())}
+
+
+def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, tokenizer, capsys):
+    grid, reader = make_grid(), Reader()
+    grid.measure(Ranks(), reader, tokenizer)
+    files = cell_files(run_folder)
+    assert list(files) == [f"length_{n:08d}_depth_{depth}.json" for n in LENGTHS for depth in ("0.00", "0.50")]
+    assert reader.calls == 2 * 4  # each cell's examples and their controls
+    cell = json.loads(files["length_00000160_depth_0.50.json"])
+    assert (cell["protocol"], cell["length"], cell["depth"], cell["samples"]) == (NEEDLE, 160, 0.5, 2)
+    assert cell["identity"]["settings"] == {"samples": 2, "seed": 0, "length": 160, "depth": 0.5}
+    assert cell["seconds"] > 0
+    rows = cell["examples"]
+    assert len(rows) == 4
+    for key, name in (("choice_accuracy", "choice"), ("exact_accuracy", "exact"), ("answer_nats", "nats")):
+        assert cell[key] == pytest.approx(np.mean([row[name] for row in rows[:2]]))
+        assert cell[f"control_{key}"] == pytest.approx(np.mean([row[name] for row in rows[2:]]))
+    results = grid.results()
+    assert [(row["length"], row["depth"]) for row in results] == [(length, d) for length in LENGTHS for d in (0.0, 0.5)]
+    assert results[1].items() <= cell.items()
+    assert not {"examples", "identity", "seconds"} & set(results[1])
+
+
+def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_folder, tokenizer, capsys):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(LENGTHS)
+    cells = [json.loads(data) for data in cell_files(run_folder).values()]
+    for length, line in zip(LENGTHS, printed, strict=True):
+        rows = [[row["choice"] for row in cell["examples"]] for cell in cells if cell["length"] == length]
+        choices, controls = np.array([row[:2] for row in rows], float), np.array([row[2:] for row in rows], float)
+        error = np.sqrt((choices.var(axis=1, ddof=1) / 2).sum()) / 2
+        assert line == (
+            f"{NEEDLE}: length       {length}  choice {choices.mean():.1%} ± {error:.1%}  control {controls.mean():.1%}"
+            "  chance 10%"
+        )
+    make_grid([160, 180], [0.0]).measure(Ranks(), Reader(), tokenizer)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition("  choice")[0] for line in printed] == [
+        f"{NEEDLE}: reusing 1 of 2 cells", f"{NEEDLE}: length       160", f"{NEEDLE}: length       180",
+    ]  # fmt: skip
+
+
+def test_an_interrupted_grid_resumes(make_grid, run_folder, tokenizer):
+    with pytest.raises(KeyboardInterrupt):
+        make_grid().measure(Ranks(), Reader(interrupted_at=5), tokenizer)  # within the third cell
+    before = cell_files(run_folder)
+    assert len(before) == 2
+    again = Reader()
+    make_grid().measure(Ranks(), again, tokenizer)
+    assert again.calls == 4
+    after = cell_files(run_folder)
+    assert len(after) == 4
+    assert before.items() <= after.items()
+
+
+def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    for asked, calls in (
+        ({"lengths": [200, 180], "depths": [0.5]}, 2),
+        ({"tasks": [NEEDLE], "depths": [0.0, 0.5, 1.0]}, 4),
+        ({"seed": 1}, 8),
+        ({"seed": 1, "samples": 3}, 8),
+    ):
+        reader = Reader()
+        make_grid(**asked).measure(Ranks(), reader, tokenizer)
+        assert reader.calls == calls
+
+
+def test_a_damaged_cell_is_measured_again(make_grid, run_folder, tokenizer):
+    make_grid().measure(Ranks(), Reader(), tokenizer)
+    path = run_folder / "eval" / NEEDLE / "cells" / "length_00000160_depth_0.00.json"
+    path.write_text(path.read_text()[:100])
+    reader = Reader()
+    make_grid().measure(Ranks(), reader, tokenizer)
+    assert reader.calls == 2
+
+
+def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folder, tokenizer):
+    def written() -> dict[str, bytes]:
+        make_grid().measure(Ranks(), Reader(), tokenizer)
+        files = cell_files(run_folder)
+        for name in files:
+            (run_folder / "eval" / NEEDLE / "cells" / name).unlink()
+        return {name: re.sub(rb'"seconds": .*', b"", data) for name, data in files.items()}
+
+    assert written() == written()
+
+
+def test_examples_are_generated_once_and_checked(make_grid, run_folder, tokenizer, monkeypatch):
+    generated, original = [], NeedleTask.example
+
+    def example(task: NeedleTask, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
+        generated.append((length, depth, sample))
+        return original(task, length, depth, sample)
+
+    monkeypatch.setattr(NeedleTask, "example", example)
+
+    def measure(**settings: Any) -> dict[str, Any]:
+        """The cells of a model that has no results."""
+        shutil.rmtree(run_folder / "eval", ignore_errors=True)
+        generated.clear()
+        make_grid(**settings).measure(Ranks(), Reader(), tokenizer)
+        return {name: json.loads(data) | {"seconds": 0} for name, data in cell_files(run_folder).items()}
+
+    cells = measure()
+    assert len(generated) == 4 * 2
+    stored = {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()}
+    hashes = {xxhash.xxh3_128_hexdigest(data) for name, data in stored.items() if name.endswith(".npy")}
+    assert {cell["samples_xxh3"] for cell in cells.values()} == hashes
+    assert measure() == cells
+    assert generated == []
+    for name, data in stored.items():
+        for damaged in (data[:-9], data[:200] + bytes([data[200] ^ 1]) + data[201:], b""):
+            (run_folder / "samples" / NEEDLE / name).write_bytes(damaged)
+            assert measure() == cells
+            assert len(generated) == 2  # of the damaged cell alone
+            assert {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()} == stored
+    measure(seed=1)
+    assert len(generated) == 4 * 2
+
+
+def test_similar_depths_have_different_files():
+    names = {Cell(100, depth).name for depth in (0.1, 0.12, 0.123, 0.1234567, None)}
+    assert len(names) == 5

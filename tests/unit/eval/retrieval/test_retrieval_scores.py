@@ -1,0 +1,198 @@
+"""Scores of a copier, of guesses, and of a model against forward passes over the whole text."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.eval.retrieval import grid
+from tost_lm.eval.retrieval.grid import Scorer, Scores, model_scorer, score_cell
+from tost_lm.eval.retrieval.haystacks import PAIRS, listed
+from tost_lm.eval.retrieval.tasks import Example, Task
+from tost_lm.inference.protocol_names import NEEDLE, RETRIEVAL_TASKS
+
+
+def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, ...]]:
+    return [task.example(length, depth, sample) for sample in range(samples)]
+
+
+def long_enough(task: Task) -> int:
+    return max(1500, task.needed(20) + 500)
+
+
+def copier(tokenizer: Tokenizer) -> Scorer:
+    """A scorer that copies the answer from the text, if it is there."""
+
+    def score(examples: Sequence[Example], room: int) -> Scores:
+        written = [read_answer(tokenizer.decode(example.prompt.tolist())) for example in examples]
+        options = [[tokenizer.decode(ids) for ids in example.options] for example in examples]
+        nats = np.array([[float(option != text) for option in row] for text, row in zip(written, options, strict=True)])
+        generated = [tokenizer.encode(text) for text in written]
+        assert max(map(len, generated)) <= room
+        return Scores(nats, nats == 0, generated)
+
+    return score
+
+
+def read_answer(text: str) -> str:
+    question = text.rsplit("\n", 1)[1]
+    if "variables with the value" in question:
+        holds: dict[str, str] = {}
+        lines: list[tuple[str, str]] = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\n", text)
+        for name, source in lines:
+            holds[name] = holds.get(source, source)
+        return "".join(listed([name for name, value in holds.items() if value == question.split()[-2]]))
+    if question == "Answer: The words are":
+        times = Counter(text.split("The list:")[1].split("\n")[0].split())  # equal ones in the order of the text
+        del times["..."]
+        return "".join(listed([word for word, _ in times.most_common(10 if "ten words" in text else 3)]))
+    if kind := re.fullmatch(r"Answer: The (river|mayor|inn) is", question):
+        *_, asked = re.findall(r"\nQuestion: .* of (.+)\?\n", text)
+        if born := re.fullmatch(r"the town in which (\S+) was born", asked):
+            asked = dict(re.findall(r"Document: (\S+) is a potter who was born in the town of (\S+)\.\n", text)).get(
+                born[1]
+            )
+        document = re.search(rf"Document: The town of {asked} lies .*\n", text)
+        answer = document and re.search(
+            {"river": r"river (\S+)\.", "mayor": r"mayor is (\S+),", "inn": r"the (\S+)\.\n"}[kind[1]], document[0]
+        )
+        return f" {answer[1]}" if answer else ""
+    asked = re.fullmatch(r"(?:Answer: )?The secret \w+ of (.+) (?:is|are)", question)
+    assert asked
+    found = re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
+    return "".join(listed([value for key in re.split(", | and ", asked[1]) for name, value in found if name == key]))
+
+
+def guesser(seed: int) -> Scorer:
+    """A scorer that chooses a random option and writes the first one."""
+    draws = np.random.default_rng(seed)
+
+    def score(examples: Sequence[Example], room: int) -> Scores:
+        nats = draws.normal(size=(len(examples), len(examples[0].options)))
+        return Scores(nats, nats < -np.inf, [list(example.options[0]) for example in examples])
+
+    return score
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
+    task = make_task(name)
+    scores, rows = score_cell(task, tokenizer, copier(tokenizer), pairs(task, long_enough(task), task.depths[0], 5))
+    assert scores["found_share"] == scores["exact_accuracy"] == 1
+    assert scores["control_found_share"] == scores["control_exact_accuracy"] == scores["answer_nats"] == 0
+    assert scores["control_answer_nats"] == 1
+    assert [row["sample"] for row in rows] == [*range(5), *range(5)]
+    assert [row["condition"] for row in rows] == ["needle"] * 5 + ["control"] * 5
+    assert ("choice_accuracy" in scores) == (name == NEEDLE)
+
+
+@pytest.mark.parametrize("name", [name for name in RETRIEVAL_TASKS if name != NEEDLE])
+def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
+    task, other = make_task(name), make_task(name, seed=1)
+
+    def guess(examples: Sequence[Example], room: int) -> Scores:
+        """The answers to the questions of other texts."""
+        answers = [other.example(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
+        return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
+
+    scores, _ = score_cell(task, tokenizer, guess, pairs(task, long_enough(task), None, 20))
+    assert task.chance < 1e-3
+    assert scores["found_share"] == scores["control_found_share"] == 0
+
+
+def test_guessing_scores_chance(make_task, tokenizer):
+    task, samples = make_task(), 300
+    scores, _ = score_cell(task, tokenizer, guesser(0), pairs(task, 150, 0.5, samples))
+    error = (task.chance * (1 - task.chance) / samples) ** 0.5
+    for key in ("choice_accuracy", "control_choice_accuracy", "found_share", "control_found_share"):
+        assert scores[key] == pytest.approx(task.chance, abs=4 * error)
+    assert scores["exact_accuracy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "chance"),
+    [
+        ("niah_single_1@own-words", 1 / 9e6), ("niah_single_3@own-words", 2**-122),
+        ("niah_multivalue@own-words", 4 / 9e6), ("niah_multiquery@own-words", 4 / 9e6), ("vt@own-words", 5 / 26**5),
+        ("cwe@own-words", 10 / PAIRS), ("fwe@own-words", 3 / 26**6),
+        ("qa_1@own-words", 1 / PAIRS), ("qa_2@own-words", 1 / PAIRS),
+    ],
+)  # fmt: skip
+def test_chance_of_guesses_of_the_right_form(make_task, name, chance):
+    assert make_task(name).chance == pytest.approx(chance)
+
+
+def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
+    task = make_task("vt@own-words")
+
+    def half_right(examples: Sequence[Example], room: int) -> Scores:
+        texts = ["".join(listed([name.lower() for name in example.references[:3]])) for example in examples]
+        generated = [tokenizer.encode(text) for text in texts]
+        generated[0] = [*tokenizer.encode(" none"), tokenizer.eot, *generated[0]]
+        return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), generated)
+
+    scores, rows = score_cell(task, tokenizer, half_right, pairs(task, 1500, None, 4))
+    assert [row["found"] for row in rows] == [0, 0.6, 0.6, 0.6] * 2  # text after an end of text does not count
+    assert scores["found_share"] == pytest.approx(0.45)
+    assert rows[0]["generated"] == " none"
+
+
+@pytest.mark.parametrize("pattern", ["T", "A", "TA"])
+@pytest.mark.parametrize("name", [NEEDLE, "niah_single_1@own-words"])
+@torch.inference_mode()
+def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, tokenizer, monkeypatch, name, pattern):
+    task, samples = make_task(name), 3
+    length, vocab_size = task.needed(samples) + 20, tokenizer.vocab_size
+    monkeypatch.setattr(grid, "TILE_TOKENS", 50)
+    model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=length).double()
+    examples = []
+    for sample in range(samples):
+        example, _ = task.example(length, task.depths[-1], sample)
+        # One more option, of another length in each example.
+        examples.append(replace(example, options=(*example.options, example.options[0][:1] * (1 + 2 * sample))))
+    scores = model_scorer(model, vocab_size)(examples, task.room)
+    for i, example in enumerate(examples):
+        prompt = example.prompt.tolist()
+        for j, ids in enumerate(example.options):
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            nats = -torch.log_softmax(logits, -1)[range(len(ids)), ids].sum().item()
+            assert scores.nats[i, j] == pytest.approx(nats, rel=1e-9)
+            tops = logits[:, :vocab_size].argmax(-1).tolist()
+            assert scores.top_share[i, j] == np.mean([top == own for top, own in zip(tops, ids, strict=True)])
+        text = list(prompt)
+        for _ in range(task.room):
+            text.append(int(model(torch.tensor([text])).logits[0, -1, :vocab_size].argmax()))
+        assert scores.generated[i] == text[len(prompt) :]
+
+
+def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
+    monkeypatch.setattr(grid, "TOKENS_AT_ONCE", 450)
+    task, read = make_task(), []
+
+    def scorer(examples: Sequence[Example], room: int) -> Scores:
+        read.append(len(examples))
+        return copier(tokenizer)(examples, room)
+
+    scores, rows = score_cell(task, tokenizer, scorer, pairs(task, 150, 0.5, 7))
+    assert read == [3, 3, 3, 3, 1, 1]
+    assert scores == score_cell(task, tokenizer, copier(tokenizer), pairs(task, 150, 0.5, 7))[0]
+    assert [row["sample"] for row in rows] == [*range(7), *range(7)]
+
+
+@torch.inference_mode()
+def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokenizer):
+    task = make_task("niah_single_1@own-words")
+    length = task.needed(4) + 20
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()
+    asked = [task.example(length, None, sample)[0] for sample in range(4)]
+    written = model_scorer(model, tokenizer.vocab_size)(asked, 5).generated
+    own = [
+        Example(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
+        for example, ids in zip(asked, written, strict=True)
+    ]
+    assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4

@@ -1,0 +1,319 @@
+"""Retrieval examples: exact length, repeatable, independent of each other, and with the answers in the text."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from shared_data import GPT2_BPE, skip_without_shared
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.eval.retrieval import find_text
+from tost_lm.eval.retrieval.grid import lengths_of
+from tost_lm.eval.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.eval.retrieval.needles import FORMS
+from tost_lm.eval.retrieval.tasks import Example, Task
+from tost_lm.eval.settings import RetrievalConfig
+from tost_lm.inference.protocol_names import (
+    NEEDLE,
+    OWN_WORDS,
+    QUESTIONS,
+    RETRIEVAL_TASKS,
+    VARIABLE_TRACKING,
+    WORD_LISTS,
+)
+from tost_lm.inference.subject import Subject
+
+SAMPLES = 3
+NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+class Facts(NamedTuple):
+    """Facts of a model."""
+
+    context_length: int
+    position_limit: int | None
+    pattern: str = "T"
+    window: None = None
+
+
+@pytest.fixture(params=["SentencePiece", "GPT-2"])
+def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
+    if request.param == "SentencePiece":
+        return tokenizer
+    skip_without_shared()
+    return gpt2_tokenizer(GPT2_BPE)
+
+
+def shortest(task: Task) -> int:
+    """The minimum length for the first examples."""
+    return task.needed(20) + 1
+
+
+def examples(task: Task, length: int, samples: int = SAMPLES) -> Iterator[tuple[Example, ...]]:
+    for depth in task.depths:
+        for sample in range(samples):
+            yield task.example(length, depth, sample)
+
+
+def text_of(task: Task, example: Example, tokenizer: Tokenizer) -> str:
+    assert example.prompt[0] == tokenizer.eot
+    return tokenizer.decode(example.prompt.tolist())
+
+
+def secrets(text: str) -> list[tuple[str, str]]:
+    """(key, value) in the order of the text."""
+    return re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
+    task = make_task(name, tokenizer=either)
+    for length in (shortest(task), 1500):
+        for pair in examples(task, length):
+            for example in pair:
+                assert len(example.prompt) + task.room == length
+                assert max(map(len, example.options)) <= task.room
+                assert example.prompt.dtype == np.int64
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
+    task = make_task(name, tokenizer=either)
+    for example, control in examples(task, max(1500, shortest(task))):
+        text, without = text_of(task, example, either), text_of(task, control, either)
+        assert text.endswith(f"\n{example.question}")
+        assert without.endswith(f"\n{example.question}")
+        hidden, left = text.removesuffix(example.question), without.removesuffix(example.question)
+        for reference in example.references:
+            assert re.search(rf"\b{reference}\b", hidden)
+            assert reference not in left
+        answer = either.decode(example.options[example.right])
+        assert answer == "".join(listed(example.references))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
+    task, form = make_task(name), FORMS[name]
+    for example, control in examples(task, 1500):
+        pairs, left = (secrets(text_of(task, one, tokenizer)) for one in (example, control))
+        asked = dict.fromkeys(key for key, value in pairs if value in example.references)
+        assert len(asked) == form.asked
+        assert [key for key, _ in left if key in asked] == []
+        assert len(example.references) == form.asked * form.values
+        values = [value for _, value in pairs]
+        assert len(set(values)) == len(values)
+        if form.haystack == "needles":
+            assert len(set(values)) == len({key for key, _ in pairs}) > form.keys
+        else:
+            assert len(values) == form.keys * form.values
+            assert len({key for key, _ in pairs}) == form.keys
+        is_uuid = form.value.name == "ID"
+        assert all(re.fullmatch(UUID if is_uuid else NUMBER, value) for value in values)
+        assert all(key in example.question for key in asked)
+
+
+def test_the_order_of_values_in_the_answer(make_task, tokenizer):
+    for example, _ in examples(task := make_task("niah_multivalue@own-words"), 900):
+        assert [value for _, value in secrets(text_of(task, example, tokenizer))] == list(example.references)
+    orders = set()
+    for example, _ in examples(task := make_task("niah_multiquery@own-words"), 900, samples=5):
+        pairs = secrets(text_of(task, example, tokenizer))
+        asked = re.split(", | and ", example.question.rsplit(" of ", 1)[1].removesuffix(" are"))
+        assert [dict(pairs)[key] for key in asked] == list(example.references)
+        orders.add(tuple(asked.index(key) for key, _ in pairs))
+    assert len(orders) > 1
+
+
+def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
+    noise = set(NOISE.splitlines(keepends=True))
+    for name in ("niah_single_1@own-words", VARIABLE_TRACKING):
+        text = text_of(task := make_task(name), next(examples(task, 900))[0], tokenizer)
+        _, *lines = re.sub(r" (The secret|VAR) .+\n", "", text).split("\nQuestion")[0].splitlines(keepends=True)[1:]
+        assert set(lines[:-1]) <= noise
+    for name in ("niah_multikey_2@own-words", "niah_multikey_3@own-words"):
+        text = text_of(task := make_task(name), next(examples(task, 1500))[0], tokenizer)
+        rest = re.sub(r" The secret \w+ of \S+ is \S+\.\n", "", text).split("\nQuestion")[0]
+        line = len(tokenizer.encode(max(text.split("\n"), key=len)))
+        assert len(tokenizer.encode(rest.split("\n", 1)[1])) < line
+
+
+def test_frequencies_of_words(make_task, tokenizer):
+    def times_of(example: Example) -> Counter[str]:
+        text = text_of(task, example, tokenizer)
+        return Counter(text.split("The list:")[1].split("\n")[0].split())
+
+    task = make_task("cwe@own-words")
+    for example, control in examples(task, shortest(task) + 1000):
+        times, without = times_of(example), times_of(control)
+        assert len(example.references) == 10
+        assert {times.pop(word) for word in example.references} == {30}
+        assert len(times) > 10
+        assert set(times.values()) == {3}
+        assert without == times
+    task = make_task("fwe@own-words")
+    for example, control in examples(task, shortest(task) + 1000):
+        times, without = times_of(example), times_of(control)
+        assert [word for word, _ in times.most_common(4)] == ["...", *example.references]
+        n = times["..."] * np.pi**2 / 6
+        for rank, (_, count) in enumerate(times.most_common(), 1):
+            assert abs(count - n * 6 / np.pi**2 / rank**2) <= 1
+        assert without == {word: count for word, count in times.items() if word not in example.references}
+
+
+def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
+    task = make_task(depths=(0.0, 0.25, 0.5, 1.0))
+    for depth in task.depths:
+        assert depth is not None
+        found = []
+        for sample in range(6):
+            example, _ = task.example(300, depth, sample)
+            text = text_of(task, example, tokenizer)
+            before, after = text.split(f" {example.question} {example.references[0]}.\n")
+            assert before == "" or before.endswith(("\n", *SENTENCE_ENDS))
+            start, end, last = (
+                tokens_of(example, tokenizer, part)
+                for part in (before, text.removesuffix(after), text.removesuffix(f"\n{example.question}"))
+            )
+            found.append((start - 1) / (start - 1 + last - end))
+        assert max(found) <= depth + 0.01  # the cut itself is rounded to a token
+        assert np.mean(found) >= depth - 0.06
+
+
+def test_sentences_within_a_paragraph(make_task, tokenizer):
+    text = Text("the text", [tokenizer.encode_array("They say little! Do they? No. " * 300)], {})
+    depths = (0.0, 0.25, 0.5, 1.0)
+    task = make_task(depths=depths)
+    task.text = text
+    for depth in depths:
+        example, _ = task.example(600, depth, 0)
+        decoded = tokenizer.decode(example.prompt.tolist())
+        before, _ = decoded.split(f" {example.question} {example.references[0]}.\n")
+        found = len(before) / len(decoded)
+        assert depth - 0.06 <= found <= depth + 0.01
+        assert before == "" or before.endswith(SENTENCE_ENDS)
+
+
+def tokens_of(example: Example, tokenizer: Tokenizer, beginning: str) -> int:
+    """Number of tokens of the prompt's beginning, with EOT."""
+    ids = example.prompt.tolist()
+    return next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]) == beginning)
+
+
+def test_several_needles_are_distributed_over_the_text(make_task, tokenizer):
+    task = make_task("niah_multiquery@own-words")
+    places = []
+    for example, _ in examples(task, 1500, samples=20):
+        text = text_of(task, example, tokenizer)
+        places += [found.start() / len(text) for found in re.finditer("The secret number of", text)][:4]
+    assert np.histogram(places, bins=4, range=(0, 1))[0].min() >= 8
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_examples_repeat_and_depend_on_the_seed(make_task, name):
+    first, again, other = (list(examples(make_task(name, seed=seed), 1500)) for seed in (3, 3, 4))
+    for one, same, unlike in zip(first, again, other, strict=True):
+        for left, right in zip(one, same, strict=True):
+            assert np.array_equal(left.prompt, right.prompt)
+            assert (left.references, left.options, left.question) == (right.references, right.options, right.question)
+        assert not np.array_equal(one[0].prompt, unlike[0].prompt)
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_an_example_does_not_depend_on_others(make_task, name):
+    task, alone = make_task(name, depths=(0.25, 0.5)), make_task(name, depths=(0.5,))
+    *_, (last, _) = [pair for length in (1500, 1200) for pair in examples(task, length)]
+    expected, _ = alone.example(1200, alone.depths[0], SAMPLES - 1)
+    assert np.array_equal(last.prompt, expected.prompt)
+
+
+def test_the_text_of_a_length_does_not_depend_on_earlier_reads():
+    def text() -> Text:
+        return Text("the text", (np.arange(n, n + 7) for n in range(0, 7000, 7)), {})
+
+    read_before = text()
+    assert len(read_before.for_length(50)) == 3206  # 458 arrays are the first with 64 · 50 ids
+    assert np.array_equal(read_before.for_length(10), text().for_length(10))
+    assert len(text().for_length(7000)) == 7000
+    with pytest.raises(DataError, match=r"the text has 7,000 tokens, too few for retrieval\.lengths 7,001; give a lon"):
+        text().for_length(7001)
+
+
+def test_word_keys_never_repeat():
+    keys = list(islice(word_keys(np.random.default_rng(0)), PAIRS))
+    assert len(set(keys)) == PAIRS
+    assert {key.count("-") for key in keys} == {1, 2}
+
+
+def test_lists_in_words():
+    assert "".join(listed(["a"])) == " a"
+    assert "".join(listed(["a", "b"])) == " a and b"
+    assert "".join(listed(["a", "b", "c"])) == " a, b and c"
+
+
+def test_default_lengths_are_those_that_fit(make_task):
+    task = make_task()
+    assert lengths_of([], 3, task, Facts(256, 256)) == [64, 128, 256]
+    assert lengths_of([], 3, task, Facts(128, None)) == [64, 128]  # 32 is too short
+    assert lengths_of([300], 3, task, Facts(128, None)) == [300]
+
+
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+def test_impossible_lengths_are_rejected(make_task, name):
+    task = make_task(name)
+    limit = max(1500, shortest(task))
+    with pytest.raises(
+        ConfigError, match=rf"retrieval\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"
+    ):
+        lengths_of([limit, limit + 1], 3, task, Facts(limit, limit))
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
+        lengths_of([task.needed(3)], 3, task, Facts(1500, None))
+    if task.text:
+        with pytest.raises(DataError, match="the text has"):
+            lengths_of([100_000], 3, task, Facts(1500, None))
+
+
+def test_unknown_tasks_are_rejected_with_a_list():
+    with pytest.raises(
+        ConfigError, match=rf"'niah' is not a task; choose from needle, ruler, {NEEDLE}, .*{QUESTIONS[1]}$"
+    ):
+        validate(RetrievalConfig, {"retrieval": {"tasks": ["niah"]}}, "test")
+    assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 13
+    assert {*FORMS, VARIABLE_TRACKING, *WORD_LISTS, *QUESTIONS} == set(OWN_WORDS)
+
+
+def test_groups_of_tasks_have_a_name():
+    def tasks(*names: str) -> list[str]:
+        return validate(RetrievalConfig, {"retrieval": {"tasks": names}}, "test").retrieval.tasks
+
+    assert tasks("needle") == [NEEDLE]
+    assert tasks(OWN_WORDS[1], "ruler", "needle", NEEDLE) == [OWN_WORDS[1], OWN_WORDS[0], *OWN_WORDS[2:], NEEDLE]
+
+
+def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):
+    subject = Subject.find(run_folder)
+    file = tmp_path / "book.txt"
+    file.write_text("A line of the book.\n" * 100)
+    of_file = find_text(file, "", subject, tokenizer)
+    assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
+    assert of_file.facts["text"] == str(file)
+
+    held_out = find_text(None, "", subject, tokenizer)
+    first = tokenizer.decode(next(shards.documents("valid")).tolist())
+    assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
+    assert held_out.shards is not None
+    assert held_out.shards.fingerprint == shards.fingerprint
+
+    export = Subject(subject.checkpoint, subject.checkpoint)
+    embedded, again = (find_text(None, "", export, tokenizer) for _ in range(2))
+    assert np.array_equal(embedded.for_length(100), again.for_length(100))
+    assert embedded.facts == again.facts
+
+    with pytest.raises(DataError, match=r"retrieval\.haystack .*nowhere: no such file"):
+        find_text(tmp_path / "nowhere", "", subject, tokenizer)

@@ -1,0 +1,285 @@
+"""Use of context: exact lengths, controls, repeatable examples, and scores of readers, guessers and trained models."""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.eval.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, CountedTask, cell_lengths, make_tasks
+from tost_lm.eval.retrieval.grid import Scorer, Scores, score_cell
+from tost_lm.eval.retrieval.haystacks import NOISE, Text
+from tost_lm.eval.retrieval.tasks import Example, Task
+from tost_lm.eval.suite_settings import ContextConfig, ContextTasksConfig
+from tost_lm.inference.protocol_names import (
+    CONTEXT_GAIN,
+    CONTEXT_TASKS,
+    COPYING,
+    MANY_SHOT_SEEN,
+    MANY_SHOT_UNSEEN,
+    PASSAGES,
+)
+
+DOCUMENTS = [
+    "".join(f"Book {book}, page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
+    for book in range(4)
+]
+TARGETS = 6
+COUNTED = (MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
+
+
+class Facts(NamedTuple):
+    """Facts of a model."""
+
+    context_length: int = 1500
+    position_limit: int | None = None
+    pattern: str = "T"
+    window: None = None
+
+
+@pytest.fixture(scope="module", params=["small vocabulary", "words"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Two tokenizers; with the first, most words have several tokens."""
+    words = ["".join(f"{word} {name}\n" for name in NAMES for words in KINDS for word in words)] * 5
+    texts, size = ([*DOCUMENTS, NOISE], 330) if request.param == "small vocabulary" else ([*DOCUMENTS, *words], 600)
+    return SentencePieceTokenizer(train_sentencepiece(texts, size))
+
+
+def settings(**changes: Any) -> ContextTasksConfig:
+    return validate(ContextConfig, {"context": {"target_tokens": TARGETS, **changes}}, "test").context
+
+
+def text_of(tokenizer: Tokenizer) -> Text:
+    return Text("the text", map(tokenizer.encode_array, DOCUMENTS), {}, section="context")
+
+
+def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Task:
+    (task,) = make_tasks(settings(tasks=[name], **changes), tokenizer, lambda: text_of(tokenizer))
+    return task
+
+
+def length_of(task: Task, count: int = 9) -> int:
+    """A length of a task's cell."""
+    if not isinstance(task, CountedTask):
+        return 200
+    return task.lengths_of([count], Facts())[0]
+
+
+def examples(task: Task, samples: int) -> list[tuple[Example, ...]]:
+    return [task.example(length_of(task), None, sample) for sample in range(samples)]
+
+
+@pytest.mark.parametrize("name", CONTEXT_TASKS)
+def test_lengths_are_exact_and_examples_repeat(tokenizer: Tokenizer, name: str):
+    task, again, other = make(name, tokenizer), make(name, tokenizer), make(name, tokenizer, seed=1)
+    length = length_of(task)
+    again.example(length, None, 5)
+    for sample in range(4):
+        first, control, *_ = conditions = task.example(length, None, sample)
+        assert len(conditions) == len(task.conditions)
+        assert len(first.prompt) + task.room == len(control.prompt) + task.room == length
+        assert all(len(own) <= task.room for own in first.options)
+        for one, same in zip(conditions, again.example(length, None, sample), strict=True):
+            assert one.prompt.dtype == np.int64
+            assert one.prompt[0] == tokenizer.eot
+            assert (one.options, one.right, one.references) == (first.options, first.right, first.references)
+            assert np.array_equal(one.prompt, same.prompt)
+        assert not np.array_equal(first.prompt, control.prompt)
+        assert not np.array_equal(first.prompt, other.example(length, None, sample)[0].prompt)
+
+
+def test_the_passage_is_repeated_at_the_distance(tokenizer: Tokenizer):
+    task = make(COPYING, tokenizer)
+    distance, passages = task.facts(200)["distance"], set()
+    for sample in range(5):
+        repeated, control, first = task.example(200, None, sample)
+        target = list(repeated.options[0])
+        whole, other = (np.concatenate([one.prompt, target]) for one in (repeated, control))
+        assert np.array_equal(whole[-TARGETS - CUE_TOKENS :], whole[-TARGETS - CUE_TOKENS - distance : -distance])
+        assert np.array_equal(whole[1 + CUE_TOKENS + TARGETS :], other[1 + CUE_TOKENS + TARGETS :])
+        assert not np.array_equal(other[1 : 1 + CUE_TOKENS + TARGETS], whole[-TARGETS - CUE_TOKENS :])
+        assert first.prompt.tolist() == [tokenizer.eot, *whole[1 : 1 + CUE_TOKENS]]
+        passages.add(tuple(target))
+    assert len(passages) > 3
+
+
+def test_the_same_tokens_follow_the_whole_the_cut_and_another_context(tokenizer: Tokenizer):
+    task = make(CONTEXT_GAIN, tokenizer)
+    removed = task.facts(200)["removed"]
+    for sample in range(5):
+        whole, control, cut = (one.prompt for one in task.example(200, None, sample))
+        target = task.example(200, None, sample)[0].options[0]
+        text = tokenizer.decode([*whole.tolist(), *target])
+        (own,) = (book for book in DOCUMENTS if text in f"{book}\n\n")
+        assert len(cut) == len(whole) - removed
+        assert cut.tolist() == [tokenizer.eot, *whole[1 + removed :]]
+        assert np.array_equal(control[1 + removed :], whole[1 + removed :])
+        foreign = tokenizer.decode(control[1 : 1 + removed].tolist())
+        assert foreign not in own
+        assert any(foreign in f"{book}\n\n" for book in DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", [MANY_SHOT_SEEN, MANY_SHOT_UNSEEN])
+def test_labels_are_permuted_and_independent_of_the_words_in_the_control(tokenizer: Tokenizer, name: str):
+    assert len(set(chain.from_iterable(KINDS))) == sum(map(len, KINDS))
+    task, mappings = make(name, tokenizer), set()
+    for count in (8, 40):
+        for sample in range(5):
+            example, control = task.example(length_of(task, count), None, sample)
+            shots, asked = read_shots(tokenizer, example)
+            assert len(shots) == count
+            assert (asked in [word for word, _ in shots]) == (name == MANY_SHOT_SEEN)
+            mapping = {kind_of(word): label for word, label in shots}
+            assert all(mapping[kind_of(word)] == label for word, label in shots)
+            assert sorted(mapping.values()) == list(NAMES)
+            assert tokenizer.decode(example.options[example.right]).strip() == mapping[kind_of(asked)]
+            mappings.add(tuple(sorted(mapping.items())))
+            others, same = read_shots(tokenizer, control)
+            assert (same, [word for word, _ in others]) == (asked, [word for word, _ in shots])
+            assert len({(kind_of(word), label) for word, label in others}) > 8 or count == 8
+    assert len(mappings) > 8
+
+
+def read_shots(tokenizer: Tokenizer, example: Example) -> tuple[list[tuple[str, str]], str]:
+    """The words and labels of a text, and the word of its question."""
+    text = tokenizer.decode(example.prompt.tolist()).split(SHOTS_INTRO)[1]
+    return re.findall(r"(\w+) ([A-H])\n", text), text.rsplit("\n", 1)[1]
+
+
+def kind_of(word: str) -> int:
+    return next(i for i, words in enumerate(KINDS) if word in words)
+
+
+def test_one_passage_has_the_answer(tokenizer: Tokenizer):
+    task, places = make(PASSAGES, tokenizer), []
+    for count in (1, 5):
+        for sample in range(8):
+            example, control = task.example(length_of(task, count), None, sample)
+            text, without = (tokenizer.decode(one.prompt.tolist()) for one in (example, control))
+            passages = re.findall("Passage: .*\n", text)
+            assert len(passages) == len(re.findall("Passage: .*\n", without)) == count
+            name = asked_name(text)
+            (place,) = (i for i, passage in enumerate(passages) if f"{name} was" in passage)
+            assert read_passage(text) == example.references[0]
+            assert tokenizer.decode(example.options[example.right]) == f" {example.references[0]}"
+            assert f"Passage: {name} was" not in without
+            assert all(own in without for i, own in enumerate(passages) if i != place)
+            places.append(place)
+    assert len(set(places[8:])) > 2
+
+
+def asked_name(text: str) -> str:
+    asked = re.search(r"Question: .*?(?:was|did) (\w+ \w+)", text)
+    assert asked
+    return asked[1]
+
+
+def read_passage(text: str) -> str:
+    """The answer that the passage about the asked person has; empty if there is none."""
+    clue = {"city": "born in", "subject": "best in", "As what": "work as a"}
+    after = next(after for word, after in clue.items() if word in text.split("Question: ")[1])
+    found = re.search(f"Passage: {asked_name(text)} was.*?{after} (\\w+)", text)
+    return found[1] if found else ""
+
+
+def reader(tokenizer: Tokenizer) -> Scorer:
+    """A scorer that reads labels and passages."""
+
+    def answer(example: Example) -> str:
+        text = tokenizer.decode(example.prompt.tolist())
+        if "Question:" in text:
+            return read_passage(text)
+        shots, asked = read_shots(tokenizer, example)
+        labels = [label for word, label in shots if kind_of(word) == kind_of(asked)]
+        return max(set(labels), key=labels.count)
+
+    def score(examples: Sequence[Example], room: int) -> Scores:
+        answers = [answer(example) for example in examples]
+        options = [[tokenizer.decode(ids).strip() for ids in example.options] for example in examples]
+        nats = np.array([[float(option != one) for option in row] for one, row in zip(answers, options, strict=True)])
+        return Scores(nats, 1 - nats, [tokenizer.encode(f" {one}") for one in answers])
+
+    return score
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer, name: str):
+    task, samples = make(name, tokenizer), 150
+    scores, rows = score_cell(task, tokenizer, reader(tokenizer), examples(task, samples))
+    assert scores["choice_accuracy"] == scores["exact_accuracy"] == 1
+    assert scores["choice_accuracy_standard_error"] == scores["answer_nats"] == 0
+    chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
+    assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
+    assert scores["gain_over_control"] > 0
+    assert isinstance(task, CountedTask)
+    assert task.facts(length_of(task)) == {task.counted: 9}
+    assert ("found_share" in scores) == (name == PASSAGES)
+    assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
+
+
+def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
+    task = make(COPYING, tokenizer)
+
+    def uneven(examples: Sequence[Example], room: int) -> Scores:
+        nats = np.array([[float(example.prompt[-1] + 3 * (len(example.prompt) < 100))] for example in examples])
+        return Scores(nats, np.ones_like(nats), [[]] * len(examples))
+
+    scores, rows = score_cell(task, tokenizer, uneven, examples(task, 10))
+    nats = {condition: [row["nats"] for row in rows if row["condition"] == condition] for condition in task.conditions}
+    assert scores["answer_nats"] == pytest.approx(np.mean(nats["repeated"]))
+    error = np.std(nats["repeated"], ddof=1) / 10**0.5
+    assert scores["answer_nats_standard_error"] == pytest.approx(error)
+    assert scores["nats_per_token"] == pytest.approx(scores["answer_nats"] / TARGETS)
+    assert (scores["gain_over_control"], scores["gain_over_control_standard_error"]) == (0, 0)
+    assert scores["gain_over_first"] == pytest.approx(3 / TARGETS)
+    assert scores["gain_over_first_standard_error"] == pytest.approx(0, abs=1e-12)
+    assert score_cell(task, tokenizer, uneven, examples(task, 1))[0]["answer_nats_standard_error"] is None
+
+
+def test_default_cells_are_those_that_fit(tokenizer: Tokenizer):
+    assert cell_lengths(settings(), make(COPYING, tokenizer), Facts(200)) == [50, 100, 200]
+    size = len(text_of(tokenizer).documents(2)[0])
+    half = Facts(2 * size)
+    assert cell_lengths(settings(), make(CONTEXT_GAIN, tokenizer), half)[-1] == size  # no document is longer
+    with pytest.raises(DataError, match=r"the text has no two documents .* too few for context\.lengths .*haystack=FI"):
+        cell_lengths(settings(lengths=[2 * size]), make(CONTEXT_GAIN, tokenizer), half)
+    for name in COUNTED:
+        task = make(name, tokenizer)
+        assert isinstance(task, CountedTask)
+        lengths = cell_lengths(settings(), task, Facts(1500))
+        counts = [task.facts(length)[task.counted] for length in lengths]
+        assert counts == list(task.counts)[: len(counts)]
+        assert lengths[-1] <= 1500
+        with pytest.raises(ConfigError, match=rf"context\.\w+: \d+ take .* tokens in {name}, more than the model's po"):
+            cell_lengths(settings(), task, Facts(20, 20))
+
+
+def test_a_file_is_one_document_in_two_halves():
+    ids = np.arange(100)
+    text = Text("the file", np.array_split(ids, 7), {}, is_one_document=True)
+    assert [half.tolist() for half in text.documents(50)] == [half.tolist() for half in np.split(ids, 2)]
+    with pytest.raises(DataError, match="no two documents or halves of 51 tokens"):
+        text.documents(51)
+    several = [Text("the text", map(np.arange, [3, 9, 2, 8, 10]), {}) for _ in range(2)]
+    assert [len(own) for own in several[0].documents(8)] == [9, 8, 10]
+    several[1].for_length(2)
+    assert [len(own) for own in several[1].documents(8)] == [9, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tasks": ["copying"]}, "'copying' is not a task (did you mean copying@text?); choose from copying@text, "),
+        ({"shots": [4, 8]}, "context.shots: 4 is less than the 8 labels; raise it"),
+        ({"passages": [1001]}, "context.passages: 1001 is more than 1000; lower it"),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        settings(**changes)

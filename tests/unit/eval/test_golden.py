@@ -1,0 +1,95 @@
+"""Results of two tiny models with fixed weights in float64, which change when a protocol or the scorer changes."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.eval.zero_shot import score_rows
+from tost_lm.inference.hugging_face import HuggingFaceLM
+from tost_lm.inference.ranks import Ranks
+
+WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
+LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
+PTB = " no it was n't <unk> \n the N dogs ' tails \n"
+CBT = (
+    "".join(f"{n} Sentence {n} of a tale .\n" for n in range(1, 21))
+    + "21 Then XXXXX ran .\tdog\t\tdog|a|b|c|d|e|f|g|h|i\n"
+)
+FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
+FILES |= {"ptb": PTB, "cbt_cn": CBT}
+FILES |= {
+    name: json.dumps(row) + "\n"
+    for name, row in {
+        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
+        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
+        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
+    }.items()
+}
+
+GOLDEN: dict[str, dict[str, float]] = {
+    "wikitext2@hf-stride10": {"tost": 706.8375066548083, "gpt2": 855.6584617734095},
+    "wikitext2@lm-eval": {"tost": 530.0290670131624, "gpt2": 636.1296870216246},
+    "lambada_openai@lm-eval": {"tost": 62.16579754012815, "gpt2": 79.94321521162206},
+    "lambada_openai@last-token": {"tost": 15.400909279337526, "gpt2": 12.257777973924416},
+    "ptb@megatron": {"tost": 214.65482683470748, "gpt2": 278.5288944074743},
+    "cbt_cn@gpt2": {"tost": 483.45483932016793, "gpt2": 614.1089341295586},
+    "hellaswag@lm-eval": {"tost": 51.06285904218851, "gpt2": 55.88241107866722},
+    "arc_challenge@lm-eval": {"tost": 34.25671891138355, "gpt2": 42.29896598920574},
+    "piqa@lm-eval": {"tost": 34.21835085658279, "gpt2": 37.316839447000305},
+}
+"""Summed nats of all rows."""
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Bytes(Tokenizer):
+    """An id for each byte; 256 is the end of text."""
+
+    eot, vocab_size = 256, 257
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@torch.no_grad()
+def fixed(model: Model) -> Model:
+    """Weights that do not depend on the version of torch."""
+    draws = np.random.default_rng(0)
+    for name, parameter in sorted(model.named_parameters()):
+        drawn = torch.from_numpy(draws.normal(size=tuple(parameter.shape)))
+        parameter.copy_(1 + drawn / 10 if "ln" in name or "norm" in name else drawn / 2)
+    return model.double().eval()
+
+
+def gpt2() -> HuggingFaceLM:
+    settings = GPT2Config(vocab_size=257, n_positions=24, n_embd=8, n_layer=2, n_head=2, eos_token_id=256)
+    return HuggingFaceLM(fixed(GPT2LMHeadModel(settings)))
+
+
+@pytest.mark.parametrize("protocol", list(GOLDEN))
+@pytest.mark.parametrize("name", ["tost", "gpt2"])
+def test_results_are_unchanged(name: str, protocol: str, make_model, tmp_path: Path):
+    model = gpt2() if name == "gpt2" else fixed(make_model("TA", vocab_size=257, max_positions=24, width=8))
+    measured = find_protocol(protocol)
+    path = tmp_path / "file"
+    path.write_text(FILES[measured.data_set])
+    examples = measured.examples(path, Bytes(b""), model.config.context_length)
+    rows = score_rows(Ranks(), model, measured, examples, 100)
+    nats = float(np.sum([np.sum(row["nats"]) for row in rows]))
+    assert nats == pytest.approx(GOLDEN[protocol][name], rel=1e-9)

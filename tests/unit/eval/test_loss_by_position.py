@@ -1,0 +1,158 @@
+"""`tost eval positions`: the loss by position equals that of whole sequences, and the trained length is marked."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.config import validate
+from tost_lm.data.shards import Shards
+from tost_lm.errors import DataError
+from tost_lm.eval.commands.positions import main
+from tost_lm.eval.positions import Lengths, by_position, mean_nats
+from tost_lm.eval.settings import PositionsConfig
+from tost_lm.model.streaming import TILE_TOKENS
+from tost_lm.report.page import Page
+from tost_lm.report.protocols import extrapolation_chart, length_extrapolation
+from tost_lm.report.record import RunRecord
+from tost_lm.testing import FLOAT32_REORDERED
+
+UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
+
+
+def settings(**positions: Any) -> PositionsConfig:
+    return validate(PositionsConfig, {"positions": {"times": 4, "sequences": 3, **positions}}, "test")
+
+
+def results_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "eval/positions/results.json").read_text())
+
+
+def add_unlimited(run: Path, make_model, tokenizer, **settings: Any) -> Any:
+    """A newer checkpoint of the run: a model without a maximum length."""
+    model = make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED, **settings)
+    write_checkpoint(run / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    return model
+
+
+@torch.inference_mode()
+def test_each_bucket_is_the_mean_of_a_pass_over_the_whole(make_model):
+    model = make_model("TA", window=7, **UNLIMITED).double()
+    ends = [8, 12, 16, TILE_TOKENS - 1, TILE_TOKENS + 3, TILE_TOKENS + 50]
+    ids = np.random.default_rng(0).integers(0, 40, ends[-1] + 1)
+    whole = torch.from_numpy(ids)[None]
+    nats = model(whole[:, :-1], labels=whole[:, 1:]).nats[0].double().numpy()
+    expected = [nats[begin:end].mean() for begin, end in pairwise([0, *ends])]
+    np.testing.assert_allclose(mean_nats(model, ids, ends), expected, rtol=1e-10)
+
+
+def test_a_run_is_read_beyond_its_positions(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
+    model = add_unlimited(run_folder, make_model, tokenizer)
+    main(run_folder, settings())
+    output = capsys.readouterr().out
+    results = results_of(run_folder)
+    assert [row["end"] for row in results["by_position"]] == [8, 16, 32, 64]
+    assert [row["trained"] for row in results["by_position"]] == [True, True, False, False]
+    assert (results["sequences"], results["tokens"], results["position_limit"]) == (3, 3 * 64, None)
+
+    text = torch.tensor([token for array in shards.token_arrays("valid") for token in array[:].tolist()])
+    windows = text[: 3 * 64 + 1].unfold(0, 65, 64)
+    with torch.inference_mode():
+        nats = model(windows[:, :-1], labels=windows[:, 1:]).nats.double()
+    for begin, row in zip([0, 8, 16, 32], results["by_position"], strict=True):
+        mean_N = nats[:, begin : row["end"]].mean(1)
+        assert row["nats_per_token"] == pytest.approx(mean_N.mean().item(), rel=FLOAT32_REORDERED)
+        assert row["standard_error"] == pytest.approx(mean_N.std().item() / 3**0.5, rel=1e-3)
+
+    lines = output.splitlines()
+    mark = next(number for number, line in enumerate(lines) if line.endswith("trained length"))
+    assert lines[mark - 1].split()[0] == "16"
+    assert lines[mark + 1].split()[0] == "32"
+    assert "cannot read beyond" not in output
+    main(run_folder, settings())
+    assert "reusing" in capsys.readouterr().out
+
+
+def test_the_trained_length_ends_a_bucket(run_folder: Path, make_model, tokenizer):
+    add_unlimited(run_folder, make_model, tokenizer, context_length=20)
+    main(run_folder, settings(sequences=1))
+    rows = results_of(run_folder)["by_position"]
+    assert [(row["end"], row["trained"]) for row in rows] == [
+        (8, True), (16, True), (20, True), (32, False), (64, False), (80, False),
+    ]  # fmt: skip
+    assert [row["standard_error"] for row in rows] == [None] * 6
+
+
+def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path, capsys):
+    main(run_folder, settings())
+    assert "the model has 16 learned positions and cannot read beyond them" in capsys.readouterr().out
+    results = results_of(run_folder)
+    assert [(row["end"], row["trained"]) for row in results["by_position"]] == [(8, True), (16, True)]
+    assert results["position_limit"] == 16
+
+
+def test_sequences_are_16_times_as_long_or_shorter_until_the_text_has_one(
+    run_folder: Path, make_model, tokenizer, shards: Shards
+):
+    tokens = sum(map(len, shards.token_arrays("valid")))
+    add_unlimited(run_folder, make_model, tokenizer)
+    main(run_folder, settings(times=None))
+    assert results_of(run_folder)["by_position"][-1]["end"] == 16 * 16
+    length = tokens // 5
+    add_unlimited(run_folder, make_model, tokenizer, context_length=length)
+    main(run_folder, settings(times=None))
+    assert results_of(run_folder)["by_position"][-1]["end"] == 4 * length
+
+
+def test_the_trained_length_of_an_export_is_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=12, **UNLIMITED)
+    write_checkpoint(tmp_path / "export", model.config, model.state_dict(), tokenizer)
+    tree = {"positions": {"times": 2}, "heldout": {"shards": str(shards.folder)}}
+    main(tmp_path / "export", validate(PositionsConfig, tree, "test"))
+    rows = results_of(tmp_path / "export")["by_position"]
+    assert [(row["end"], row["trained"]) for row in rows] == [(8, True), (12, True), (16, False), (24, False)]
+
+
+def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
+    add_unlimited(run_folder, make_model, tokenizer)
+    tokens = sum(map(len, shards.token_arrays("valid")))
+    available = (tokens - 1) // 64
+    main(run_folder, settings(sequences=available + 1))
+    output = capsys.readouterr().out
+    assert f"the held-out text has {available} sequences, fewer than positions.sequences {available + 1}\n" in output
+    assert results_of(run_folder)["sequences"] == available
+    with pytest.raises(DataError, match=rf"has {tokens:,} tokens, less than a sequence of .*; lower positions\.times"):
+        main(run_folder, settings(times=tokens // 16 + 1))
+    main(run_folder, settings(times=(tokens - 1) // 16))
+    assert results_of(run_folder)["sequences"] == 1
+
+
+def test_ends_of_buckets():
+    assert Lengths(16, 24, None).ends == [8, 16, 24]
+    assert Lengths(5, 24, None).ends == [5, 8, 16, 24]
+    assert Lengths(100, 24, None).ends == [8, 16, 24]
+
+
+def test_the_report_marks_positions_beyond_the_trained_length(run_folder: Path, make_model, tokenizer):
+    page = Page("", figures="f")
+    assert "`tost eval positions " in length_extrapolation(RunRecord.read(run_folder), page)
+    add_unlimited(run_folder, make_model, tokenizer)
+    main(run_folder, settings())
+    section = length_extrapolation(RunRecord.read(run_folder), page)
+    first, *_, last = results_of(run_folder)["by_position"]
+    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} | within |" in section
+    assert f"| 64 | {last['nats_per_token']:.4f} | {last['standard_error']:.4f} | beyond |" in section
+    assert "learned positions" not in section
+    assert list(page.charts) == ["f/length_extrapolation"]
+
+
+def test_the_chart_has_the_numbers(run_folder: Path):
+    rows = by_position(np.array([[6.0, 5.0, 5.5], [5.0, 5.0, 6.5]]), [8, 16, 32], 16)
+    assert extrapolation_chart(rows, 16).table().splitlines()[1:] == ["8,5.5,0.5,1", "16,5.0,0.0,1", "32,6.0,0.5,0"]
+    (alone,) = by_position(np.array([[6.0]]), [8], 16)
+    assert extrapolation_chart([alone], 16).table().splitlines()[1:] == ["8,6.0,,1"]

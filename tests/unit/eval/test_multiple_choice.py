@@ -1,0 +1,157 @@
+"""Multiple choice: prompts, both accuracies, malformed files. The harness's own scores are in tests/unit/interop."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.errors import CheckpointError, DataError
+from tost_lm.eval.data_sets import find_set_file
+from tost_lm.eval.protocols import READERS, Example, find_protocol
+from tost_lm.eval.settings import DataSetsConfig
+from tost_lm.eval.zero_shot import score_protocol
+from tost_lm.inference.likelihood import Likelihoods
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.subject import Subject
+
+HELLASWAG = {
+    "ind": 1, "activity_label": "Baking", "ctx_a": "[header] How to bake [title] It is hot.", "ctx_b": "THE cake",
+    "endings": ["is  good. ", "[substeps] runs.", "is short", "no"], "label": "2", "split": "val",
+}  # fmt: skip
+ARC = {
+    "id": "Q1", "question": "Which is short?", "answerKey": "3",
+    "choices": {"text": ["a page", "a line", "no"], "label": ["1", "2", "3"]},
+}  # fmt: skip
+PIQA = {"goal": "To bake,", "sol1": "use a page.", "sol2": "use it", "label": 0}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(example: Example, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Context and target of each request."""
+    return [
+        (tokenizer.decode(context.tolist()), tokenizer.decode(target.tolist())) for context, target in example.requests
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data_set", "row", "context", "targets", "answer"),
+    [
+        (
+            "hellaswag",
+            HELLASWAG,
+            "Baking: How to bake. It is hot. The cake",
+            [" is good.", "  runs.", " is short", " no"],
+            2,
+        ),
+        ("arc_easy", ARC, "Question: Which is short?\nAnswer:", [" a page", " a line", " no"], 2),
+        ("arc_challenge", ARC, "Question: Which is short?\nAnswer:", [" a page", " a line", " no"], 2),
+        ("piqa", PIQA, "Question: To bake,\nAnswer:", [" use a page.", " use it"], 0),
+    ],
+)
+def test_prompts(tokenizer, tmp_path: Path, data_set: str, row: Any, context: str, targets: list[str], answer: int):
+    [example] = find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", row), tokenizer, 100)
+    assert texts(example, tokenizer) == [(context, target) for target in targets]
+    assert example.facts["answer"] == answer
+
+
+def test_contamination_is_measured_on_questions_with_their_answers(tmp_path: Path):
+    assert READERS["arc_easy"](write(tmp_path / "file", ARC)) == ["Question: Which is short?\nAnswer: no"]
+
+
+def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):
+    path = write(tmp_path / "file", PIQA | {"goal": "To bake it, " * 20})
+    [example] = find_protocol("piqa@lm-eval").examples(path, tokenizer, 16)
+    assert [request.inputs for request in example.requests] == [16, 16]
+    for context, target in texts(example, tokenizer):
+        assert context.endswith("\nAnswer:")
+        assert target in (" use a page.", " use it")
+
+
+def test_accuracies_chance_and_standard_errors(tokenizer, tmp_path: Path):
+    four = ARC | {"choices": {"text": ["aaaaaa", "bb", "cc", "dd"], "label": ["A", "B", "C", "D"]}, "answerKey": "A"}
+    protocol = find_protocol("arc_challenge@lm-eval")
+    examples = protocol.examples(write(tmp_path / "file", four, four, ARC), tokenizer, 100)
+    nats = [[6.0, 5.0, 7.0, 8.0], [6.0, 7.0, 7.0, 7.0], [6.0, 6.0, 1.0]]
+    rows = [
+        protocol.row(example, Likelihoods(np.array(each), np.ones(len(each), int), np.zeros(len(each), bool)))
+        for example, each in zip(examples, nats, strict=True)
+    ]
+    assert [(row["chosen"], row["normalized_chosen"]) for row in rows] == [(1, 0), (0, 0), (2, 2)]
+    assert rows[0]["nats"] == nats[0]
+    totals = protocol.totals(rows)
+    assert totals == pytest.approx({
+        "examples": 3,
+        "accuracy": 2 / 3,
+        "accuracy_standard_error": math.sqrt(2 / 3 * 1 / 3 / 2),
+        "normalized_accuracy": 1.0,
+        "normalized_accuracy_standard_error": 0.0,
+        "chance": (1 / 4 + 1 / 4 + 1 / 3) / 3,
+    })  # fmt: skip
+    assert protocol.totals(rows[:1])["accuracy_standard_error"] == 0
+
+
+ROWS = {"hellaswag": HELLASWAG, "arc_easy": ARC, "arc_challenge": ARC, "piqa": PIQA}
+
+
+@pytest.mark.parametrize(
+    ("data_set", "row", "problem"),
+    [
+        ("hellaswag", {**HELLASWAG, "ctx_b": None}, "ctx_b: input should be a valid string; give HellaSwag's"),
+        ("hellaswag", {**HELLASWAG, "label": ""}, "label: input should be a valid integer"),
+        ("hellaswag", {**HELLASWAG, "label": 4}, "the answer '4' is none of 0, 1, 2, 3; "),
+        ("hellaswag", {**HELLASWAG, "endings": ["one"]}, "1 choices with 1 labels; "),
+        ("hellaswag", ARC, "activity_label: field required; give HellaSwag's validation set, hellaswag_val.jsonl"),
+        ("hellaswag", [1], "the line: input should be a valid dict"),
+        ("arc_easy", {**ARC, "answerKey": "C"}, "the answer 'C' is none of 1, 2, 3; give ARC-Easy's test set from"),
+        ("arc_easy", {**ARC, "choices": {"text": ["a", "b"]}}, "choices.label: field required; give ARC-Easy's"),
+        ("arc_challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["1"]}}, "2 choices with 1 labels; "),
+        ("arc_challenge", {**ARC, "question": {"stem": "Which?"}}, "question: input should be a valid string; "),
+        ("piqa", {**PIQA, "label": -1}, "the answer '-1' is none of 0, 1; give PIQA's validation set from the hub"),
+        ("piqa", {"goal": "a", "sol1": "b", "label": 0}, "sol2: field required; give PIQA's"),
+    ],
+)
+def test_malformed_questions_are_rejected(tokenizer, tmp_path: Path, data_set: str, row: Any, problem: str):
+    with pytest.raises(DataError) as error:
+        find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", ROWS[data_set], row), tokenizer, 100)
+    assert f"file, line 2: {problem}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_choice_without_a_token_is_rejected(tokenizer, tmp_path: Path):
+    class Stripping(SentencePieceTokenizer):
+        """Drops white space at the end of a text."""
+
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.rstrip())
+
+    path = write(tmp_path / "file", {**PIQA, "sol2": ""})
+    with pytest.raises(DataError, match="file, line 1: a choice without a token; remove the line"):
+        find_protocol("piqa@lm-eval").examples(path, Stripping(tokenizer.model_bytes), 100)
+
+
+@pytest.mark.parametrize(("text", "likely"), [("goal,sol1\na,b\n", "text in lower case"), ("", "an empty file")])
+def test_a_file_of_another_format_is_rejected(tokenizer, tmp_path: Path, text: str, likely: str):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(DataError, match=f"line 1: wrong format, the file looks like {likely}; give PIQA's validation"):
+        find_protocol("piqa@lm-eval").examples(tmp_path / "file", tokenizer, 100)
+
+
+def test_a_damaged_model_has_no_accuracy(run_folder: Path, make_model, tokenizer, tmp_path: Path):
+    model, subject = make_model(vocab_size=tokenizer.vocab_size, max_positions=64), Subject.find(run_folder)
+    file = find_set_file("piqa", DataSetsConfig(piqa=write(tmp_path / "piqa", PIQA)))
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(
+        CheckpointError, match=r"step_00000100: its scores are not finite .*; use an earlier checkpoint"
+    ):
+        score_protocol(Ranks(), subject, lambda: model, find_protocol("piqa@lm-eval"), file)
+    assert not subject.results_path("piqa@lm-eval").exists()

@@ -1,0 +1,391 @@
+"""Zero-shot protocols on hand-written files in the published formats, and on the real files where they exist."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shared_data import GPT2_BPE, SHARED, needs_shared
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.eval import data_sets
+from tost_lm.eval.protocols import Example, Row, find_protocol, missing_word, perplexity
+from tost_lm.eval.protocols.interface import GPT2_SAMPLE, is_gpt2_tokenizer
+from tost_lm.eval.protocols.perplexity import detokenized_wikitext, pages, wikitext_rows
+from tost_lm.inference.likelihood import Likelihoods
+
+EOT, WINDOW = 0, 16
+
+
+class Words(Tokenizer):
+    """An id for each character; a space is part of the character after it."""
+
+    eot, vocab_size = EOT, 1 << 22
+
+    def encode(self, text: str) -> list[int]:
+        ids, space = [], 0
+        for character in text:
+            if character == " " and not space:
+                space = 1 << 21
+            else:
+                ids.append(ord(character) + space)
+                space = 0
+        return ids + [ord(" ")] * bool(space)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids) -> str:
+        return "".join(" " * (i >> 21) + chr(i & ((1 << 21) - 1)) for i in map(int, ids))
+
+
+TOKENIZER = Words(b"")
+
+
+def examples_of(name: str, path: Path, window: int = WINDOW) -> list[Example]:
+    return list(find_protocol(name).examples(path, TOKENIZER, window))
+
+
+def rows_of(name: str, examples: list[Example], nats: list[list[float]], greedy: bool = False) -> list[Row]:
+    rows = []
+    for example, values in zip(examples, nats, strict=True):
+        tokens = np.array([len(request.target) for request in example.requests])
+        scores = Likelihoods(np.array(values), tokens, np.full(len(tokens), greedy))
+        rows.append(find_protocol(name).row(example, scores))
+    return rows
+
+
+def read(example: Example) -> list[tuple[str, str]]:
+    """Context and target of each request as text; `|` is the end of text."""
+    texts = [[TOKENIZER.decode(ids).replace("\0", "|") for ids in request] for request in example.requests]
+    return [(context, target) for context, target in texts]
+
+
+WIKI = """ 
+ = One Title = 
+ 
+ It was 2 @.@ 5 . 
+ 
+ = = Part = = 
+ 
+ The end , " so " it said . 
+ = Other = 
+ 
+ More . 
+"""
+
+
+@pytest.fixture
+def wiki(tmp_path: Path) -> Path:
+    (tmp_path / "wiki.test.raw").write_text(WIKI)
+    return tmp_path / "wiki.test.raw"
+
+
+def test_wikitext_rows_are_those_of_hugging_face(wiki: Path):
+    text = "\n\n".join(wikitext_rows(wiki))
+    assert text.startswith("\n\n = One Title = \n\n\n\n\n It was 2 @.@ 5 . \n\n\n")
+    assert text.endswith(" More . \n")
+    [*windows, last] = examples_of("wikitext2@hf-stride16", wiki)
+    assert all(len(example.requests[0].target) == WINDOW - 1 for example in windows)
+    tokens = sum(len(example.requests[0].target) for example in [*windows, last])
+    rows = rows_of("wikitext2@hf-stride16", [*windows, last], [[2.0]] * (len(windows) + 1))
+    totals = find_protocol("wikitext2@hf-stride16").totals(rows)
+    assert (totals["tokens"], totals["bytes"], totals["words"]) == (tokens, len(text), len(text.split()))
+    assert totals["token_perplexity"] == pytest.approx(math.exp(2.0 * len(rows) / tokens))
+
+
+def test_wikitext_pages_are_detokenized_and_counted_before(wiki: Path):
+    first, second = pages(wiki)
+    assert first.startswith(" = One Title = \n")
+    assert second == " = Other = \n \n More . \n"
+    assert detokenized_wikitext(first) == ' = One Title =\n\nIt was 2.5.\n\n== Part ==\n\nThe end, "so" it said. '
+    assert detokenized_wikitext(second) == " = Other =\n\nMore.\n"
+    examples = examples_of("wikitext2@lm-eval", wiki)
+    assert [example.facts["bytes"] for example in examples] == [len(first), len(second)]
+    [(context, target)] = read(examples[1])
+    assert (context, target) == ("|", detokenized_wikitext(second))
+    assert "".join(target for _, target in read(examples[0])) == detokenized_wikitext(first)
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("the dogs ' tails", "the dogs' tails"),
+        ("1 @,@ 000 @.@ 5 @-@ inch", "1,000.5-inch"),
+        ("so , he said ; no : yes ! why ? well . end", "so, he said; no: yes! why? well. end"),
+        ("( a b ) [ c ] { d }", "(a b) [c] {d}"),
+        ("say \" a b \" and ' c ' now", "say \"a b\" and 'c' now"),
+        ("= = = x = = =", "=== x ==="),
+        ("20 ° C", "20°C"),
+        ("a \n b", "a\nb"),
+        ("N and N dogs 's", "N and 1 dogs's"),
+        (", . x", ",. x"),
+    ],
+)
+def test_wikitext_detokenization(page: str, text: str):
+    assert detokenized_wikitext(page) == text
+
+
+def test_standard_errors_of_perplexities(wiki: Path):
+    examples = examples_of("wikitext2@lm-eval", wiki)
+    nats = [[1.0 + number + len(request.target) for request in e.requests] for number, e in enumerate(examples)]
+    totals = find_protocol("wikitext2@lm-eval").totals(rows_of("wikitext2@lm-eval", examples, nats))
+    error = totals["nats_per_token_standard_error"]
+    assert error > 0
+    for measure, count in (("token", "tokens"), ("word", "words"), ("byte", "bytes")):
+        mean = totals["nats"] / totals[count]
+        assert totals[f"{measure}_perplexity"] == pytest.approx(math.exp(mean))
+        higher = math.exp(mean + error * totals["tokens"] / totals[count])
+        found = totals[f"{measure}_perplexity_standard_error"]
+        assert found == pytest.approx(higher - math.exp(mean), rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["wikitext2@tost", "wikitext103@tost"])
+def test_random_windows_of_the_released_code(wiki: Path, name: str):
+    text = "".join(f"{row}|" for row in wikitext_rows(wiki))
+    examples = examples_of(name, wiki)
+    assert len(examples) == 1000 * 16
+    starts = [example.facts["start"] for example in examples]
+    ids = [id for row in wikitext_rows(wiki) for id in [*TOKENIZER.encode(row), EOT]]
+    counts = np.bincount(starts)
+    assert len(counts) == len(ids) - WINDOW  # the last start leaves the window's targets
+    assert (abs(counts - counts.mean()) < 5 * counts.mean() ** 0.5).all()  # uniform
+    for example in examples[:20]:
+        [(first, rest)] = read(example)
+        assert first + rest in text
+        assert len(example.requests[0].target) == WINDOW
+    totals = find_protocol(name).totals(rows_of(name, examples, [[2.0 * WINDOW]] * 16_000))
+    assert (totals["nats_per_token"], totals["tokens"]) == (2.0, 16_000 * WINDOW)
+    assert "word_perplexity" not in totals
+    with pytest.raises(DataError, match="tokens are too few for windows of 1,024; give the whole file"):
+        examples_of(name, wiki, 1024)
+
+
+def test_random_windows_of_ptb_keep_the_spaces_around_lines(tmp_path: Path):
+    (tmp_path / "ptb.test.txt").write_text(" no it was \n \n the N dogs \n")
+    found = {"".join(read(example)[0]) for example in examples_of("ptb@tost", tmp_path / "ptb.test.txt", 6)}
+    text = " no it was | | the N dogs |"
+    assert all(window in text for window in found)
+    assert "was | |" in "".join(found)
+
+
+class Gpt2Ids(Words):
+    """Encodes the sample of `is_gpt2_tokenizer` as GPT-2 does."""
+
+    eot = 50256
+
+    def encode(self, text: str) -> list[int]:
+        return GPT2_SAMPLE if text.startswith("Hello world") else super().encode(text)
+
+
+def test_each_token_of_nanogpts_file_is_scored_once(tmp_path: Path):
+    ids = np.array([*range(1, 40), 50256], dtype="<u2")
+    (tmp_path / "val.bin").write_bytes(ids.tobytes())
+    measured = find_protocol("owt@nanogpt")
+    examples = measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
+    assert np.concatenate([example.requests[0].target for example in examples]).tolist() == [*range(2, 40), 50256]
+    assert [example.requests[0].context.tolist() for example in examples] == [[1], [17], [33]]
+    with pytest.raises(DataError, match=r"has ids of GPT-2.s tokenizer, but the model has another; leave"):
+        measured.examples(tmp_path / "val.bin", TOKENIZER, WINDOW)
+    for data in (b"", b"abc", np.array([1, 50257], "<u2").tobytes(), b'{"text": "a b"}\n'):
+        (tmp_path / "val.bin").write_bytes(data)
+        with pytest.raises(DataError, match=r"wrong format, not ids of GPT-2's tokenizer .* give val\.bin"):
+            measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
+
+
+def lambada(tmp_path: Path, *texts: str) -> Path:
+    path = tmp_path / "lambada.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    return path
+
+
+def test_lambada_scores_the_last_word(tmp_path: Path):
+    path = lambada(tmp_path, "He saw it", "A line end\u2028in it, and a long passage")
+    short, long = examples_of("lambada_openai@lm-eval", path)
+    assert read(short) == [("He saw", " it")]
+    assert read(long)[0][1] == " passage"
+    assert long.requests[0].inputs == WINDOW
+    [(context, target), _] = [read(example)[0] for example in examples_of("lambada_openai@last-token", path)]
+    assert (context, target) == ("He saw i", "t")
+    rows = rows_of("lambada_openai@lm-eval", [short, long], [[1.0], [3.0]], greedy=True)
+    totals = find_protocol("lambada_openai@lm-eval").totals(rows)
+    assert (totals["accuracy"], totals["word_perplexity"]) == (1.0, pytest.approx(math.exp(2.0)))
+    assert rows[0] == {"word": "it", "tokens": 2, "nats": 1.0, "right": True}
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (['{"text": "a b"}', "a b"], "line 2: wrong format, the file looks like JSON lines; give JSON lines"),
+        (['{"text": "a b"}', "", '{"text": "a b"}'], "line 2: wrong format"),
+        (['{"texts": "a b"}'], 'line 1: no passage of two or more words under "text"'),
+        (['{"text": "word"}'], 'line 1: no passage of two or more words under "text"'),
+        (["[1]"], "line 1: no passage"),
+        ([], "line 1: wrong format, the file looks like an empty file; give JSON lines"),
+    ],
+)
+def test_malformed_lambada_lines_are_rejected(tmp_path: Path, lines: list[str], problem: str):
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(DataError, match=problem):
+        examples_of("lambada_openai@lm-eval", path)
+
+
+def story(question: str = "He took the XXXXX home .\tcat\t\tcat|dog|a|b|c|d|e|f|g|h") -> list[str]:
+    return [*(f"{number} Line {number} did n't end ." for number in range(1, 21)), f"21 {question}"]
+
+
+def write_stories(tmp_path: Path, *stories: list[str]) -> Path:
+    path = tmp_path / "cbtest_CN_valid_2000ex.txt"
+    path.write_text("\n\n".join("\n".join(lines) for lines in stories) + "\n\n")
+    return path
+
+
+def test_cbt_chooses_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_path: Path):
+    path = write_stories(tmp_path, story(), story("XXXXX ran .\tdog\t\tcat|dog|a|b|c|d|e|f|g|h"))
+    first, second = examples_of("cbt_cn@gpt2", path, window=1000)
+    requests = read(first)
+    assert len(requests) == 10
+    assert all(context.startswith("Line 1 didn't end. Line 2") for context, _ in requests)
+    assert [target for _, target in requests][:2] == [" cat home.", " dog home."]
+    assert all(context.endswith(" He took the") for context, _ in requests)
+    assert read(second)[1][1] == " dog ran."
+    nats = [[3.0, 1.0, *[2.0] * 8]] * 2
+    rows = rows_of("cbt_cn@gpt2", [first, second], nats)
+    assert [row["right"] for row in rows] == [False, True]
+    assert find_protocol("cbt_cn@gpt2").totals(rows)["accuracy"] == 0.5
+    short = examples_of("cbt_cn@gpt2", path, window=30)[0]
+    assert all(request.inputs == 30 for request in short.requests)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (story()[:5] + story()[6:], "line 6: wrong format, .* with sentence 6 in this line"),
+        (story()[:20], "ends after sentence 20 of 21"),
+        (story("He took it .\tcat\t\tcat|dog"), "line 21: wrong format; give a sentence with one XXXXX"),
+        (story("A XXXXX .\tcat\t\tcat|dog"), "line 21: 2 candidates; give 10"),
+        (story("A XXXXX .\tcow\t\tcat|dog|a|b|c|d|e|f|g|h"), "and the answer 'cow' as one of them"),
+        (story("A XXXXX .\tcat\tcat|dog|a|b|c|d|e|f|g|h"), "line 21: wrong format; give a sentence"),
+        ([], "line 1: wrong format, the file looks like an empty file; give cbtest_CN_valid"),
+    ],
+)
+def test_malformed_cbt_lines_are_rejected(tmp_path: Path, lines: list[str], problem: str):
+    with pytest.raises(DataError, match=problem):
+        missing_word.questions(write_stories(tmp_path, lines))
+
+
+def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
+    (tmp_path / "ptb.test.txt").write_text(" no it was n't <unk> 's \n N N %\n cost $ N million \n")
+    examples = examples_of("ptb@megatron", tmp_path / "ptb.test.txt")
+    text = "".join(target for example in examples for _, target in read(example))
+    assert text == "no it wasn't ?'s\n1 1 %\ncost $1 million"
+    assert read(examples[0])[0][0] == "|"
+    assert examples[0].facts["words"] == (6 + 1) + (3 + 1) + (4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("N N to N", "1 1 to 1"),
+        ("the workers ' N", "the workers' 1"),
+        ("cost $ N or # N", "cost $1 or #1"),
+        ("either\\/or <unk>", "either/or ?"),
+        ("NATO IN N.", "NATO IN N."),
+    ],
+)
+def test_ptb_detokenization(line: str, text: str):
+    assert perplexity.detokenized_ptb(line) == text
+
+
+def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
+    (tmp_path / "enwik8").write_bytes(("<mediawiki>" + "ü" + "y" * 19).encode())  # the test bytes begin within a letter
+    examples = examples_of("enwik8@bpb", tmp_path / "enwik8")
+    assert [target for example in examples for _, target in read(example)] == ["y" * 16, "y" * 3]
+    assert examples[0].facts["bytes"] == 19
+    rows = rows_of("enwik8@bpb", examples, [[16 * math.log(2)], [3 * math.log(2)]])
+    assert find_protocol("enwik8@bpb").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    monkeypatch.setitem(data_sets.PUBLISHED_BYTES, "enwik8", 40)
+    for size in (20, 41):  # all of it test bytes, or more than the published file
+        (tmp_path / "enwik8").write_bytes(b"<mediawiki".ljust(size))
+        with pytest.raises(DataError, match=rf"{size} bytes; give the whole file enwik8 \(40 bytes\)"):
+            examples_of("enwik8@bpb", tmp_path / "enwik8")
+
+
+def test_text8_is_measured_in_bits_per_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
+    (tmp_path / "text8").write_text(" anarchism originated as a term of abuse first used")
+    examples = examples_of("text8@bpc", tmp_path / "text8")
+    targets = [target for example in examples for _, target in read(example)]
+    assert "".join(targets) == " of abuse first used"
+    rows = rows_of("text8@bpc", examples, [[len(target) * math.log(2)] for target in targets])
+    assert find_protocol("text8@bpc").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    (tmp_path / "text8").write_text(" anarchism originated as a term of Abuse first used")
+    with pytest.raises(DataError, match=r"text8: 'A' at byte 35, but text8 has only letters a to z and spaces; give"):
+        examples_of("text8@bpc", tmp_path / "text8")
+    (tmp_path / "text8").write_text(" anarchism originated as a term of äbuse first used")
+    with pytest.raises(DataError, match=r"text8: '.xc3' at byte 35, "):
+        examples_of("text8@bpc", tmp_path / "text8")
+
+
+WRONG = {
+    "wikitext2@lm-eval": [("JSON lines", '{"text": "a b c"}\n'), ("text in lower case", " no it was n't <unk> \n")],
+    "wikitext2@hf-stride16": [("an empty file", " \n"), ("a WikiText file", " = One = \n It is <unk> . \n")],
+    "ptb@megatron": [("a WikiText file", WIKI), ("JSON lines", '{"text": "a b c"}\n'), ("an empty file", "\n\n")],
+    "ptb@tost": [("XML", "<mediawiki>\n<Page>")],
+    "lambada_openai@tost": [("a WikiText file", WIKI), ("plain text", "Some words.\nSome more.\n")],
+    "cbt_ne@gpt2": [("plain text", "Some words.\nSome more.\n")],
+    "cbt_cn@tost": [("JSON lines", '{"text": "a b c"}\n')],
+    "enwik8@bpb": [("text in lower case", "anarchism originated as a term"), ("a WikiText file", WIKI)],
+    "lambada_standard@lm-eval": [("questions of the Children's Book Test", "1 A b .\n2 C d .\n")],
+}
+
+
+@pytest.mark.parametrize(("name", "likely", "text"), [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
+def test_a_file_of_another_format_is_rejected(tmp_path: Path, monkeypatch, name: str, likely: str, text: str):
+    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(DataError, match=rf"file, line 1: wrong format, the file looks like {likely}; give ") as error:
+        examples_of(name, tmp_path / "file")
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_text_is_rejected(tmp_path: Path):
+    (tmp_path / "wiki").write_bytes(b"one\ntwo \xff\n")
+    with pytest.raises(DataError, match=r"wiki, line 2: not UTF-8 \(byte 0xff\)"):
+        wikitext_rows(tmp_path / "wiki")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-20])
+    with pytest.raises(DataError, match=r"cut\.gz: cannot be read"):
+        wikitext_rows(tmp_path / "cut.gz")
+
+
+def test_unknown_protocols_are_rejected_with_a_list():
+    with pytest.raises(
+        ConfigError, match=r"'lambada' is not a protocol; choose from heldout@bpb, wikitext2@hf-strideN, "
+    ):
+        find_protocol("lambada")
+    with pytest.raises(ConfigError, match="'wikitext2@hf-stride0' is not a protocol"):
+        find_protocol("wikitext2@hf-stride0")
+
+
+def test_a_stride_longer_than_the_window_is_rejected(wiki: Path):
+    with pytest.raises(DataError, match=r"wikitext2@hf-stride17: the stride is longer than a window of 16 tokens"):
+        examples_of("wikitext2@hf-stride17", wiki)
+
+
+@needs_shared
+def test_counts_of_the_real_files():
+    tokenizer = gpt2_tokenizer(GPT2_BPE)
+    wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
+    assert len(tokenizer.encode("\n\n".join(wikitext_rows(wiki)))) == 287_644
+    assert is_gpt2_tokenizer(tokenizer)
+    assert not is_gpt2_tokenizer(TOKENIZER)
+    assert len(list(pages(wiki))) == 62
+    examples = find_protocol("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
+    assert len(examples) == 5153
+    assert sum(len(example.requests[0].target) == 1 for example in examples) == 4010

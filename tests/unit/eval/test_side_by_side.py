@@ -1,0 +1,181 @@
+"""Comparison with published results, and the history of all results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.errors import ConfigError
+from tost_lm.eval.protocols import find_protocol
+from tost_lm.eval.published import KNOWN_OF_GPT2, PUBLISHED, is_reached, side_by_side
+from tost_lm.inference.subject import append_to_history
+from tost_lm.markdown import format_result
+
+STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
+
+
+def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
+    measure = changed.pop("headline", "token_perplexity")
+    identity = {"checkpoint": "step_00000010", "data_sha256": changed.pop("data", "d1")}
+    identity["tokenizer_sha256"] = changed.pop("tokenizer", "t1")
+    results = {
+        "protocol": protocol, "identity": identity, "headline": measure, "window_tokens": 1024, "published_file": True,
+        "by_token": find_protocol(protocol).by_token, "tokenizer_is_gpt2s": True,
+        "model": {measure: 31.5, f"{measure}_standard_error": 0.25, **changed.pop("figures", {})}, **changed,
+    }  # fmt: skip
+    path = home / "eval" / protocol / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(results))
+    return home
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """The last column of each row, by the first and the measure."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    return {f"{row[0]}, {row[3]}": row[-1] for row in cells if row[0] not in ("model", "---")}
+
+
+def test_results_are_listed_with_published_ones_of_the_same_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    put(put(Path("a")), PAGES, headline="word_perplexity")
+    text = side_by_side([Path("a")])
+    assert "| a | token perplexity | 31.50 ± 0.25 | step\\_00000010 | yes |" in text
+    assert "| GPT-2 124M | token perplexity | 29.94 | GPT-2's released weights | yes |" in text
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {STRIDED}", f"## {PAGES}"]
+    found = verdicts(text)
+    assert found["GPT-2 774M, Hugging Face's guide to perplexity"] == "yes"
+    assert found["GPT-2 117M, GPT-2 paper (Radford et al. 2019)"] == "no: their detokenizers were not released"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"window_tokens": 512}, "no: windows of 512 tokens, not 1,024"),
+        ({"published_file": False}, "no: the file is not the published one"),
+        ({"published_file": None}, "yes, if the file is the published one"),
+        ({"tokenizer_is_gpt2s": False}, "no: measured by token, and the tokenizer is not GPT-2's"),
+    ],
+)
+def test_results_measured_differently_are_not_comparable(tmp_path: Path, changed: dict[str, Any], why: str):
+    text = side_by_side([put(tmp_path / "a", **changed)])
+    assert verdicts(text)["GPT-2 124M, GPT-2's released weights"] == why
+
+
+def test_models_are_compared_with_the_first_and_with_published_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
+    homes = [put(Path("a")), put(Path("b"), window_tokens=512), put(Path("c"), **other), put(Path("e"), data="d2")]
+    homes.append(put(Path("h"), tokenizer="t3"))  # another file of GPT-2's tokenizer
+    found = verdicts(side_by_side(homes))
+    assert [found[f"{name}, step\\_00000010"] for name in "abceh"] == [
+        "yes",
+        "no: windows of 512 tokens, not 1,024 as in the first row",
+        "no: measured by token, and the tokenizers differ",
+        "no: another test set file",
+        "yes",
+    ]
+    assert found["GPT-2 124M, GPT-2's released weights"].startswith("a: yes; b: no: windows of 512 tokens")
+    words = [put(Path(name), PAGES, headline="word_perplexity", tokenizer=name) for name in "fg"]
+    assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, so the tokenizer does not matter
+
+
+@pytest.mark.parametrize("protocol", ["lambada_openai@last-token", "ptb@tost", "owt@tost", "wikitext2@tost"])
+def test_metrics_by_token_need_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str):
+    monkeypatch.chdir(tmp_path)
+    other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
+    headline = find_protocol(protocol).headline
+    homes = [
+        put(Path("a"), protocol, headline=headline),
+        put(Path("b"), protocol, headline=headline, **other),
+    ]
+    found = verdicts(side_by_side(homes))
+    assert found["b, step\\_00000010"] == "no: measured by token, and the tokenizers differ"
+    published = [verdict for row, verdict in found.items() if "GPT-2's released" in row or "ToST paper" in row]
+    assert published
+    assert all("b: no: measured by token, and the tokenizer is not GPT-2's" in verdict for verdict in published)
+
+
+def test_each_published_measure_is_listed_after_ours(tmp_path: Path):
+    home = put(tmp_path / "a", "lambada_openai@lm-eval", headline="accuracy", figures={"word_perplexity": 41.0})
+    text = side_by_side([home])
+    assert "| word perplexity | 41.00 |" in text
+    assert text.index("| accuracy | 32.56% |") < text.index("| word perplexity | 41.00 |") < text.index("| 40.06 |")
+
+
+def test_normalized_accuracy_is_a_percentage(tmp_path: Path):
+    figures = {"normalized_accuracy": 0.3, "normalized_accuracy_standard_error": 0.0046, "accuracy": 0.28}
+    home = put(
+        tmp_path / "a", "hellaswag@lm-eval", headline="normalized_accuracy", figures=figures, published_file=None
+    )
+    text = side_by_side([home])
+    assert "| normalized accuracy | 30.00% ± 0.46% | step\\_00000010 | yes |" in text
+    assert "| GPT-2 124M | accuracy | 28.92% | lm-evaluation-harness, cited in llm.c" in text
+
+
+def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    put(Path("runs/openai-community--gpt2"))
+    step = put(Path("runs/tiny")) / "checkpoints/step_00000010"
+    step.mkdir(parents=True)
+    text = side_by_side([step, Path("hub:openai-community/gpt2")])
+    assert "| hub:openai-community/gpt2 | token perplexity | 31.50" in text
+
+
+def test_a_folder_without_results_is_rejected(tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match=r"no results on test sets; run tost eval zero-shot"):
+        side_by_side([put(tmp_path / "a"), tmp_path / "b"])
+    with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
+        side_by_side([tmp_path / "nowhere"])
+    (tmp_path / "a/eval" / STRIDED / "results.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"results\.json: damaged; delete it"):
+        side_by_side([tmp_path / "a"])
+
+
+def test_published_results_have_existing_protocols():
+    for row in PUBLISHED:
+        assert find_protocol(row.protocol).name == row.protocol
+    assert len(KNOWN_OF_GPT2) == 5
+
+
+def test_known_values_are_reached_within_a_fifth_of_a_percent():
+    known = KNOWN_OF_GPT2[0]
+    assert is_reached(known, 29.98)
+    assert not is_reached(known, 30.1)
+    assert not is_reached(known, 29.8)
+
+
+def test_the_history_has_every_result_in_order(tmp_path: Path):
+    identity = {"checkpoint": "step_00000010", "checkpoint_sha256": "c" * 64, "tokenizer_sha256": "t" * 64}
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/results.jsonl").write_text('{"cut\n')
+    for accuracy, published in ((0.25, True), (0.5, False), (0.75, None)):
+        totals = {"accuracy": accuracy, "accuracy_standard_error": 0.01, "examples": 5153}
+        append_to_history(
+            tmp_path,
+            {
+                "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc-dirty", "seconds": 2.0,
+                "headline": "accuracy", "window_tokens": 1024, "published_file": published, "model": totals,
+                "rows": [1],
+            },
+        )  # fmt: skip
+    damaged, *lines = (tmp_path / "eval/results.jsonl").read_text().split("\n")[:-1]
+    assert damaged == '{"cut'
+    rows = [json.loads(line) for line in lines]
+    assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5, 0.75]
+    assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc-dirty" for row in rows)
+    header, _, first, second, third = (tmp_path / "eval/results.md").read_text().splitlines()
+    assert header.startswith("| protocol | measure | result | examples | test set file |")
+    name, cells = "lambada\\_openai@lm-eval", "25.00% ± 1.00% | 5,153 | published file | step\\_00000010 cccccccccccc"
+    assert first.startswith(f"| {name} | accuracy | {cells} |")
+    assert "| 50.00% ± 1.00% | 5,153 | not the published file |" in second
+    assert "| hash unknown |" in third
+
+
+def test_results_have_the_digits_of_citations():
+    assert format_result("word_perplexity", {"word_perplexity": 37.372}) == "37.37"
+    assert (
+        format_result("nats_per_token", {"nats_per_token": 3.20456, "nats_per_token_standard_error": 0.01})
+        == "3.2046 ± 0.0100"
+    )

@@ -1,0 +1,167 @@
+"""Models of the Hugging Face library as baselines: scores against a pass for every token, and rejected folders."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_likelihood import brute_force, drawn_requests
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceSubject, find_subject
+from tost_lm.inference.likelihood import score_requests
+from tost_lm.inference.subject import Subject
+from tost_lm.model.streaming import prefill
+from tost_lm.testing import FLOAT32_REORDERED
+
+SHAPES = [(1, 1), (1, 9), (5, 1), (12, 3), (3, 3), (7, 10)]
+VOCAB = 300
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    settings = GPT2Config(
+        vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5,
+        bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(settings)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(settings)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `save_pretrained` wrote, with a tokenizer that has an end but no beginning of sequence."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["some words of a text, and other words of it"] * 9, trainer)
+    folder = tmp_path_factory.mktemp("saved") / "gpt2"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    gpt2().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, FLOAT32_REORDERED)])
+def test_scores_equal_a_pass_for_every_token(make, dtype: torch.dtype, relative: float):
+    model, requests = HuggingFaceLM(make()).to(dtype).eval(), drawn_requests(SHAPES)
+    scores = score_requests(model, requests, batch_tokens=40)
+    expected = [brute_force(model, request) for request in requests]
+    np.testing.assert_allclose(scores.nats, [nats for nats, _ in expected], rtol=relative)
+    assert scores.is_greedy.tolist() == [is_greedy for _, is_greedy in expected]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@torch.inference_mode()
+def test_tiles_equal_the_whole_text_and_a_state_can_be_used_twice(make):
+    model = HuggingFaceLM(make()).double().eval()
+    tokens_BT = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    whole_BTV = model(tokens_BT).logits
+    output = prefill(model, tokens_BT[:, :15].split(4, 1))
+    torch.testing.assert_close(output.logits, whole_BTV[:, 14:15], rtol=1e-9, atol=1e-9)
+    for _ in range(2):
+        more = model(tokens_BT[:, 15:], state=output.state)
+        torch.testing.assert_close(more.logits, whole_BTV[:, 15:], rtol=1e-9, atol=1e-9)
+    labels_BT = tokens_BT.roll(-1, 1)[:, 15:]
+    nats_BT = model(tokens_BT[:, 15:], labels_BT, output.state).nats
+    expected_BT = -torch.log_softmax(whole_BTV[:, 15:], -1).gather(2, labels_BT[..., None])[..., 0]
+    torch.testing.assert_close(nats_BT, expected_BT, rtol=1e-9, atol=1e-9)
+
+
+def test_more_tokens_than_positions_are_rejected():
+    with pytest.raises(ConfigError, match=r"33 tokens are more than the model's positions \(32\); shorten the text"):
+        HuggingFaceLM(gpt2())(torch.zeros(1, 33, dtype=torch.int64))
+
+
+def test_a_folder_of_the_library_is_a_subject_with_its_own_tokenizer(saved: Path):
+    subject = find_subject(saved)
+    assert isinstance(subject, HuggingFaceSubject)
+    assert subject.results_path("x") == saved / "eval/x/results.json"
+    tokenizer = subject.tokenizer()
+    text = "some words, ünknown  spaces \n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
+    assert tokenizer.eot == 0
+    assert max(tokenizer.encode(text)) < tokenizer.vocab_size <= VOCAB
+    model = subject.load("cpu")
+    assert (model.config.context_length, model.config.position_limit) == (32, 32)
+    tokens = torch.tensor([[0, 5, 9]])
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens).logits, gpt2().eval()(tokens).logits)
+
+
+def test_changed_weights_and_tokenizers_change_the_hashes(saved: Path, tmp_path: Path):
+    shutil.copytree(saved, tmp_path / "copy")
+    before, copy = find_subject(saved).hashes(), find_subject(tmp_path / "copy")
+    assert copy.hashes() == before
+    with (tmp_path / "copy/tokenizer.json").open("a") as file:
+        file.write("\n")
+    changed = copy.hashes()
+    assert changed["checkpoint_sha256"] == before["checkpoint_sha256"]
+    assert changed["tokenizer_sha256"] != before["tokenizer_sha256"]
+    weights = load_file(tmp_path / "copy/model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, tmp_path / "copy/model.safetensors")
+    assert copy.hashes()["checkpoint_sha256"] != before["checkpoint_sha256"]
+
+
+def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
+    shutil.copytree(saved, tmp_path / "copy")
+    weights = load_file(tmp_path / "copy/model.safetensors")
+    name = next(name for name in weights if name.endswith("h.1.attn.c_attn.weight"))
+    save_file(
+        {key: weights[key] for key in weights if key != name}, tmp_path / "copy/model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match=r"copy: 1 weights of a causal language model are missing \(.*h\.1\.attn"):
+        find_subject(tmp_path / "copy").load("cpu")
+    (tmp_path / "copy/config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"copy: cannot be loaded \(.*\); give a causal"):
+        find_subject(tmp_path / "copy").load("cpu")
+
+
+def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_path: Path):
+    hostile = tmp_path / "hostile"
+    shutil.copytree(saved, hostile)
+    (hostile / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = {"model_type": "hostile", "auto_map": {"AutoConfig": "code.Hostile"}}
+    (hostile / "config.json").write_text(json.dumps(settings))
+    texts, protocol = tmp_path / "lambada.jsonl", 'zero_shot.protocols=["lambada_openai@lm-eval"]'
+    texts.write_text('{"text": "some words of a text"}\n')
+    command = ["eval", "zero-shot", hostile, protocol, f"sets.lambada_openai={texts}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tost_lm.cli.main", *command], input="y\n" * 9, capture_output=True, text=True
+    )
+    assert not (tmp_path / "ran").exists()
+    assert ended.returncode == 2
+    start = f"error: {hostile}: cannot be loaded (The repository {hostile} contains custom code"
+    assert re.fullmatch(rf"{re.escape(start)}.*code in a model folder is never run\n", ended.stderr)
+
+
+def test_a_model_that_cannot_be_downloaded_is_rejected(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"^hub:nobody/nothing: cannot be downloaded \(.*\); give a folder"):
+        find_subject(Path("hub:nobody/nothing"))
+
+
+def test_our_runs_are_not_hugging_face_subjects(run_folder: Path):
+    assert type(find_subject(run_folder)) is Subject
+    with pytest.raises(CheckpointError, match="no such folder; give a run folder, a step folder or an export"):
+        find_subject(run_folder / "nowhere")

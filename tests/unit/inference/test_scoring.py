@@ -1,0 +1,152 @@
+"""Held-out scoring: each token once, given the tokens before it in its window, in any batch."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.config import validate
+from tost_lm.data.settings import DataPrepConfig
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.data_prep.build import build_shards
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.inference.likelihood import DocumentScores, bootstrap_error, score_documents
+from tost_lm.inference.subject import Subject
+from tost_lm.markdown import escape
+from tost_lm.report.record import RunRecord
+from tost_lm.report.run import overview
+from tost_lm.testing import FLOAT32_REORDERED
+
+EOT = 1
+POSITIONS = 16
+LENGTHS = [1, POSITIONS - 1, POSITIONS, POSITIONS + 1, 2 * POSITIONS + 3, 5]
+
+
+@pytest.fixture
+def documents() -> list[np.ndarray]:
+    draws = np.random.default_rng(0)
+    return [draws.integers(2, 40, length).astype(np.uint16) for length in LENGTHS]
+
+
+def sizes(documents: list[np.ndarray]) -> list[int]:
+    return [3 * len(document) for document in documents]
+
+
+@torch.inference_mode()
+def brute_force(model, document: np.ndarray) -> float:
+    """A forward pass for every token, from the first input of its window on."""
+    inputs = [EOT, *document.tolist()]
+    nats = 0.0
+    for i, token in enumerate(document.tolist()):
+        before = inputs[i - i % POSITIONS : i + 1]
+        nats -= torch.log_softmax(model(torch.tensor([before])).logits[0, -1], dim=-1)[token].item()
+    return nats
+
+
+@pytest.mark.parametrize("pattern", ["T", "A"])
+def test_scores_equal_a_pass_for_every_token(make_model, documents, pattern):
+    model = make_model(pattern).double()
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=40)
+    np.testing.assert_allclose(scores.nats, [brute_force(model, document) for document in documents], rtol=1e-9)
+
+
+def test_every_token_is_scored_once(make_model, documents):
+    model = make_model()
+    torch.nn.init.zeros_(model.embedding.weight)  # all 40 ids equally likely
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=40)
+    np.testing.assert_allclose(scores.nats, np.array(LENGTHS) * math.log(40), rtol=FLOAT32_REORDERED)
+    assert scores.tokens.tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 32, 1000])
+def test_scores_do_not_depend_on_the_batch(make_model, documents, batch_tokens):
+    model = make_model().double()
+    expected = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=50).nats
+    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens)
+    np.testing.assert_allclose(scores.nats, expected, rtol=1e-12)
+
+
+def test_totals_have_their_denominators():
+    scores = DocumentScores(np.array([2.0, 4.0]), np.array([2, 1]), np.array([5, 7]))
+    totals = scores.totals()
+    assert totals["nats_per_token"] == pytest.approx(2)
+    assert totals["perplexity_per_token"] == pytest.approx(math.e**2)
+    assert totals["bits_per_byte"] == pytest.approx(6 / math.log(2) / 12)
+    against = scores.against("table", np.array([10.0, 20.0]))
+    assert against["bits_per_byte"] == pytest.approx(30 / 12)
+    assert against["model_lower_by"] == pytest.approx(30 / 12 - totals["bits_per_byte"])
+
+
+def test_standard_error():
+    draws = np.random.default_rng(1)
+    bits = draws.normal(200, 30, 500)
+    sizes = np.full(500, 100)
+    assert bootstrap_error(bits, sizes) == pytest.approx(bits.std() / 100 / math.sqrt(500), rel=0.1)
+    assert bootstrap_error(2.0 * np.arange(1, 9), np.arange(1, 9)) == pytest.approx(0, abs=1e-12)
+
+
+def test_shards_of_another_tokenizer_are_rejected(run_folder: Path, shards, make_model):
+    foreign = SentencePieceTokenizer(train_sentencepiece(["other text, other pieces"] * 30, 290))
+    model = make_model(vocab_size=330)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), foreign)
+    with pytest.raises(DataError, match=r"made with another tokenizer than .*step_00000200"):
+        Subject.find(run_folder).open_shards("")
+    assert Subject.find(run_folder / "checkpoints" / "step_00000100").open_shards("").fingerprint == shards.fingerprint
+
+
+def test_shards_without_held_out_documents_are_rejected(run_folder: Path, tmp_path: Path, tokenizer: Tokenizer):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Every page is trained on."}\n')
+    tree = {
+        "corpus": {"source": str(tmp_path / "corpus.jsonl"), "valid_fraction": 0},
+        "tokenizer": {"path": "unused", "vocab_size": 330},
+        "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
+    }
+    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/shards: its valid split is empty; .*heldout\.shards=FOLDER"):
+        Subject.find(run_folder).open_shards(str(tmp_path / "shards"))
+
+
+def test_an_export_needs_shards(run_folder: Path, tmp_path: Path, shards):
+    export = (run_folder / "checkpoints" / "step_00000100").rename(tmp_path / "export")
+    subject = Subject.find(export)
+    assert subject.home == export
+    with pytest.raises(ConfigError, match=r"heldout\.shards=FOLDER"):
+        subject.open_shards("")
+    assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+
+
+def test_a_run_on_a_mixture_needs_shards(run_folder: Path, shards):
+    settings, folder = run_folder / "config.toml", json.dumps(str(shards.folder))
+    mixture = f'[data.mixture]\n{folder} = 0.7\n"gone" = 0.3\n'
+    settings.write_text(settings.read_text().replace(f"[data]\nfolder = {folder}\n", mixture))
+    subject = Subject.find(run_folder)
+    with pytest.raises(ConfigError, match=rf"a mixture of {shards.folder}, gone; .* heldout\.shards=FOLDER"):
+        subject.open_shards("")
+    assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+    shown = overview(RunRecord.read(run_folder))
+    assert f"70.0% {escape(str(shards.folder))}: train " in shown
+    assert "30.0% gone (missing or changed)" in shown
+
+
+def test_results_are_reused_only_for_the_same_identity(run_folder: Path, capsys):
+    subject = Subject.find(run_folder)
+    identity = {"checkpoint_sha256": "a", "settings": {"x": 1}}
+    subject.write_results("p@1", identity, 0.0, {"score": 3})
+    found = subject.reusable("p@1", identity)
+    assert found is not None
+    assert found["score"] == 3
+    assert "reusing" in capsys.readouterr().out
+    assert subject.reusable("p@1", {**identity, "settings": {"x": 2}}) is None
+    assert subject.reusable("p@2", identity) is None
+    subject.results_path("p@1").write_text('{"identity": ')
+    assert subject.reusable("p@1", identity) is None
+
+
+def test_a_step_folder_shares_the_results_of_its_run(run_folder: Path):
+    step = Subject.find(run_folder / "checkpoints" / "step_00000100")
+    assert step.results_path("p").resolve() == Subject.find(run_folder).results_path("p").resolve()

@@ -1,0 +1,184 @@
+"""Score of a text file read as one stream, and rejected files."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.eval.settings import ScoreTextConfig
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.settings import GenerateConfig
+from tost_lm.inference.text import BLOCK_BYTES, Report, SavedPosition, TextFile, score_text
+from tost_lm.model.streaming import TILE_TOKENS
+from tost_lm.testing import FLOAT32_REORDERED
+
+TEXT = "Page 1. The lines of this page are short, née 漢字 🙂.\n\n  They say little! " * 30
+UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> TextFile:
+    (tmp_path / "text.txt").write_bytes(TEXT.encode())
+    return TextFile.check(tmp_path / "text.txt", "text.file")
+
+
+@pytest.fixture
+def model(make_model, tokenizer: Tokenizer):
+    return make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED)
+
+
+@torch.inference_mode()
+def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
+    monkeypatch.setattr("tost_lm.inference.text.BLOCK_BYTES", 100)
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(TEXT)]])
+    nats = model(ids[:, :-1], labels=ids[:, 1:]).nats.double().sum().item()
+    scores, state = score_text(model, tokenizer, text)
+    tokens, size = ids.shape[1] - 1, len(TEXT.encode())
+    assert scores["nats"] == pytest.approx(nats, rel=FLOAT32_REORDERED)
+    assert (scores["tokens"], scores["bytes"], state.positions) == (tokens, size, (tokens,))
+    assert scores["nats_per_token"] == scores["nats"] / tokens
+    assert scores["perplexity_per_token"] == pytest.approx(math.exp(scores["nats"] / tokens))
+    assert scores["bits_per_byte"] == pytest.approx(scores["nats"] / math.log(2) / size)
+
+
+def test_progress_is_reported(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
+    monkeypatch.setattr("tost_lm.inference.text.TILE_TOKENS", 500)
+    rows: list[tuple[int, int, str]] = []
+    scores, _ = score_text(model, tokenizer, text, report=lambda *row: rows.append(row))
+    tokens = scores["tokens"]
+    assert [row[:2] for row in rows] == [(done, tokens) for done in (*range(0, tokens, 500), tokens)]
+    assert len(rows) > 3
+    assert rows[-1][2] == f"{scores['nats_per_token']:.4f} nats/token"
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(tokens: int) -> Report:
+    def report(done: int, *_: object) -> None:
+        if done >= tokens:
+            raise Killed
+
+    return report
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
+    """Makes the saved position of a text; it is saved after each tile of 100 tokens."""
+    monkeypatch.setattr("tost_lm.inference.text.TILE_TOKENS", 100)
+    monkeypatch.setattr("tost_lm.inference.text.SAVE_EVERY_S", 0)
+    monkeypatch.setattr("tost_lm.inference.text.LARGEST_SHARE", math.inf)
+    return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "TA", "window": 7}, {"pattern": "SA"}], ids=str)
+def test_an_interrupted_text_resumes_with_equal_bits(
+    text: TextFile, make_model, tokenizer: Tokenizer, saved, settings: dict, capsys
+):
+    model = make_model(vocab_size=tokenizer.vocab_size, **settings, **UNLIMITED)
+    scores, state = score_text(model, tokenizer, text)
+    for tokens in (300, 1000):
+        with pytest.raises(Killed):
+            score_text(model, tokenizer, text, saved=saved(), report=kill_after(tokens))
+    resumed, resumed_state = score_text(model, tokenizer, text, saved=saved())
+    assert resumed == scores
+    assert [[x.tolist() for x in layer] for layer in resumed_state.layers] == [
+        [x.tolist() for x in layer] for layer in state.layers
+    ]
+    assert capsys.readouterr().out == "resuming after 200 tokens\nresuming after 900 tokens\n"
+    again, _ = score_text(model, tokenizer, text, saved=saved())  # it was killed before the result was written
+    assert again == scores
+    assert capsys.readouterr().out == f"resuming after {scores['tokens']:,} tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda path: None, "saved with another text_sha256, checkpoint"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+        (lambda path: path.write_bytes(b""), "damaged"),
+    ],
+)
+def test_a_position_of_another_text_or_a_damaged_one_is_named(
+    text: TextFile, model, tokenizer: Tokenizer, saved, tmp_path: Path, change, problem: str, capsys
+):
+    with pytest.raises(Killed):
+        score_text(model, tokenizer, text, saved=saved(), report=kill_after(500))
+    change(tmp_path / "position.pt")
+    identity = {"text_sha256": "1", "checkpoint": "step"} if "another" in problem else {}
+    scores, _ = score_text(model, tokenizer, text, saved=saved(**identity))
+    assert capsys.readouterr().out == f"{tmp_path}/position.pt: {problem}; scoring starts at the beginning\n"
+    assert scores == score_text(model, tokenizer, text)[0]
+
+
+def test_a_text_longer_than_the_positions_is_rejected_with_its_length(tmp_path: Path, make_model, tokenizer: Tokenizer):
+    (tmp_path / "text.txt").write_text("They say little! " * 2500)
+    text = TextFile.check(tmp_path / "text.txt", "text.file")
+    length = len(tokenizer.encode("They say little! " * 2500))
+    assert length > 2 * TILE_TOKENS
+    for limit in (16, TILE_TOKENS + 9, length - 1):
+        model = make_model(vocab_size=tokenizer.vocab_size, max_positions=limit)
+        with pytest.raises(ConfigError, match=rf"{length:,} tokens are more than .* = {limit:,}\); shorten the text"):
+            score_text(model, tokenizer, text)
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length)
+    assert score_text(model, tokenizer, text)[0]["tokens"] == length
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", r"text\.file .*text\.txt: empty; give a text"),
+        (b"caf\xe9 au lait", r"not UTF-8 \(byte 0xe9 at offset 3\)"),
+        (b"a" * (BLOCK_BYTES - 1) + b"\xc3" + b"b", rf"not UTF-8 \(byte 0xc3 at offset {BLOCK_BYTES - 1:,}\)"),
+        ("cut off: é".encode()[:-1], r"not UTF-8 \(byte 0xc3 at offset 9\)"),
+    ],
+)
+def test_a_file_that_is_not_text_is_rejected(tmp_path: Path, data: bytes, problem: str):
+    path = tmp_path / "text.txt"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=problem) as rejected:
+        TextFile.check(path, "text.file")
+    assert "\n" not in str(rejected.value)
+
+
+def test_a_path_that_is_not_a_file_is_rejected(tmp_path: Path):
+    with pytest.raises(DataError, match=r"text\.file .*nowhere: no such file"):
+        TextFile.check(tmp_path / "nowhere", "text.file")
+    with pytest.raises(DataError, match="not a file; give a file, since a pipe cannot be read twice"):
+        TextFile.check(tmp_path, "text.file")
+
+
+def test_a_text_that_changes_while_it_is_read_is_rejected(text: TextFile):
+    assert "".join(text.blocks()) == TEXT
+    text.path.write_text(TEXT.replace("1", "2"))
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(text.blocks())
+
+
+@pytest.mark.parametrize("characters", [1, 7, 10_000])
+def test_the_end_of_a_text(text: TextFile, characters: int):
+    assert text.end(characters) == TEXT[-characters:]
+
+
+def test_ranks_beside_tensor_ranks_are_sequence_ranks_unless_they_are_set():
+    def layout(ranks: int, **parallel: int) -> tuple[int, int]:
+        config = validate(ScoreTextConfig, {"text": {"file": "a"}, "parallel": parallel}, "test")
+        return config.layout(ranks).tensor, config.layout(ranks).sequence
+
+    assert layout(1) == (1, 1)
+    assert layout(4) == (1, 4)
+    assert layout(4, tensor=2) == (2, 2)
+    assert layout(4, sequence=2) == (1, 2)  # rejected as no layout of four ranks
+
+
+def test_a_missing_or_second_text_in_the_settings_is_one_line():
+    with pytest.raises(ConfigError, match=r"^test: text\.file: must be set; --help describes it$"):
+        validate(ScoreTextConfig, {}, "test")
+    with pytest.raises(ConfigError, match=r"^test: sample\.prompt and sample\.prompt_file are both set; give one"):
+        validate(GenerateConfig, {"sample": {"prompt": "a", "prompt_file": "b"}}, "test")

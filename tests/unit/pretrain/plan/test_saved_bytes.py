@@ -1,0 +1,65 @@
+"""The plan's bytes of activations beside those of the tensors that autograd saves in a block."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tost_lm.config import validate
+from tost_lm.model import TostLM
+from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.model.transforms import apply_activation_checkpointing
+from tost_lm.pretrain.plan.activations import activation_bytes_per_token
+from tost_lm.pretrain.settings import PretrainConfig
+
+B, T, C = 2, 512, 256
+DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bfloat16": (torch.bfloat16, 2)}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"pattern": "T"},
+        {"pattern": "S"},
+        {"pattern": "S", "slots": 32, "layer_scale": 0.0},
+        {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
+        {"pattern": "A", "kv_heads": 2},
+        {"pattern": "A", "kv_heads": 1, "qk_norm": True},
+        {"pattern": "A", "rope_theta": 0.0, "qk_norm": True},
+    ],
+)
+def test_a_block_saves_the_planned_bytes(
+    model: dict[str, Any], dtype: Literal["float32", "bfloat16"], checkpointing: Literal["none", "full"]
+):
+    torch_dtype, element_bytes = DTYPES[dtype]
+    settings = {
+        "model": {"layers": 1, "heads": 4, "width": C, "vocab_size": 64, **model},
+        "data": {"folder": "none"},
+        "train": {"steps": 1, "seq_len": T, "micro_batch_size": B, "global_batch_size": B, "dtype": dtype},
+        "memory": {"activation_checkpointing": checkpointing},
+        "run": {"name": "r", "device": "cpu"},
+    }
+    config = validate(PretrainConfig, settings, "test")
+    lm = TostLM(config.model).to(torch_dtype)
+    apply_activation_checkpointing(lm, activation_checkpointing=checkpointing)
+    weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # by address; holds them, so that no address is used twice
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    info = SequenceInfo.of(torch.zeros(B, T, dtype=torch.long), None, None, output_state=False)
+    if config.model.rope_theta:
+        info = replace(info, rotary=rotary_cos_sin(info.position, C // 4, config.model.rope_theta, torch_dtype))
+        weights |= {x.untyped_storage().data_ptr() for x in info.rotary or ()}
+    with saved_tensors_hooks(save, lambda x: x):
+        lm.blocks[0](torch.randn(B, T, C, requires_grad=True), None, info)
+    last_norm = (8 if "norm" in model else element_bytes) * C
+    planned = (activation_bytes_per_token(config) - last_norm) * B * T
+    assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)

@@ -1,0 +1,195 @@
+"""What to train on: a folder or a mixture, from files and the command line, written down so that it reads back."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tost_lm.config import differences, load_config, to_toml
+from tost_lm.errors import ConfigError
+from tost_lm.pretrain.settings import PretrainConfig
+
+BASE = """
+[model]
+layers = 1
+heads = 1
+width = 4
+vocab_size = 8
+max_positions = 8
+[train]
+steps = 9
+global_batch_size = 12
+micro_batch_size = 2
+seq_len = 8
+[run]
+name = "r"
+"""
+
+
+def read(folder: Path, data: str, *overrides: str) -> PretrainConfig:
+    path = folder / "some.toml"
+    path.write_text(BASE + data)
+    return load_config(PretrainConfig, path, overrides)
+
+
+def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp_path: Path):
+    expected = {Path("data/a.b/shards"): 0.7, Path("c"): 3.0}
+    config = read(tmp_path, '[data.mixture]\n"data/a.b/shards" = 0.7\nc = 3\n')
+    assert config.data.folders == expected
+    assert read(tmp_path, "", 'data.mixture={"data/a.b/shards" = 0.7, c = 3}').data.folders == expected
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+    assert read(tmp_path, '[data]\nfolder = "d"\n').data.folders == {Path("d"): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ("[data]\n", "exactly one of data.folder and data.mixture must be set, but neither is"),
+        ('[data]\nfolder = "a"\nmixture = {b = 1}\n', "must be set, but both are"),
+        ("[data]\nmixture = {}\n", "data.mixture is empty; name"),
+        ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; set one above 0"),
+        ('[data.mixture]\n"d/a" = 1\n"./d//a/" = 2\n', "data.mixture: d/a is listed twice; give it one weight"),
+        ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
+        ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
+        ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
+        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.protocols"),
+        (
+            '[data]\nfolder = "a"\n[optim]\nschedule = "wsd"\ndecay_steps = 10\n',
+            "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
+        ),
+        (
+            '[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n',
+            "evaluation.protocols is set without evaluation.every",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, data)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "batch"),
+    [
+        ("train.tokens=960", 10, 12),
+        ("train.tokens=9.61e2", 11, 12),
+        ("train.batch_tokens=64", 9, 8),
+        ("train.tokens=7e3 train.batch_tokens=7e1 train.seq_len=7", 100, 10),
+        ("train.tokens=960 train.global_batch_size=6", 20, 6),
+        ("train.batch_tokens=64 train.seq_len=4", 9, 16),
+    ],
+)
+def test_tokens_become_steps_and_sequences(tmp_path: Path, words: str, steps: int, batch: int):
+    config = read(tmp_path, '[data]\nfolder = "d"\n', *words.split())
+    assert (config.train.steps, config.train.global_batch_size) == (steps, batch)
+    written = to_toml(config)
+    assert not re.search(r"^(tokens|batch_tokens) =", written, re.M)
+    (tmp_path / "written.toml").write_text(written)
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+
+
+def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path: Path):
+    path = tmp_path / "tokens.toml"
+    in_tokens = BASE.replace("steps = 9", "tokens = 9.6e2").replace("global_batch_size = 12", "batch_tokens = 64")
+    path.write_text(in_tokens + '[data]\nfolder = "d"\n')
+    chosen = [
+        load_config(PretrainConfig, path, words)
+        for words in ([], ["train.steps=3"], ["train.global_batch_size=4"], ["train.seq_len=4"])
+    ]
+    assert [(one.train.steps, one.train.global_batch_size) for one in chosen] == [(15, 8), (3, 8), (30, 4), (15, 16)]
+    for words in (["data.mixture.a=1"], ['data.mixture={"a" = 1}']):
+        assert load_config(PretrainConfig, path, words).data.folders == {Path("a"): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("train.tokens=7e9 train.steps=9", "train.steps and train.tokens exclude each other: set one of them"),
+        ("train.global_batch_size=1 train.batch_tokens=8", "train.global_batch_size and train.batch_tokens exclude"),
+        ("train.batch_tokens=100", "100 is not a multiple of train.seq_len 8: set train.batch_tokens=96"),
+        ("train.batch_tokens=3", "3 is not a multiple of train.seq_len 8: set train.batch_tokens=8"),
+        ("train.tokens=1.5", "train.tokens 1.5: not a whole number above 0; write it as 7000000000 or 7e9"),
+        ("train.tokens=-1", "train.tokens -1: not a whole number"),
+        ("train.batch_tokens=true", "train.batch_tokens True: not a whole number"),
+        ("train.tokens=7B", "train.tokens '7B': not a whole number"),
+        ("train.tokens=nan", "train.tokens nan: not a whole number"),
+        ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
+        ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
+        ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
+    ],
+)
+def test_mistakes_in_tokens_are_one_line(tmp_path: Path, words: str, problem: str):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, '[data]\nfolder = "d"\n', *words.split())
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
+    recorded = read(tmp_path, '[data.mixture]\n"x/y" = 1\nz = 2\n')
+    return differences(recorded.what_is_trained(), read(tmp_path, data, *overrides).what_is_trained())
+
+
+def test_what_may_change_between_launches(tmp_path: Path):
+    same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
+    assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_size=3") == []
+    assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.protocols=["x"]', "evaluation.sets.y=z") == []
+    assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
+        "data.mixture.z: 2.0 → not set",
+        "data.mixture.w: not set → 2.0",
+    ]
+    assert changes(tmp_path, same, "data.packing=best-fit") == ['data.packing: "concatenated" → "best-fit"']
+    assert changes(tmp_path, '[data]\nfolder = "x/y"\n')[0] == 'data.folder: not set → "x/y"'
+
+
+def test_a_default_warm_up_is_that_of_the_length(tmp_path: Path):
+    data = '[data.mixture]\n"x/y" = 1\nz = 2\n'
+    assert changes(tmp_path, data, "optim.warmup_steps=0") == []
+    assert changes(tmp_path, data, "train.steps=20") == ["optim.warmup_steps: 0 → 2", "train.steps: 9 → 20"]
+
+
+def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
+    data, step = '[data]\nfolder = "a"\n', "runs/trunk/checkpoints/step_00000004"
+    chosen = [
+        read(tmp_path, data, *words) for words in ((), (f"train.branch_from={step}",), ("train.branch_from=x/tost",))
+    ]
+    assert [config.own_steps for config in chosen] == [9, 5, 9]
+
+
+def test_the_files_of_test_sets_read_back(tmp_path: Path):
+    tables = '[data]\nfolder = "a"\n[evaluation]\nevery = 5\nprotocols = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
+    config = read(tmp_path, tables)
+    assert config.evaluation.sets == {"x": Path("d/x.txt")}
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+
+
+def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
+    assert read(tmp_path, '[data]\nfolder = "a"\n').row_tokens == 8
+    assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
+
+
+@pytest.mark.parametrize(("setting", "fix"), [("tensor 2", 1), ("zero_stage 1", 0), ("zero_stage 3", 0)])
+def test_muon_needs_whole_matrices(tmp_path: Path, setting: str, fix: int):
+    name, found = setting.split()
+    layout = {"zero_stage": "0", name: found}
+    words = ["optim.kind=muon", "model.heads=2", *(f"parallel.{key}={value}" for key, value in layout.items())]
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, '[data]\nfolder = "a"\n', *words)
+    assert str(error.value).endswith(
+        f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} divides them: set '
+        f'parallel.{name} = {fix} or optim.kind = "adamw"'
+    )
+
+
+def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Path):
+    data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
+    with pytest.raises(ConfigError, match="ranks have 3 or 4 of 7 tokens, which are different numbers of tiles"):
+        read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=3")
+    read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
+    read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
+    read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")

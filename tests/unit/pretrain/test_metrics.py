@@ -1,0 +1,173 @@
+"""Rows, lines and events that rank 0 writes, and which of them remain after a resume."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tost_lm.checkpointing.format import Progress
+from tost_lm.config import validate
+from tost_lm.model.flops import flops_per_token
+from tost_lm.pretrain.hooks import Run, SpikeGuard, count_skips
+from tost_lm.pretrain.metrics import Metrics
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.step import Outcome
+
+CPU = torch.device("cpu")
+FOLDER = Path("runs/r")
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run folder, and no wandb: to import it fails."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    FOLDER.mkdir(parents=True)
+
+
+def config(**train: Any) -> PretrainConfig:
+    settings = {
+        "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
+        "data": {"folder": "shards"},
+        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8, **train},
+        "run": {"name": "r"},
+    }
+    return validate(PretrainConfig, settings, "test")
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def validation_row(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 2.5, "position_ends": [8], "loss_by_position": [2.5], "sequences": 4, "tokens": 32}
+
+
+def evaluation_row(step: int) -> dict[str, Any]:
+    figures = {"accuracy": 0.25, "accuracy_standard_error": 0.0123456, "examples": 9}
+    return {"step": step, "protocol": "lambada_openai@lm-eval", "headline": "accuracy", **figures}
+
+
+def test_z_loss_is_logged_apart_from_the_loss(capsys: pytest.CaptureFixture[str]):
+    metrics = Metrics(config(z_loss=1e-4), None, 1, CPU)
+    metrics.step(5, 2.0, 5e-4, 0.25, 0.0123)
+    metrics.close()
+    [row] = rows("metrics")
+    assert (row["loss"], row["z_loss"]) == (2.0, 0.0123)
+    assert "  loss 2.0000  z-loss 1.23e-02  lr " in capsys.readouterr().out
+
+
+def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[str]):
+    metrics = Metrics(config(), None, 2, CPU)
+    metrics.step(1, 3.0, 1e-3, 0.5)
+    metrics.step(5, 2.0, 5e-4, 0.25)
+    metrics.close()
+    _, row = rows("metrics")
+    assert {name: row[name] for name in ("step", "loss", "lr", "grad_norm", "tokens", "mfu")} == {
+        "step": 5, "loss": 2.0, "lr": 5e-4, "grad_norm": 0.25, "tokens": 5 * 32, "mfu": None,
+    }  # fmt: skip
+    assert "z_loss" not in row
+    assert row["tokens_per_second"] == 2 * row["tokens_per_second_device"]
+    flops = flops_per_token(config().model, 8).total
+    assert row["tflops_device"] == pytest.approx(row["tokens_per_second_device"] * flops / 1e12)
+    assert row["memory_peak_bytes"] > 10_000_000
+    assert row["seconds"] > rows("metrics")[0]["seconds"]
+    line = capsys.readouterr().out.splitlines()[-1]
+    expected = r"step 5/20  loss 2\.0000  lr 5\.0e-04  grad norm 0\.250  [\d,]+ tokens/s/device  \S+ TFLOP/s  ETA \d+:"
+    assert re.match(expected, line)
+    assert re.fullmatch(TIME + re.escape(line), (FOLDER / "log.txt").read_text().splitlines()[-1])
+
+
+def test_pauses_are_time_of_the_run_but_not_of_its_tokens():
+    metrics = Metrics(config(), None, 1, CPU)
+    for _ in range(2):
+        with metrics.paused():
+            time.sleep(0.2)
+    metrics.step(1, 3.0, 1e-3, 0.5)
+    metrics.close()
+    (row,) = rows("metrics")
+    assert row["seconds"] >= 0.4
+    assert row["tokens"] / row["tokens_per_second"] < row["seconds"] - 0.39
+
+
+def test_a_resumed_run_drops_every_row_after_its_checkpoint():
+    metrics = Metrics(config(), None, 1, CPU)
+    for step in range(1, 10):
+        metrics.step(step, 3.0, 1e-3, 0.5)
+    for step in (4, 8):
+        metrics.validation(validation_row(step))
+        metrics.evaluation(evaluation_row(step))
+        metrics.event(step, "saved")
+    metrics.event(7, "skipped", why="loss is inf", samples=[24, 27])
+    metrics.close()
+    before = rows("metrics")
+    with (FOLDER / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+
+    metrics = Metrics(config(), Progress(5, 5), 2, CPU)
+    metrics.step(6, 2.0, 1e-3, 0.5)
+    metrics.close()
+    assert rows("metrics")[:5] == before[:5]
+    assert [row["step"] for row in rows("metrics")] == [1, 2, 3, 4, 5, 6]
+    assert rows("metrics")[5]["seconds"] > before[4]["seconds"]
+    assert rows("validation") == [validation_row(4)]
+    assert rows("evaluations") == [evaluation_row(4)]
+    events = [(row["step"], row["event"], row.get("ranks")) for row in rows("events")]
+    assert events == [(0, "started", 1), (4, "saved", None), (5, "resumed", 2)]
+
+
+def test_a_branch_with_other_data_counts_the_samples_of_that_data():
+    progress = Progress(5, 5, data_start=3)
+    metrics = Metrics(config(), progress, 1, CPU, branch={"folder": "runs/trunk/checkpoints/step_00000003"})
+    unused: Any = None
+    run = Run(config(), unused, progress, metrics, unused, unused)
+    run.count_step(Outcome(float("inf"), 1.0, "loss is inf"), 1e-3)
+    count_skips(SpikeGuard(None, 10, progress), run)
+    metrics.close()
+    branched, skipped = rows("events")
+    assert (branched["step"], branched["event"]) == (5, "branched")
+    assert branched["folder"] == "runs/trunk/checkpoints/step_00000003"
+    assert (skipped["step"], skipped["samples"]) == (6, [8, 11])  # batch 2 of 4 samples
+
+
+def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):
+    metrics = Metrics(config(), None, 1, CPU)
+    metrics.evaluation(evaluation_row(4))
+    metrics.close()
+    line = "step 4/20  lambada_openai@lm-eval  accuracy 0.25 ± 0.012346"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert re.fullmatch(TIME + re.escape(line) + "\n", (FOLDER / "log.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(2.5, "loss 2.5000  perplexity 12.18"), (800.0, "loss 800.0000  perplexity inf")]
+)
+def test_a_validation_is_logged_with_its_perplexity(loss: float, words: str):
+    metrics = Metrics(config(), None, 1, CPU)
+    metrics.validation(validation_row(4) | {"loss": loss})
+    metrics.close()
+    assert (FOLDER / "log.txt").read_text().endswith(f"step 4/20  validation {words}\n")
+
+
+def test_what_is_not_finite_is_null_in_json():
+    metrics = Metrics(config(), None, 1, CPU)
+    metrics.step(1, float("inf"), 1e-3, float("nan"))
+    metrics.validation(validation_row(1) | {"loss": float("nan"), "loss_by_position": [float("nan")]})
+    metrics.close()
+    assert (rows("metrics")[0]["loss"], rows("metrics")[0]["grad_norm"]) == (None, None)
+    assert (rows("validation")[0]["loss"], rows("validation")[0]["loss_by_position"]) == (None, [None])
+
+
+def test_the_id_in_wandb_is_kept_while_wandb_is_disabled():
+    for progress, run_id in ((None, ""), (Progress(5, 5, wandb_run_id="abc"), "abc")):
+        metrics = Metrics(config(), progress, 1, CPU)
+        assert metrics.wandb_run_id == run_id
+        metrics.close()

@@ -1,0 +1,202 @@
+"""What a run folder may be taken for: the same run, another one, or none."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tost_lm.checkpointing.format import Progress, write_checkpoint
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
+from tost_lm.config import to_toml, validate
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.model import TostLM
+from tost_lm.pretrain.metrics import drop_rows_after, write_run_folder
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.start import StartPoint, find_start_point, rename_old_run, require_same_checkpoints
+
+SETTINGS: dict[str, Any] = {
+    "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
+    "data": {"folder": "shards"},
+    "train": {"steps": 9, "global_batch_size": 12, "micro_batch_size": 2, "seq_len": 8},
+    "run": {"name": "r"},
+}
+
+
+def config(**sections: dict[str, Any]) -> PretrainConfig:
+    tree = {name: {**SETTINGS.get(name, {}), **sections.get(name, {})} for name in {**SETTINGS, **sections}}
+    return validate(PretrainConfig, tree, "test")
+
+
+class Tokenizer(NamedTuple):
+    file_name: str
+    model_bytes: bytes
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with checkpoints after 3 and 6 steps on shards "abc"."""
+    monkeypatch.chdir(tmp_path)
+    write_run_folder(config(), world_size=1, device="cpu")
+    for steps in (3, 6):
+        model = TostLM(config().model)
+        write_checkpoint(
+            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), Tokenizer("tokenizer.model", b"t"),
+            Progress(step=steps, updates=steps, shards_fingerprint="abc").write,
+        )  # fmt: skip
+    return Path("runs/r")
+
+
+def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
+    start = find_start_point(config(run={"log_every": 3, "stop_at_step": 7}), "abc")
+    assert start == StartPoint(step_folder(run, 6), checkpoints=(step_folder(run, 3), step_folder(run, 6)))
+
+
+def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
+    start = find_start_point(config(), "abc")
+    require_same_checkpoints(config(), start)
+    step_folder(run, 6).rename(step_folder(run, 8))
+    with pytest.raises(ConfigError, match="another launch has changed its checkpoints; run the command again"):
+        require_same_checkpoints(config(), start)
+
+
+def test_a_renamed_folder_is_still_the_same_run(run: Path):
+    run.rename("runs/s")
+    assert find_start_point(config(run={"name": "s"}), "abc").resume_from == step_folder(Path("runs/s"), 6)
+
+
+def test_a_first_launch_that_ended_early_may_leave_a_lock_and_flight_records():
+    (Path("runs/early") / FLIGHT_RECORDER).mkdir(parents=True)
+    Path("runs/early/.lock").touch()
+    early = config(run={"name": "early"})
+    assert find_start_point(early, "abc") == StartPoint(None)
+    Path("runs/early/thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        find_start_point(early, "abc")
+
+
+def test_the_work_may_be_shared_out_in_another_way(run: Path):
+    other = config(parallel={"zero_stage": 2}, train={"micro_batch_size": 3})
+    assert find_start_point(other, "abc").resume_from == step_folder(run, 6)
+
+
+def test_other_settings_and_other_shards_are_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)other settings.*\nmodel\.bias: false → true\noptim\.warmup_steps: 0 → 1\ntrain\.steps: 9 → 10",
+    ):
+        find_start_point(config(train={"steps": 10}, model={"bias": True}), "abc")
+    with pytest.raises(CheckpointError, match="was trained on other shards"):
+        find_start_point(config(), "xyz")
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path):
+    """Copied into the run folder, with the same model and shards."""
+    (step_folder(run, 6) / "config.toml").write_text(to_toml(config(run={"name": "s"}, train={"micro_batch_size": 3})))
+    assert find_start_point(config(), "abc", verify=lambda folder: None).resume_from == step_folder(run, 6)
+    (step_folder(run, 6) / "config.toml").write_text(to_toml(config(train={"seed": 5}, optim={"lr": 0.5})))
+    with pytest.raises(ConfigError) as caught:
+        find_start_point(config(), "abc", verify=lambda folder: None)
+    assert re.fullmatch(
+        r"\S+step_00000006: was saved by a run with other settings \(optim\.lr: 0\.5 → \S+, train\.seed: 5 → 0\); "
+        r"delete it, or choose another run\.name",
+        str(caught.value),
+    )
+    restart = config(run={"on_config_change": "restart"})
+    assert find_start_point(restart, "abc", verify=lambda folder: None).restart_reason == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "steps", "problem"),
+    [
+        ({"schedule": "constant"}, 6, ""),
+        ({"schedule": "constant"}, 90, ""),
+        (
+            {"schedule": "constant"},
+            5,
+            "end after step 5, and the checkpoint is after step 6; set train.steps to at least 6",
+        ),
+        ({"schedule": "wsd", "decay_steps": 3}, 90, ""),
+        ({"schedule": "wsd", "decay_steps": 3}, 8, "decay or end after step 5, .*; set train.steps to at least 9"),
+        (
+            {"schedule": "wsd", "decay_steps": 4},
+            90,
+            r"\(optim.schedule wsd\) decays after step 5, .*=runs/r/.*step_00000003",
+        ),
+        ({"schedule": "wsd", "decay_steps": 7}, 90, r"\(optim.schedule wsd\) decays after step 2, .*; undo the change"),
+        ({"schedule": "linear"}, 90, r"\(optim.schedule linear\) decays after step 0, .*; undo the change"),
+        ({}, 90, r"\(optim.schedule cosine\) decays after step 0, .*; undo the change"),
+    ],
+)
+def test_a_run_may_have_other_steps_if_its_learning_rates_so_far_stay(
+    run: Path, recorded: dict[str, Any], steps: int, problem: str
+):
+    optim = {"warmup_steps": 0, **recorded}
+    write_run_folder(config(optim=optim), world_size=1, device="cpu")
+    other = config(optim=optim, train={"steps": steps})
+    if problem:
+        with pytest.raises(ConfigError, match=rf"^runs/r: train.steps: 9 → {steps}: .*{problem}"):
+            find_start_point(other, "abc")
+    else:
+        assert find_start_point(other, "abc").resume_from == step_folder(run, 6)
+
+
+def test_a_longer_run_keeps_its_warm_up(run: Path):
+    constant: dict[str, Any] = {"schedule": "constant"}
+    write_run_folder(config(optim=constant), world_size=1, device="cpu")
+    with pytest.raises(ConfigError, match=r"the warm-up would have 2 steps in place of 0; set optim\.warmup_steps=0"):
+        find_start_point(config(optim=constant, train={"steps": 20}), "abc")
+    constant["warmup_steps"] = 0
+    longer = config(optim=constant, train={"steps": 20})
+    assert find_start_point(longer, "abc").resume_from == step_folder(run, 6)
+
+
+def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+    restart = config(run={"on_config_change": "restart"}, train={"steps": 10})
+    start = find_start_point(restart, "abc")
+    assert start.resume_from is None
+    assert run.exists()
+    rename_old_run(restart, start)
+    assert "train.steps: 9 → 10" in capsys.readouterr().out
+    assert not any(run.iterdir())
+    (aside,) = Path("runs").glob("r.before-*")
+    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*")) == before
+
+
+def test_what_is_no_run_is_refused_whatever_is_asked_for(run: Path):
+    (run / "config.toml").unlink()
+    with pytest.raises(ConfigError, match="not a run folder"):
+        find_start_point(config(run={"on_config_change": "restart"}), "abc")
+    Path("runs/file").touch()
+    with pytest.raises(ConfigError, match="not a run folder"):
+        find_start_point(config(run={"name": "file"}), "abc")
+
+
+def test_what_an_interrupted_first_launch_left_is_no_obstacle():
+    Path("runs/new").mkdir()
+    Path("runs/new/.config.toml.123.tmp").touch()
+    assert find_start_point(config(run={"name": "new"}), "abc") == StartPoint(None)
+
+
+def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert drop_rows_after(path, 5) == []
+    rows = [{"step": step, "seconds": 2.0 * step} for step in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sec')
+    assert drop_rows_after(path, 6) == rows[:6]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:6]
+
+
+def test_the_batch_must_be_shared_out_evenly():
+    assert [config().accumulation(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"12 is not divisible by 4 data ranks × train\.micro_batch_size 2 = 8"):
+        config().accumulation(4)
+
+
+def test_a_bfloat16_zero_2_recipe_is_read_whole():
+    chosen = config(train={"dtype": "bfloat16"}, parallel={"zero_stage": 2}, optim={"lr": 1e-3})
+    assert (chosen.train.dtype, chosen.parallel.zero_stage, chosen.optim.lr, chosen.optim.beta2) == (
+        "bfloat16", 2, 1e-3, 0.95,
+    )  # fmt: skip

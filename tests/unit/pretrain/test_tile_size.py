@@ -1,0 +1,98 @@
+"""Which tiles are possible, and which of them memory has room for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tost_lm.config import load_config
+from tost_lm.errors import ConfigError
+from tost_lm.parallel.mesh import Axis, Mesh
+from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan import fit as plan_fit
+from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
+from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.tiled import tile
+
+RECIPE = Path(__file__).parents[3] / "configs/pretrain/hybrid_base_128k.toml"
+
+
+def recipe(*overrides: str) -> PretrainConfig:
+    return load_config(PretrainConfig, RECIPE, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.window=0"], "memory.tile_tokens: the A layers of model.pattern 'SSSA' attend to all earlier tokens"),
+        (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
+        (["train.truncate_tokens=1024"], "set one of them"),
+        (["memory.tile_tokens=0"], "memory.tile_tokens"),
+        (["memory.tile_tokens=large"], "memory.tile_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        recipe(*overrides)
+
+
+def test_tiles_do_not_change_what_is_trained_but_truncation_does():
+    assert recipe().what_is_trained() == recipe("memory.tile_tokens=auto").what_is_trained()
+    other = recipe("train.truncate_tokens=32768", "memory={}")
+    assert recipe().what_is_trained() != other.what_is_trained()
+
+
+def mesh_of(ranks: int, rank: int = 0) -> Mesh:
+    alone = Axis(0, 1, None)
+    return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"), alone)
+
+
+def test_the_sequence_shards_of_all_ranks_are_the_row():
+    columns = [pair for rank in range(3) for pair in (t.columns for t in tile(mesh_of(3, rank), 23, 10).tiles)]
+    assert sorted(token for start, end in columns for token in range(start, end)) == list(range(23))
+    assert [t.split.tokens for t in tile(mesh_of(3), 23, 10).tiles] == [10, 10, 3]
+
+
+def test_a_tile_with_less_than_a_token_for_each_rank_is_refused():
+    with pytest.raises(ConfigError, match="the tile at 20 of 23 tokens has 3 tokens"):
+        tile(mesh_of(4), 23, 10)
+    with pytest.raises(ConfigError, match=r"train\.truncate_tokens 10"):
+        tile(mesh_of(4), 23, 10, truncated=True)
+
+
+def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
+    whole = peak_moment(recipe("memory={}"), 8).total
+    assert largest_tile(recipe(), 8, whole).tile_tokens == 131072
+    sizes = [largest_tile(recipe(), 8, whole * share).tile_tokens for share in (0.99, 0.5, 0.25)]
+    assert sizes == sorted(sizes, reverse=True)
+    for size, share in zip(sizes, (0.99, 0.5, 0.25), strict=True):
+        assert size & (size - 1) == 0
+        assert peak_moment(recipe(f"memory.tile_tokens={size}"), 8).total <= whole * share
+        assert peak_moment(recipe(f"memory.tile_tokens={2 * size}"), 8).total > whole * share or 2 * size == 131072
+    with pytest.raises(ConfigError, match="the plan of tiles of 1024 tokens needs"):
+        largest_tile(recipe(), 8, 1e9)
+
+
+def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
+    words = ["memory={}", "train.seq_len=4194304", "train.global_batch_size=8", "validation.sequences=8"]
+    an_eighth = [*words, "train.seq_len=524288"]
+    problem = plan_fit.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
+    assert problem is not None
+    assert "set memory.activation_checkpointing=full (" in problem
+    assert (
+        plan_fit.memory_problem(load_config(PlanConfig, RECIPE, [*an_eighth, "memory.activation_checkpointing=full"]))
+        is None
+    )
+    config = load_config(PlanConfig, RECIPE, words)
+    problem = plan_fit.memory_problem(config)
+    assert problem is not None
+    assert "set memory.tile_tokens=" in problem
+    found = problem.split("memory.tile_tokens=")[1].split()[0]
+    tiled = load_config(PlanConfig, RECIPE, [*words[1:], f"memory.tile_tokens={found}"])
+    assert plan_fit.memory_problem(tiled) is None
+    auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
+    assert auto == tiled
+    assert plan.forwards(tiled) == 2 - 1 / plan.tiles(tiled)
+    truncated = load_config(PlanConfig, RECIPE, [*words, f"train.truncate_tokens={found}"])
+    assert plan.forwards(truncated) == plan.forwards(config) == 1

@@ -1,0 +1,125 @@
+"""Training in tiles against whole rows, on one rank; tests/multiprocess/test_tiled_on_ranks.py has several ranks."""
+
+import pytest
+import torch
+from other_forms import OTHER_FORMS
+
+from tost_lm.errors import ConfigError
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.transforms import apply_activation_checkpointing
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.pretrain.tiled import tiled_loss
+from tost_lm.testing import assert_as_accurate, assert_close
+
+V, T = 17, 22
+DOCUMENTS = torch.tensor([0, 3, 4, 11, 22], dtype=torch.int32)
+
+
+def build(pattern="T", dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    shape = {"heads": 2, "width": 8, "vocab_size": V, "max_positions": T, "layer_scale": 0.9}
+    model = TostLM(ModelConfig(pattern=pattern, layers=2 * len(pattern), **{**shape, **settings})).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "temp" in name or "denom_bias" in name:
+                parameter.normal_()
+            else:
+                parameter.mul_(5)
+    return model
+
+
+def data(rows=2):
+    tokens, labels = torch.randint(V, (2, rows, T), generator=torch.Generator().manual_seed(1))
+    labels[:, ::5] = IGNORED_LABEL
+    return tokens, labels
+
+
+def loss_and_gradients(model, rows=2, cu_seqlens=None, tile_tokens=None):
+    """The loss and the gradients by name, of whole rows unless `tile_tokens` is given."""
+    tokens, labels = data(rows)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    if tile_tokens:
+        loss = tiled_loss(model, tokens, labels, tile_tokens, cu_seqlens)
+    else:
+        loss = model(tokens, labels, cu_seqlens=cu_seqlens).loss
+    found = zip(names, torch.autograd.grad(loss, weights, allow_unused=True), strict=True)
+    return {"loss": loss.detach()} | {name: gradient for name, gradient in found if gradient is not None}
+
+
+def assert_as_whole(model, tile_tokens, **batch):
+    whole, tiled = loss_and_gradients(model, **batch), loss_and_gradients(model, **batch, tile_tokens=tile_tokens)
+    assert tiled.keys() == whole.keys()
+    for name, expected in whole.items():
+        assert_close(tiled[name], expected, 1e-10, name)
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 3}])
+def test_activation_checkpointing_within_a_tile(settings):
+    assert_as_whole(apply_activation_checkpointing(build("TA", window=5), **settings), 7)
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11, 21, 22, 30])
+@pytest.mark.parametrize("membership", ["energy-share", "energy-mean"])
+def test_loss_and_gradients_equal_those_of_whole_rows(tile_tokens, membership):
+    assert_as_whole(build(membership=membership), tile_tokens)
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11])
+@pytest.mark.parametrize("pattern", ["T", "TA"])
+def test_tiles_may_cut_packed_documents(tile_tokens, pattern):
+    assert_as_whole(build(pattern, window=3), tile_tokens, rows=1, cu_seqlens=DOCUMENTS)
+
+
+@pytest.mark.parametrize("window", [1, 9, 40])
+@pytest.mark.parametrize("tile_tokens", [4, 11])
+def test_windows_reach_into_earlier_tiles(window, tile_tokens):
+    assert_as_whole(build("TAA", window=window), tile_tokens)
+
+
+@pytest.mark.parametrize("settings", [
+    {"positions": "sinusoidal", "denom_bias": "head"}, {"positions": "none", "denom_bias": "none", "bias": True},
+    {"membership": "uniform"}, {"pattern": "TA", "window": 3, **OTHER_FORMS, "heads": 4},
+])  # fmt: skip
+def test_other_models(settings):
+    assert_as_whole(build(**settings), 5)
+
+
+@pytest.mark.parametrize("tile_tokens", [4, 11])
+def test_float32_is_as_accurate_as_whole_rows(tile_tokens):
+    model = build("TA", torch.float32, window=5)
+    tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (tile_tokens, None))
+    for name, truth in loss_and_gradients(model.double()).items():
+        assert_as_accurate(tiled[name], whole[name], truth, name)
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    model = build(dtype=torch.bfloat16)
+    tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (2, None))
+    exact = loss_and_gradients(model.double())
+
+    def error(gradients):
+        return sum(float((gradients[name].double() - e).norm() / e.norm()) for name, e in exact.items())
+
+    assert all(x.dtype == torch.bfloat16 for name, x in tiled.items() if name != "loss")
+    assert error(tiled) < 1.5 * error(whole)
+
+
+def test_attention_without_a_window_is_refused():
+    with pytest.raises(ConfigError, match=r"set model\.window"):
+        tiled_loss(build("TA"), *data(), 4)
+
+
+def test_a_second_backward_is_refused():
+    model = build()
+    loss = tiled_loss(model, *data(), 4)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="allows one backward"):
+        loss.backward()
+
+
+def test_hooks_on_weights_get_one_gradient():
+    model, seen = build(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    tiled_loss(model, *data(), 2).backward()
+    assert len(seen) == len(list(model.parameters()))

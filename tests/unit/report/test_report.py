@@ -1,0 +1,425 @@
+"""Report of a run: self-contained, with notes about missing, small or outdated results."""
+
+import base64
+import csv
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb_files import history
+
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.config import validate
+from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.eval.sections import evaluation_sections
+from tost_lm.eval.settings import ScoreTextConfig
+from tost_lm.inference.protocol_names import HELDOUT, NEEDLE, SAMPLE, TEXT
+from tost_lm.inference.settings import GenerateConfig
+from tost_lm.inference.subject import Subject
+from tost_lm.markdown import table
+from tost_lm.report import write_report
+from tost_lm.report.page import Page as ReportPage
+from tost_lm.report.page import to_html, to_markdown
+from tost_lm.report.record import RunRecord
+from tost_lm.report.run import run_sections
+
+NASTY = (
+    'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
+)
+
+
+def baseline(name: str, bits: float, lower_by: float) -> dict[str, Any]:
+    return {
+        "name": name, "bits_per_byte": bits, "model_lower_by": lower_by, "model_lower_by_standard_error": 0.01,
+    }  # fmt: skip
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    HELDOUT: {
+        "model": {
+            "documents": 27, "tokens": 1000, "bytes": 2500, "nats_per_token": 4.25, "perplexity_per_token": 70.1,
+            "bits_per_byte": 2.4525, "bits_per_byte_standard_error": 0.0123,
+        },
+        "baselines": [
+            baseline("byte unigram", 4.5, 2.0475), baseline("byte bigram", 2.46, 0.0075),
+            baseline("byte trigram", 2.2, -0.2525),
+        ],
+        "window_tokens": 16,
+        "baseline_training_bytes": 123456,
+        "heldout_documents": 27,
+    },
+    NEEDLE: {
+        "pattern": "T",
+        "chance": 0.1,
+        "cells": [
+            {
+                "length": length, "depth": depth, "samples": 8, "choice_accuracy": 0.25, "exact_accuracy": 0.125,
+                "control_choice_accuracy": 0.0, "control_exact_accuracy": 0.0,
+            }
+            for length in (64, 128) for depth in (0.0, 1.0)
+        ],
+    },
+    SAMPLE: {
+        "prompt": NASTY, "text": f"{NASTY} again", "prompt_tokens": 9, "tokens": 5, "tokens_per_second": 100.0,
+        "characters": len(NASTY) + 6, "pattern": "T", "window": 0, "state_bytes_after_prompt": 288,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def evaluated(run_folder: Path) -> Path:
+    subject = Subject.find(run_folder)
+    settings = validate(GenerateConfig, {}, "test")
+    for protocol, results in RESULTS.items():
+        subject.write_results(protocol, subject.identity(settings, subject.open_shards("")), 0.0, results)
+    return run_folder
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, visible text, and text of each code block."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.code: list[str] = []
+        self.in_code = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "pre":
+            self.in_code = True
+            self.code.append("")
+
+    def handle_endtag(self, tag):
+        if tag == "pre":
+            self.in_code = False
+
+    def handle_data(self, data):
+        self.text += data
+        if self.in_code:
+            self.code[-1] += data
+
+
+def text_of(folder: Path) -> Page:
+    """The page without drawing its figures."""
+    run = RunRecord.read(folder)
+    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"), evaluation_sections)), {}, ""))
+
+
+def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
+    write_report(evaluated, evaluation_sections)
+    page = Page((evaluated / "report.html").read_text())
+    sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
+    assert len(sources) == 3
+    for source in sources:
+        kind, data = source.split(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(b"\x89PNG")
+    assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
+    assert "url(" not in (evaluated / "report.html").read_text()
+    shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
+    assert shown == [f"eval/report/{name}.png" for name in ("loss", "optimizer", "needle")]
+    assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+    files = {f"{name}.{ending}" for name in ("loss", "optimizer", "needle") for ending in ("png", "pdf", "csv")}
+    assert {path.name for path in (evaluated / "eval/report").iterdir()} == {*files, "needle.tex"}
+
+
+def test_cells_break_only_between_words(evaluated):
+    page = to_html(
+        to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"), evaluation_sections)), {}, ""
+    )
+    cells = re.findall(r"<(t[dh])(.*?)>(.*?)</t[dh]>", page)
+    assert all(text for kind, _, text in cells if kind == "th")
+    assert '<td style="text-align:right"><span>2.4525 ± 0.0123</span></td>' in page
+    assert "<td><span>tokens/s/device</span></td>" in page
+    for _, _, text in cells:
+        assert not re.search(r"\S[-/]|[-/]\S|±", re.sub("<span>.*?</span>", "", text)), text
+
+
+def test_columns_are_aligned_by_their_content():
+    rows = [
+        ("-1.5 ± 0.2", "12.5%, 3.25 / 17.50", "NaN", "1: optim.lr=0.1", "word " * 9),
+        ("–", "4 of 32", "1,024", "", ""),
+    ]
+    _, alignment, *_ = table(("a", "b", "c", "d", "e"), rows).splitlines()
+    assert alignment == "| ---: | ---: | ---: | --- | :--- |"
+
+
+def test_generated_text_is_shown_verbatim(evaluated):
+    page = text_of(evaluated)
+    assert f"{NASTY}\n" in page.code
+    assert f"{NASTY} again\n" in page.code
+
+
+def test_the_model_is_compared_with_baselines(evaluated):
+    page = text_of(evaluated)
+    for verdict in (
+        "better than the byte unigram",
+        "not significantly different from the byte bigram",
+        "worse than the",
+    ):
+        assert verdict in page.text
+    for figure in ("4.2500", "70.10", "2.4525 ± 0.0123", "+2.0475 ± 0.0100", "123,456"):
+        assert figure in page.text
+
+
+def test_needle_means_chance_and_limits(evaluated):
+    page = text_of(evaluated)
+    for words in ("25.0%", "12.5%", "choice: 10%", "the grid 32", "not expected to recall an exact word"):
+        assert words in page.text
+
+
+def change_results(folder: Path, protocol: str, **changes: Any) -> None:
+    path = folder / "eval" / protocol / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_checkpoint(folder: Path, protocol: str) -> None:
+    identity = json.loads((folder / "eval" / protocol / "results.json").read_text())["identity"]
+    older = {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
+    change_results(folder, protocol, identity=identity | older)
+
+
+def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
+    return {
+        "length": length, "depth": None, "samples": 4, "found_share": found, "control_found_share": control,
+        "exact_accuracy": 0.125, "control_exact_accuracy": 0.0, "answer_nats": 3.25, "control_answer_nats": 17.5,
+    }  # fmt: skip
+
+
+def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
+    subject = Subject.find(run)
+    identity = subject.identity(None, None)
+    subject.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
+
+
+def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
+    add_task(run_folder, "vt@own-words", cell_of_task(2048, 0.6, 0.2))
+    add_task(
+        run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
+    )  # fmt: skip
+    write_report(run_folder, evaluation_sections)
+    text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
+    assert "task chance 1,024 tokens 2,048 tokens niah_single_1@own-words < 0.1% 87.5% (0.0%) 37.5% (12.5%) vt@" in text
+    assert "vt@own-words < 0.1% – 60.0% (20.0%)" in text
+    assert "12.5%, 3.25 / 17.50" in text
+    assert "Needle in a haystack" not in text
+    folder = run_folder / "eval/report"
+    header, *rows = csv.reader((folder / "retrieval.csv").read_text().splitlines())
+    assert header[:4] == ["task", "length (tokens)", "recall (%)", "recall, control (%)"]
+    assert [row[:4] for row in rows] == [
+        ["niah_single_1@own-words", "1024", "87.5", "0.0"], ["niah_single_1@own-words", "2048", "37.5", "12.5"],
+        ["vt@own-words", "2048", "60.0", "20.0"],
+    ]  # fmt: skip
+    assert (folder / "retrieval.tex").read_text() == (
+        "\\begin{tabular}{lrrr}\n"
+        "task & chance & 1,024 tokens & 2,048 tokens \\\\\n"
+        "\\hline\n"
+        "niah\\_single\\_1@own-words & $<$ 0.1\\% & 87.5\\% (0.0\\%) & 37.5\\% (12.5\\%) \\\\\n"
+        "vt@own-words & $<$ 0.1\\% & -- & 60.0\\% (20.0\\%) \\\\\n"
+        "\\end{tabular}\n"
+    )
+    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tasks_name_their_checkpoints(run_folder):
+    for name in ("niah_single_1@own-words", "vt@own-words"):
+        add_task(run_folder, name, cell_of_task(1024, 0.5, 0.0))
+    change_checkpoint(run_folder, "vt@own-words")
+    text = " ".join(text_of(run_folder).text.split())
+    assert "niah_single_1@own-words: Checkpoint step_00000100" in text
+    assert "vt@own-words: Checkpoint step_00000050" in text
+    assert f"tost eval retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
+
+
+def test_a_short_run_is_called_a_smoke_run(run_folder):
+    page = text_of(run_folder)
+    # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
+    block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
+    parameters = 330 * 16 + 2 * block + 16
+    assert f"smoke run, not a benchmark. It has 3,200 training tokens for {parameters:,} parameters" in page.text
+    config = run_folder / "config.toml"
+    config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 2000"))
+    assert "smoke" not in text_of(run_folder).text
+
+
+def test_missing_results_name_their_command(run_folder):
+    (run_folder / "metrics.jsonl").unlink()
+    page = text_of(run_folder)
+    for command in ("eval zero-shot", "eval retrieval", "generate"):
+        assert f"tost {command} {run_folder}" in page.text
+    assert "tost train configs/pretrain/NAME.toml" in page.text
+    assert "img" not in [tag for tag, _ in page.tags]
+
+
+def test_commands_for_a_mixture_ask_for_the_text(run_folder):
+    config = run_folder / "config.toml"
+    named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
+    assert named
+    config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
+    assert f"tost eval zero-shot {run_folder} heldout.shards=FOLDER" in text_of(run_folder).text
+
+
+def test_results_of_another_checkpoint_are_marked(evaluated):
+    assert "not the newest" not in text_of(evaluated).text
+    change_checkpoint(evaluated, NEEDLE)
+    page = text_of(evaluated)
+    assert page.text.count("not the newest checkpoint") == 1
+    assert "Checkpoint step_00000050" in page.text
+
+
+def test_hashes_and_environment_are_listed(evaluated, shards):
+    page = text_of(evaluated)
+    manifest = json.loads((evaluated / "checkpoints/step_00000100/manifest.json").read_text())
+    for text in (*(entry["xxh3"] for entry in manifest["files"].values()), shards.fingerprint, "a b|c"):
+        assert text in page.text
+
+
+def test_reports_are_reproducible(run_folder):
+    def written() -> dict[str, bytes]:
+        files = [
+            write_report(run_folder, evaluation_sections),
+            run_folder / "report.md",
+            *sorted((run_folder / "eval/report").iterdir()),
+        ]
+        return {file.name: file.read_bytes() for file in files}
+
+    assert written() == written()
+
+
+def test_other_folders_are_rejected(tmp_path, run_folder):
+    with pytest.raises(ConfigError, match="not a run folder"):
+        write_report(tmp_path, evaluation_sections)
+    (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        write_report(run_folder, evaluation_sections)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
+def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package}; run pip install '\.\[report\]'"):
+        write_report(run_folder, evaluation_sections)
+
+
+def test_few_documents_allow_no_conclusion(evaluated):
+    change_results(evaluated, HELDOUT, model=RESULTS[HELDOUT]["model"] | {"documents": 3})
+    page = text_of(evaluated)
+    assert "3 of 27 held-out documents" in page.text
+    assert "3 documents are too few for a standard error" in page.text
+    assert "better than" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "window", "expected"),
+    [
+        ("T", 0, "it is the same after any number of tokens"),
+        ("TA", 64, "grows up to the attention window of 64 tokens"),
+        ("TA", 0, "it grows with every token (softmax attention)"),
+    ],
+)
+def test_growth_of_the_state_is_described(evaluated, pattern, window, expected):
+    for protocol in (NEEDLE, SAMPLE):
+        change_results(evaluated, protocol, pattern=pattern, window=window)
+    page = text_of(evaluated)
+    assert expected in page.text
+    assert ("not expected to recall" in page.text) == (pattern == "T")
+
+
+@pytest.mark.parametrize(
+    ("lines", "layers", "positions"),
+    [
+        ('pattern = "T"', "token statistics (TSSA), linear in time", "16 positions"),
+        ('pattern = "A"', "softmax attention", "16 positions"),
+        (
+            'pattern = "TA"\nwindow = 8\npositions = "none"\ndenom_bias = "head"',
+            "pattern TA: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
+            "unlimited",
+        ),
+    ],
+)
+def test_layers_and_lengths_are_described(run_folder, lines, layers, positions):
+    config = run_folder / "config.toml"
+    kept = [line for line in config.read_text().splitlines()
+            if not line.startswith(("pattern", "window", "positions", "denom_bias"))]  # fmt: skip
+    config.write_text("\n".join(kept).replace("[model]", f"[model]\n{lines}"))
+    text = " ".join(text_of(run_folder).text.split())
+    assert f"layers {layers} shape" in text
+    assert f"vocabulary size 330 maximum length {positions} parameters" in text
+
+
+def test_scores_of_a_text_file_are_shown(run_folder):
+    assert "Text file" not in text_of(run_folder).text  # the model has 16 positions
+    subject = Subject.find(run_folder)
+    settings = validate(ScoreTextConfig, {"text": {"file": "a_book.txt"}}, "test")
+    results = {
+        "model": {
+            "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
+            "bits_per_byte": 1.0655,
+        },
+        "pattern": "T", "window": 0, "state_bytes": 4321,
+    }  # fmt: skip
+    subject.write_results(TEXT, subject.identity(settings, None), 0.0, results)
+    page = text_of(run_folder)
+    for words in (
+        "a_book.txt",
+        "3.2500",
+        "25.79",
+        "1.0655",
+        "12,345 tokens, 54,321 bytes",
+        "4,321 bytes; it is the same after",
+    ):
+        assert words in page.text
+
+
+def test_each_test_set_has_a_row(run_folder):
+    assert "test sets" not in text_of(run_folder).text
+    subject = Subject.find(run_folder)
+    totals = {
+        "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
+        "wikitext2@lm-eval": {"examples": 62, "word_perplexity": 37.37},
+        "hellaswag@lm-eval": {"examples": 10042, "normalized_accuracy": 0.3114, "chance": 0.25},
+    }
+    for protocol, model in totals.items():
+        headline = list(model)[1]
+        results = {"model": model, "headline": headline, "published_file": protocol.startswith("lambada")}
+        subject.write_results(protocol, subject.identity(None, None), 0.0, results)
+    text = " ".join(text_of(run_folder).text.split())
+    assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
+    assert "wikitext2@lm-eval word perplexity 37.37 62 not the published file step_" in text
+    assert "hellaswag@lm-eval normalized accuracy 31.14% (chance 25.00%) 10,042 not the published file step_" in text
+
+
+def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", denom_bias="none")
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    assert f"tost eval text {run_folder} text.file=PATH" in text_of(run_folder).text
+
+
+def test_a_long_generated_text_is_shortened(evaluated):
+    change_results(evaluated, SAMPLE, characters=1_234_567)
+    assert "The full text of 1,234,567 characters is in eval/sample/text.txt" in text_of(evaluated).text
+
+
+def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_report(evaluated, evaluation_sections, to_wandb=True)
+    [launch] = (evaluated / "eval/wandb").glob("offline-run-*")
+    [file] = launch.glob("run-*.wandb")
+    [row] = history(file)
+    paths = {item.nested_key[0]: json.loads(item.value_json) for item in row.item if item.nested_key[1:] == ["path"]}
+    figures = {path.stem for path in (evaluated / "eval/report").glob("*.png")}
+    assert figures
+    assert figures | {f"{name}_table" for name in figures} == set(paths)
+    for name in figures:
+        picture = launch / "files" / paths[name]
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+        logged = json.loads((launch / "files" / paths[f"{name}_table"]).read_text())
+        with (evaluated / f"eval/report/{name}.csv").open(newline="") as lines:
+            assert [logged["columns"], *logged["data"]] == list(csv.reader(lines))

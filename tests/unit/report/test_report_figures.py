@@ -1,0 +1,136 @@
+"""Figures of the report: every text lies inside the figure, tick labels do not overlap, and steps are integers."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise, starmap
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from tost_lm.eval.analysis.ablations import ablations_chart
+from tost_lm.eval.analysis.coding_rate import change_chart, steps_chart
+from tost_lm.eval.analysis.influence import influence_chart
+from tost_lm.eval.analysis.layers import WORD_CLASSES
+from tost_lm.eval.analysis.memberships import position_chart as memberships_chart
+from tost_lm.eval.analysis.stream import information_chart
+from tost_lm.eval.analysis.subspaces import overlap_chart
+from tost_lm.eval.analysis.tokens import classes_chart, explained_chart
+from tost_lm.report.page import Chart
+from tost_lm.report.protocols import extrapolation_chart
+from tost_lm.report.record import Curve, position_curves_chart, step_chart
+from tost_lm.report.retrieval import needle_chart, tasks_chart
+from tost_lm.report.training import loss_chart, optimizer_chart, position_chart
+
+ENDS = [8 * 2**i for i in range(14)]
+FALLING = np.geomspace(9, 3, len(ENDS)).tolist()
+
+
+def needle(depths: int, lengths: int) -> Chart:
+    return needle_chart([
+        {"length": 1024 * 2**i, "depth": d / max(depths - 1, 1), "choice_accuracy": 1.0, "control_choice_accuracy": 0.1}
+        for i in range(lengths) for d in range(depths)
+    ])  # fmt: skip
+
+
+def tasks(count: int, lengths: int) -> Chart:
+    keys = ("found_share", "control_found_share", "exact_accuracy", "control_exact_accuracy", "answer_nats")
+    cell = dict.fromkeys([*keys, "control_answer_nats"], 0.5)
+    cells = [{"length": 1024 * 2**i, **cell} for i in range(lengths)]
+    return tasks_chart({f"niah_multiquery_{i}@own-words": {"chance": 0.1, "cells": cells} for i in range(count)})
+
+
+def training(steps: Sequence[int]) -> Iterator[Chart]:
+    metrics = [{"step": step, "loss": 9 / (1 + i), "lr": 1e-4, "grad_norm": 0.5 + i} for i, step in enumerate(steps)]
+    measured = [{"step": step, "loss": 5, "position_ends": ENDS, "loss_by_position": FALLING} for step in steps[:9]]
+    yield loss_chart(metrics, measured)
+    yield optimizer_chart(metrics)
+    yield position_chart(measured)
+    curve = Curve(list(steps), np.linspace(9, 3, len(steps)), np.full(len(steps), 0.1))
+    yield step_chart({f"{i}: {'optim.lr=0.001 ' * 4}"[:60]: curve for i in range(3)}, "validation loss")
+    yield position_curves_chart({"1: model.pattern=T, step 600,000": Curve(ENDS, np.array(FALLING), None)})
+
+
+def rate(mean: float) -> dict[str, float]:
+    return {"mean": mean, "standard_error": 0.01}
+
+
+def analysis(layers: int, heads: int) -> Iterator[Chart]:
+    by_layer = [FALLING] * layers
+    yield memberships_chart({
+        "concentration_by_position": by_layer, "score_spread_by_position": by_layer,
+        "explained_within_stretches": by_layer, "position_ends": ENDS,
+    })  # fmt: skip
+    rates = [{"coding_change": rate(-0.1), "variational_change": rate(-0.2), "gap": rate(12.0)}] * layers
+    yield change_chart(rates)
+    yield steps_chart([{"step": step, "layers": rates} for step in (100_000, 350_000, 600_000)])
+    yield influence_chart({"distance_ends": ENDS, "mean": by_layer, "standard_error": None})
+    yield explained_chart({name: [0.5] * layers for name in ("word", "word class", "document")})
+    for classes in (1, len(WORD_CLASSES)):
+        yield classes_chart({
+            "word_class_surplus": np.ones((layers, classes, heads)).tolist(),
+            "word_classes": [*WORD_CLASSES][:classes], "word_class_tokens": [1_234_567] * classes,
+        })  # fmt: skip
+    yield overlap_chart([{"overlap": np.full((heads, heads), 0.2).tolist(), "chance_overlap": 1 / heads}] * layers)
+    group = {"from_nats": 10.5, "to_nats": 12.5, "update": [0.1] * layers, "concentration": [0.1] * layers}
+    yield information_chart([group | {"kept": [0.1] * layers}] * 4)
+    names = ("as it is", "uniform", "by position", "constant moments")
+    loss = {"nats_per_token": 3.0, "change": 0.0012345, "standard_error": 0.001}
+    yield ablations_chart([{"name": name, **loss} for name in names[:2]])
+    yield ablations_chart([{"name": name, **loss} for name in names])
+    positions = zip(ENDS, FALLING, strict=True)
+    extrapolated = [
+        {"end": end, "nats_per_token": nats, "standard_error": 0.1, "trained": end <= 1024} for end, nats in positions
+    ]
+    yield extrapolation_chart(extrapolated, 1024)
+    yield extrapolation_chart(extrapolated[:8], 1024)
+
+
+CHARTS: dict[str, Callable[[], Iterable[Chart]]] = {
+    "needle": lambda: starmap(needle, ((1, 1), (2, 3), (5, 3), (11, 6))),
+    "tasks": lambda: starmap(tasks, ((1, 1), (9, 6))),
+    **{f"{len(x)} steps": partial(training, x) for x in ([1], range(3), range(10, 161, 10), range(0, 600_001, 1000))},
+    **{f"{layers} layers": partial(analysis, layers, heads) for layers, heads in ((1, 2), (4, 6), (48, 25))},
+}
+
+
+def tick_labels(axis: Any) -> list[Text]:
+    low, high = sorted(axis.get_view_interval())
+    ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    labels = [label for tick in ticks for label in (tick.label1, tick.label2)]
+    return [label for label in labels if label.get_visible() and label.get_text()]
+
+
+def texts(figure: Figure, axes: Axes) -> Iterator[Text]:
+    yield from (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts)
+    yield from (*tick_labels(axes.xaxis), *tick_labels(axes.yaxis))
+    for legend in (axes.get_legend(), *figure.legends):
+        yield from legend.get_texts() if legend else ()
+
+
+@pytest.mark.parametrize("charts", CHARTS.values(), ids=CHARTS)
+def test_texts_are_inside_and_tick_labels_apart(charts: Callable[[], Iterable[Chart]]):
+    for chart in charts():
+        figure = chart.drawing
+        canvas = FigureCanvasAgg(figure)
+        figure.draw_without_rendering()
+        extent = lambda text, canvas=canvas: text.get_window_extent(canvas.get_renderer())
+        for axes in figure.axes:
+            for text in filter(Text.get_text, texts(figure, axes)):
+                assert (extent(text).min >= 0).all(), text
+                assert (extent(text).max <= figure.bbox.max).all(), text
+            for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1)):
+                boxes = sorted((extent(label) for label in tick_labels(axis)), key=lambda box: box.min[side])
+                assert all(first.max[side] <= second.min[side] for first, second in pairwise(boxes)), axis
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 2], [1, 2, 3], [10, 11, 12]])
+def test_step_ticks_are_integers(steps: list[int]):
+    loss, optimizer, _, compared, _ = training(steps)
+    for chart in (loss, optimizer, compared):
+        ticks = chart.drawing.axes[-1].get_xticks()
+        assert ticks.tolist() == ticks.round().tolist()

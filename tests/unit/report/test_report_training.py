@@ -1,0 +1,140 @@
+"""Training sections of a run's report: figures with their data, throughput, events."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tost_lm.report.page import Chart, Page
+from tost_lm.report.record import RunRecord
+from tost_lm.report.training import (
+    events,
+    loss_chart,
+    losses,
+    optimizer,
+    optimizer_chart,
+    position_chart,
+    positions,
+    throughput,
+)
+
+
+def add_rows(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measurement(step: int, *by_position: float | None) -> dict[str, Any]:
+    ends = [8 * 2**i for i in range(len(by_position))]
+    return {
+        "step": step, "loss": by_position[0], "position_ends": ends, "loss_by_position": by_position, "tokens": 128,
+    }  # fmt: skip
+
+
+def numbers(chart: Chart) -> list[list[str]]:
+    return list(csv.reader(chart.table().splitlines()))
+
+
+def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
+    add_rows(run_folder / "validation.jsonl", measurement(50, 5.5), measurement(100, 4.25))
+    page = Page("", figures="f")
+    text = losses(RunRecord.read(run_folder), page)
+    header, *rows = numbers(page.charts["f/loss"])
+    assert header == [
+        "step", "training loss as logged (nats/token)", "training loss smoothed (nats/token)",
+        "validation loss (nats/token)",
+    ]  # fmt: skip
+    assert [(int(row[0]), float(row[1])) for row in rows] == [(step, 6 - step / 50) for step in range(10, 101, 10)]
+    # A centred mean preserves a straight line.
+    assert [float(row[2]) for row in rows] == pytest.approx([6 - step / 50 for step in range(10, 101, 10)])
+    assert [row[3] for row in rows] == ["", "", "", "", "5.5", "", "", "", "", "4.25"]
+    assert "Last training loss: 4.0000 nats per token at step 100." in text
+    assert "on 128 held-out tokens: last 4.2500 nats per token at step 100, lowest 4.2500" in text
+
+
+def test_the_lowest_validation_loss_ignores_nan(run_folder):
+    add_rows(run_folder / "validation.jsonl", measurement(30, None), measurement(60, 4.5), measurement(90, None))
+    text = losses(RunRecord.read(run_folder), Page("", figures="f"))
+    assert "last NaN at step 90, lowest 4.5000 nats per token at step 60" in text
+
+
+def test_loss_by_position_of_the_last_and_three_earlier_steps():
+    header, *rows = numbers(position_chart([measurement(step, 5.0, None, step / 10) for step in range(10, 101, 10)]))
+    assert header == [
+        "positions up to (tokens)", *[f"loss after step {step} (nats/token)" for step in (10, 40, 70, 100)],
+    ]  # fmt: skip
+    assert rows == [["8", *["5.0"] * 4], ["16", *["nan"] * 4], ["32", "1.0", "4.0", "7.0", "10.0"]]
+
+
+def test_sections_without_data_are_empty(run_folder):
+    (run_folder / "metrics.jsonl").unlink()
+    run, page = RunRecord.read(run_folder), Page("", figures="f")
+    assert [positions(run, page), optimizer(run, page), throughput(run), events(run)] == [""] * 4
+    assert not page.charts
+    add_rows(run_folder / "validation.jsonl", measurement(50, 5.5))
+    assert "](f/position.png)" in positions(RunRecord.read(run_folder), page)
+
+
+def test_the_optimizer_figure_has_both_curves(run_folder):
+    assert numbers(optimizer_chart(RunRecord.read(run_folder).metrics))[:2] == [
+        ["step", "learning rate (1)", "gradient norm (1)"], ["10", "0.001", "2.0"],
+    ]  # fmt: skip
+
+
+def test_throughput_lists_the_logged_metrics(run_folder):
+    text = throughput(RunRecord.read(run_folder))
+    assert "| tokens/s/device | 160 | 160 | 160 |" in text
+    assert "| peak memory (GB) | 2.50 | 2.50 | 2.50 |" in text
+    assert "MFU" not in text
+    path = run_folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"mfu": null', '"mfu": 0.4', 1))
+    assert "(MFU) | 40.0% | 40.0% | 40.0% |" in throughput(RunRecord.read(run_folder))
+
+
+def test_events_have_reasons_and_samples(run_folder):
+    add_rows(
+        run_folder / "events.jsonl",
+        {"step": 0, "event": "started", "time": "2026-01-01T00:00:00+0000", "ranks": 2},
+        {"step": 30, "event": "skipped", "time": "…", "why": "loss is nan", "samples": [58, 59]},
+        {"step": 50, "event": "stopped", "time": "…", "why": "SIGTERM"},
+        {"step": 50, "event": "resumed", "time": "…", "ranks": 4},
+    )
+    text = events(RunRecord.read(run_folder))
+    assert "skipped step: 1, resumed: 1, stopped early: 1." in text
+    assert "| 30 | skipped step | loss is nan; samples 58–59 |" in text
+    assert "| 50 | stopped early | SIGTERM |\n| 50 | resumed | ranks 4 |" in text
+    assert "started" not in text
+
+
+def test_many_events_are_shortened(run_folder):
+    add_rows(
+        run_folder / "events.jsonl",
+        *[{"step": i, "event": "skipped", "why": "loss is inf", "samples": [i, i]} for i in range(1, 61)],
+    )
+    text = events(RunRecord.read(run_folder))
+    assert text.count("| skipped step |") == 50
+    assert "| 11 | skipped step |" in text
+    assert "the last 50 of 60 events; `events.jsonl`" in text
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_figures_accept_any_number_of_rows(count):
+    noise = np.random.default_rng(0).normal(size=count) ** 2
+    chart = loss_chart([{"step": i, "loss": loss} for i, loss in enumerate(noise.tolist(), start=1)], [])
+    files = chart.files()
+    assert files["png"].startswith(b"\x89PNG")
+    assert files["pdf"].startswith(b"%PDF")
+    assert files["csv"].count(b"\n") == count + 1
+
+
+def test_figures_accept_nan_and_infinity(recwarn):
+    values = [(1, 5.0, 1.0), (2, None, None), (3, float("inf"), 0.0), (4, 1e30, float("nan")), (5, 4.0, 2.0)]
+    rows = [{"step": step, "loss": loss, "lr": 0.1, "grad_norm": norm} for step, loss, norm in values]
+    lines = [",".join(row) for row in numbers(loss_chart(rows, [measurement(2, None)]))[1:]]
+    # The smoothed loss ignores values that are not finite.
+    assert lines == ["1,5.0,5.0,", "2,nan,5.0,nan", "3,inf,1e+30,", "4,1e+30,5e+29,", "5,4.0,4.0,"]
+    for chart in (loss_chart(rows, []), optimizer_chart(rows[1:2]), position_chart([measurement(2, None)])):
+        assert chart.files()["png"].startswith(b"\x89PNG")
+    assert not recwarn.list

@@ -1,1 +1,0 @@
-"""The commands of `tost eval`: a trained model is evaluated with `tost_lm.evaluation`."""

@@ -1,0 +1,139 @@
+"""Settings of corpora, tokenizers and shards. All commands of `tost prepare` read the same file."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tost_lm.config import Section
+
+TRAINED = ["vocab_size", "user_symbols"]  # settings of a tokenizer that is trained here
+
+
+class CorpusConfig(Section):
+    """The source of documents, the rows to keep, and the split."""
+
+    source: str = Field(min_length=1)
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); or `hub:NAME` for a Hugging Face dataset."""
+    text_field: str = "text"
+    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
+    text_documents: Literal["file", "line"] = "file"
+    """A document of a plain text file (.txt, .md): the whole file, or each line."""
+    hub_subset: str | None = None
+    """Hub dataset: name of its configuration, for example `en`."""
+    hub_revision: str | None = None
+    """Hub dataset: branch, tag or commit; `refs/convert/parquet` for a dataset with a loading script."""
+    hub_split: str = "train"
+    """Hub dataset: the split to read."""
+    hub_streaming: bool = True
+    """Hub dataset: stream rows over the network, or download the dataset first."""
+    normalization: Literal["none", "NFC", "NFKC"] = "none"
+    """Unicode normalization of every text, before any other step."""
+    min_characters: int = Field(default=1, ge=1)
+    """Skip shorter texts."""
+    max_characters: int | None = Field(default=None, ge=1)
+    """Skip longer texts."""
+    max_bad_fraction: float = Field(default=0.001, ge=0, lt=1)
+    """Largest fraction of unreadable rows. They are skipped, counted and logged; more of them end the program."""
+    split: Literal["hash", "nanogpt"] = "hash"
+    """`hash`: by a hash of the document's text; `nanogpt`: 0.05 % of the rows for validation, drawn with seed 2357 as nanoGPT draws them from OpenWebText."""
+    valid_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """With split `hash`: fraction of documents for validation."""
+    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """With split `hash`: fraction of documents for testing."""
+
+    @model_validator(mode="after")
+    def _check_fractions_and_lengths(self) -> "CorpusConfig":
+        if self.valid_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"corpus.valid_fraction {self.valid_fraction} and corpus.test_fraction {self.test_fraction} leave no "
+                "training documents; lower them"
+            )
+        if self.max_characters is not None and self.max_characters < self.min_characters:
+            raise ValueError(
+                f"corpus.max_characters {self.max_characters}: less than corpus.min_characters "
+                f"{self.min_characters}; raise it"
+            )
+        return self
+
+
+class TokenizerConfig(Section):
+    """The tokenizer: SentencePiece BPE trained on the corpus, GPT-2's BPE, or a tokenizer.json."""
+
+    kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
+    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the packages tiktoken and tokenizers."""
+    path: Path | None = None
+    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json."""
+    eot_token: str | None = None
+    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
+    vocab_size: int | None = Field(default=None, ge=300)
+    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces, two special pieces and user_symbols. Unset: use the model in `path`, whatever its training text."""
+    user_symbols: list[str] = Field(default=[])
+    """sentencepiece: texts that are always a single piece."""
+    sample_bytes: int = Field(default=1_000_000_000, gt=0)
+    """sentencepiece: train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """sentencepiece: random seed of the sample."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> "TokenizerConfig":
+        if self.kind == "sentencepiece" and self.path is None:
+            raise ValueError("tokenizer.path: not set; set it to the SentencePiece model, or set tokenizer.kind=gpt2")
+        if self.kind == "hf" and self.path is None:
+            raise ValueError("tokenizer.path: not set; set it to a tokenizer.json")
+        if self.path is not None and not self.path.name:
+            raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
+        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", *TRAINED], "hf": TRAINED}[self.kind]
+        for name in unused:
+            if getattr(self, name):
+                raise ValueError(f"tokenizer.{name}: tokenizer.kind {self.kind} does not use it; remove it")
+        return self
+
+
+class ShardsConfig(Section):
+    """Tokenized shards in Megatron's IndexedDataset format."""
+
+    folder: Path
+    """The folder to write: NAME.bin and NAME.idx for each shard, manifest.json and a copy of the tokenizer."""
+    shard_tokens: int = Field(default=100_000_000, gt=0)
+    """A shard ends with the document that brings it to this many tokens."""
+    workers: int | None = Field(default=None, gt=0)
+    """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder_name(cls, folder: Path) -> Path:
+        if not folder.name:
+            raise ValueError(f"shards.folder {folder}: not a folder that can be replaced; add a name")
+        return folder
+
+
+class DataPrepConfig(Section):
+    """Settings of `tost prepare`, as in the files of `configs/data/`."""
+
+    corpus: CorpusConfig
+    tokenizer: TokenizerConfig
+    shards: ShardsConfig
+
+
+class InspectConfig(Section):
+    """Output of `tost prepare inspect`."""
+
+    split: Literal["train", "valid", "test"] = "train"
+    """The split to show."""
+    documents: int = Field(default=3, ge=0)
+    """Number of documents to print as text."""
+    first: int = Field(default=0, ge=0)
+    """Number of the first document to print, from 0, in the order of the corpus."""
+    characters: int = Field(default=500, gt=0)
+    """Characters to print of each document."""
+    seq_len: int = Field(default=32_768, gt=1)
+    """A value of train.seq_len: show for each packing how many labels see how much of their document in samples of this length."""
+    verify: bool = True
+    """First read every byte and compare all hashes."""
+
+
+class InspectShardsConfig(Section):
+    """Settings of `tost prepare inspect`."""
+
+    inspect: InspectConfig = Field(default_factory=InspectConfig)

@@ -1,0 +1,99 @@
+"""Inspect a shard folder: verify every hash, then print sizes, lengths, context, frequent tokens and documents.
+
+    tost prepare inspect data/embedded/shards inspect.split=valid inspect.documents=2
+
+Exits with 2 and names the damaged file. Writes nothing.
+"""
+
+import time
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from tost_lm.config import run_program
+from tost_lm.data.loader import Packing, context_shares, context_sizes
+from tost_lm.data.settings import InspectConfig, InspectShardsConfig
+from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.shards import Shards, length_histogram, token_counts
+from tost_lm.errors import printable
+
+BAR = 40
+FREQUENT = 12
+
+
+def main(folder: Path, config: InspectShardsConfig) -> None:
+    shards = Shards.open(folder)
+    manifest = shards.manifest
+    print(f"{folder}: corpus {manifest['source']}, tool version {manifest['tool_version']}, {manifest['dtype']} tokens")
+    if config.inspect.verify:
+        started = time.monotonic()
+        shards.verify()
+        print(f"every hash matches ({time.monotonic() - started:.1f} s)")
+    rows = manifest["rows"]
+    print(f"{rows['read']:,} rows read, {rows['left_out']:,} left out by length, {rows['bad']:,} unreadable")
+    for row in shards.bad_rows()[:3]:
+        print(f"  {row['where']}: {row['reason']}")
+    print(f"\n{'split':>5} {'shards':>7} {'documents':>13} {'tokens':>16} {'bytes':>16}  bytes per token")
+    for split in SPLITS:
+        entry = manifest["splits"][split]
+        ratio = f"{entry['bytes'] / entry['tokens']:.3f}" if entry["tokens"] else "-"
+        print(
+            f"{split:>5} {len(entry['shards']):>7,} {entry['documents']:>13,} {entry['tokens']:>16,} "
+            f"{entry['bytes']:>16,}  {ratio}"
+        )
+    documents = manifest["splits"][config.inspect.split]["documents"]
+    if documents > config.inspect.first:
+        show_split(shards, config.inspect)
+    else:
+        print(f"\n{config.inspect.split}: {documents:,} documents, none from number {config.inspect.first:,}")
+
+
+def show_split(shards: Shards, config: InspectConfig) -> None:
+    import numpy as np
+
+    split, tokenizer = config.split, shards.tokenizer()
+    lengths = np.concatenate(shards.lengths(split))
+    print(
+        f"\nlength of {split} documents in tokens: mean {lengths.mean():,.1f}, median {np.median(lengths):,.0f}, "
+        f"longest {lengths.max():,}"
+    )
+    buckets = length_histogram(lengths)
+    most = max(bucket.documents for bucket in buckets)
+    for bucket in buckets:
+        bar = "█" * round(BAR * bucket.documents / most)
+        print(f"{bucket.shortest:>12,} to {bucket.longest:>12,} {bucket.documents:>12,} {bar}")
+
+    sizes = context_sizes(config.seq_len)
+    print(f"\nlabels that see at least so many tokens of their own document, with inspect.seq_len {config.seq_len:,}:")
+    packings: tuple[Packing, ...] = get_args(Packing)
+    print(f"{'tokens':>12} {' '.join(f'{packing:>12}' for packing in packings)}")
+    shares = [context_shares([lengths], config.seq_len, packing, sizes) for packing in packings]
+    for size, *of_packings in zip(sizes, *shares, strict=True):
+        print(f"{size:>12,} {' '.join(f'{share:>12.1%}' for share in of_packings)}")
+
+    counts = token_counts(shards, split)
+    print(f"\n{np.count_nonzero(counts):,} of {len(counts):,} tokens occur; the most frequent:")
+    for token in np.argsort(-counts, kind="stable")[:FREQUENT]:
+        name = "end of text" if token == shards.eot else repr(tokenizer.decode([int(token)]))
+        print(f"{token:>8} {counts[token] / counts.sum():>7.2%} {name}")
+
+    shown = islice(shards.documents(split, config.first), config.documents)
+    for number, tokens in enumerate(shown, start=config.first):
+        text = tokenizer.decode(tokens.tolist())
+        more = " …" if len(text) > config.characters else ""
+        print(f"\n── {split} document {number:,}: {len(tokens):,} tokens, {len(text):,} characters")
+        print(printable(text[: config.characters], keep="\n\t") + more)
+
+
+def run() -> NoReturn:
+    run_program(
+        main,
+        name="tost prepare inspect",
+        doc=__doc__ or "",
+        positional="FOLDER",
+        config=InspectShardsConfig,
+    )
+
+
+if __name__ == "__main__":
+    run()

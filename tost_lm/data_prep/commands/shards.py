@@ -1,0 +1,109 @@
+"""Tokenize a corpus into shards on all cores. Run a stopped command again to resume.
+
+    tost prepare shards configs/data/embedded.toml
+    tost prepare shards corpus.source='books/*.jsonl.gz' shards.folder=data/books/shards \\
+        tokenizer.kind=gpt2 tokenizer.path=gpt2_bpe
+
+Writes Megatron's .bin and .idx files, the tokenizer and manifest.json to shards.folder. Existing shards of the same
+corpus, settings and tokenizer are verified and reused. Train a SentencePiece tokenizer first, with
+`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. With tokenizer.kind=hf,
+tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
+with an unsupported ending are counted and left out.
+"""
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from tost_lm.config import run_program
+from tost_lm.data.settings import DataPrepConfig
+from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.shards import Shards
+from tost_lm.data.sources import left_out_files
+from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
+from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, identity, recover_folder
+from tost_lm.errors import DataError
+from tost_lm.progress import Progress
+
+
+class Report:
+    """Prints the progress of a build, and where it resumes."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._first: BuildProgress | None = None
+        self._started = time.monotonic()
+
+    def __call__(self, now: BuildProgress) -> None:
+        if self._first is None:
+            self._first, self._started = now, time.monotonic()
+            if now.documents:
+                print(f"resuming after {now.documents:,} documents, {now.tokens:,} tokens", flush=True)
+        rate = (now.tokens - self._first.tokens) / max(time.monotonic() - self._started, 1e-3)
+        total = round(now.bytes / now.fraction_read) if now.fraction_read else None
+        self._bar(now.bytes, total, f"{rate:,.0f} tokens/s, {now.documents:,} documents")
+
+
+def main(_: Path | None, config: DataPrepConfig) -> None:
+    """Reuse or build the shards."""
+    tokenizer = make_tokenizer(config)
+    folder = config.shards.folder
+    recover_folder(folder)
+    if left_out := left_out_files(config.corpus.source):
+        print(left_out)
+    reason = rebuild_reason(config, tokenizer)
+    if reason is None:
+        print(f"reusing {folder}: same settings, corpus and tokenizer, all hashes match")
+        return
+    print(f"building {folder}: {reason}", flush=True)
+    start = time.monotonic()
+    with Progress("tokenizing", "B") as bar:
+        manifest = build_shards(config, tokenizer, Report(bar))
+    for split in SPLITS:
+        entry = manifest["splits"][split]
+        if entry["documents"]:
+            print(
+                f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, "
+                f"{entry['bytes'] / entry['tokens']:.3f} bytes per token"
+            )
+    rows = manifest["rows"]
+    if rows["bad"] or rows["left_out"]:
+        print(f"{rows['read']:,} rows read, {rows['left_out']:,} left out by length, {rows['bad']:,} unreadable")
+    print(f"{folder}: {time.monotonic() - start:.1f} s")
+
+
+def rebuild_reason(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
+    """Why the shards on disk differ from those of `config`; None if they do not."""
+    folder = config.shards.folder
+    if not folder.exists():
+        return "an earlier build was interrupted" if building_folder(folder).exists() else "it does not exist yet"
+    try:
+        shards = Shards.open(folder)
+        found, wanted = shards.manifest, identity(config, tokenizer)
+        if found["source_fingerprint"] != wanted["source_fingerprint"]:
+            return "the corpus or its settings changed"
+        if found["tokenizer"] != wanted["tokenizer"]:
+            return "the tokenizer changed"
+        for name, value in wanted["settings"].items():
+            if found["settings"].get(name) != value:
+                return f"{name} was {found['settings'].get(name)}"
+        if found["tool_version"] != wanted["tool_version"]:
+            return f"built by version {found['tool_version']}"
+        shards.verify()
+    except DataError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def run() -> NoReturn:
+    run_program(
+        main,
+        name="tost prepare shards",
+        doc=__doc__ or "",
+        positional="[CONFIG]",
+        config=DataPrepConfig,
+    )
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,208 @@
+"""Protocols that ask for a missing word: LAMBADA and the Children's Book Test.
+
+LAMBADA: the last word of a passage, which its last sentence alone does not determine (arXiv 1606.06031). The
+Children's Book Test: which of ten words is missing in the 21st sentence of a passage (arXiv 1511.02301).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import DataError
+from tost_lm.eval.protocols.interface import Example, Protocol, Row, read_json_lines, read_text, to_array, wrong_format
+from tost_lm.eval.protocols.perplexity import with_error
+from tost_lm.inference.likelihood import Likelihoods, Request, bootstrap_error, left_truncated
+
+
+class LastWord(Protocol):
+    """`…@lm-eval`: the last word with the space before it, given the rest. It is right if each of its tokens is the
+    most likely one. Perplexity is per word."""
+
+    headline = "accuracy"
+
+    def __init__(self, data_set: str):
+        self.name, self.data_set = f"{data_set}@lm-eval", data_set
+
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        return [self._example(text, tokenizer, window) for text in passages(path)]
+
+    def _example(self, text: str, tokenizer: Tokenizer, window: int) -> Example:
+        context, word = text.rsplit(" ", 1)
+        begin, ids = len(tokenizer.encode(context)), np.array(tokenizer.encode(text), dtype=np.int64)
+        begin = max(1, self.first_scored(begin, len(ids)))
+        return Example((left_truncated(ids, begin, window),), {"word": word})
+
+    def first_scored(self, first_of_word: int, tokens: int) -> int:
+        """Index of the first token that is scored."""
+        return first_of_word
+
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        return {
+            **example.facts,
+            "tokens": int(scores.tokens[0]),
+            "nats": float(scores.nats[0]),
+            "right": bool(scores.is_greedy[0]),
+        }
+
+    def totals(self, rows: Sequence[Row]) -> Row:
+        nats = to_array(rows, "nats")
+        error = bootstrap_error(nats, np.ones(len(rows)))
+        return {
+            **accuracy_of(rows),
+            "nats_per_word": float(nats.mean()),
+            "nats_per_word_standard_error": error,
+            **with_error("word_perplexity", float(nats.mean()), error),
+            "words_of_one_token": int((to_array(rows, "tokens") == 1).sum()),
+        }
+
+
+class LastToken(LastWord):
+    """`…@last-token`: the last token of the passage, given all tokens before it, also those of its word."""
+
+    by_token = True
+
+    def __init__(self, data_set: str):
+        self.name, self.data_set = f"{data_set}@last-token", data_set
+
+    def first_scored(self, first_of_word: int, tokens: int) -> int:
+        return tokens - 1
+
+    def totals(self, rows: Sequence[Row]) -> Row:
+        of_words = super().totals(rows)
+        return {
+            **accuracy_of(rows),
+            "nats_per_token": of_words["nats_per_word"],
+            "nats_per_token_standard_error": of_words["nats_per_word_standard_error"],
+            "token_perplexity": of_words["word_perplexity"],
+            "token_perplexity_standard_error": of_words["word_perplexity_standard_error"],
+        }
+
+
+def accuracy_of(rows: Sequence[Row], measure: str = "") -> Row:
+    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error."""
+    right = to_array(rows, f"{measure}right")
+    error = right.std() / max(1, len(rows) - 1) ** 0.5
+    name = f"{measure}accuracy"
+    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": float(error)}
+
+
+def passages(path: Path) -> list[str]:
+    """The texts of a file of JSON lines {"text": …}. Raises DataError."""
+    texts = []
+    for place, row in read_json_lines(path, 'JSON lines {"text": …}'):
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str) or " " not in text.strip():
+            raise DataError(f'{place}: no passage of two or more words under "text"; give the published file')
+        texts.append(text)
+    return texts
+
+
+SENTENCES, CANDIDATES, BLANK = 20, 10, "XXXXX"
+
+
+class Question(NamedTuple):
+    before: str
+    """The passage and the words before the blank."""
+    after: str
+    candidates: tuple[str, ...]
+    answer: str
+
+    def filled(self, candidate: str) -> str:
+        """The whole passage with a candidate in the blank."""
+        return f"{self.before} {candidate} {self.after}".strip()
+
+
+class MissingWord(Protocol):
+    """`cbt_cn@gpt2` and `cbt_ne@gpt2`: the candidate that is the likeliest together with the rest of its sentence."""
+
+    headline = "accuracy"
+
+    def __init__(self, data_set: str):
+        self.name, self.data_set = f"{data_set}@gpt2", data_set
+
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        return [
+            Example(
+                tuple(self.requests(question, tokenizer, window)),
+                {"candidates": list(question.candidates), "answer": question.answer},
+            )
+            for question in questions(path)
+        ]
+
+    def requests(self, question: Question, tokenizer: Tokenizer, window: int) -> list[Request]:
+        """A request for each candidate."""
+        context, requests = tokenizer.encode(detokenized(question.before)), []
+        for candidate in question.candidates:
+            ids = np.array(tokenizer.encode(detokenized(question.filled(candidate))), dtype=np.int64)
+            requests.append(left_truncated(ids, _common_tokens(context, ids.tolist()), window))
+        return requests
+
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        chosen = example.facts["candidates"][int(scores.nats.argmin())]
+        right = chosen == example.facts["answer"]
+        return {**example.facts, "chosen": chosen, "right": right, "nats": scores.nats.tolist()}
+
+    def totals(self, rows: Sequence[Row]) -> Row:
+        return {**accuracy_of(rows), "chance": 1 / CANDIDATES}
+
+
+def questions(path: Path) -> list[Question]:
+    """The questions of a file in the original format: sentences `1 …` to `20 …`, then `21 …<TAB>answer<TAB><TAB>a|b|…`.
+
+    Raises:
+        DataError: a line has another format.
+    """
+    found, sentences, text = [], [], read_text(path)
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        index, _, rest = line.partition(" ")
+        if index != str(len(sentences) + 1):
+            expected = f"cbtest_CN_valid_2000ex.txt or the like, with sentence {len(sentences) + 1} in this line"
+            raise wrong_format(path, text, expected, number)
+        if len(sentences) < SENTENCES:
+            sentences.append(rest.strip())
+            continue
+        found.append(_question(f"{path}, line {number}", sentences, rest))
+        sentences = []
+    if sentences:
+        raise DataError(f"{path}: ends after sentence {len(sentences)} of {SENTENCES + 1}; give the whole file")
+    if not found:
+        raise wrong_format(path, text, "cbtest_CN_valid_2000ex.txt or the like")
+    return found
+
+
+def _question(place: str, sentences: Sequence[str], line: str) -> Question:
+    columns = line.split("\t")
+    if len(columns) != 4 or columns[0].split().count(BLANK) != 1:
+        raise DataError(
+            f"{place}: wrong format; give a sentence with one {BLANK}, TAB, the answer, two TABs, and candidates a|b|…"
+        )
+    words, answer, candidates = columns[0].split(), columns[1].strip(), tuple(columns[3].strip().split("|"))
+    if len(candidates) != CANDIDATES or answer not in candidates:
+        raise DataError(
+            f"{place}: {len(candidates)} candidates; give {CANDIDATES}, and the answer {answer!r} as one of them"
+        )
+    blank = words.index(BLANK)
+    before = " ".join([*sentences, *words[:blank]])
+    return Question(before, " ".join(words[blank + 1 :]), candidates, answer)
+
+
+def detokenized(text: str) -> str:
+    """The text without the spaces, brackets and quotes of the Penn Treebank tokenizer."""
+    for token, mark in (("-LRB- ", "("), (" -RRB-", ")"), ("`` ", '"'), (" ''", '"'), ("` ", "'"), (" n't", "n't")):
+        text = text.replace(token, mark)
+    for mark in (".", ",", "!", "?", ";", ":", "'"):
+        text = text.replace(f" {mark}", mark)
+    return text
+
+
+def _common_tokens(context: Sequence[int], ids: Sequence[int]) -> int:
+    """Length of the common prefix, at least one and less than that of `ids`."""
+    same = 0
+    while same < min(len(context), len(ids) - 1) and context[same] == ids[same]:
+        same += 1
+    return max(1, same)

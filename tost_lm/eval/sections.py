@@ -1,0 +1,33 @@
+"""Sections of a report with the results of all evaluations of a checkpoint."""
+
+from collections.abc import Iterator
+
+from tost_lm.eval.contamination import contamination
+from tost_lm.inference.protocol_names import ANALYSES
+from tost_lm.report import protocols, retrieval
+from tost_lm.report.page import Page
+from tost_lm.report.record import EvaluatedModel
+
+
+def evaluation_sections(run: EvaluatedModel, page: Page) -> Iterator[str]:
+    """A section for each evaluation; a section without results is empty or has the command that evaluates."""
+    yield protocols.heldout(run)
+    yield protocols.zero_shot(run)
+    yield contamination(run)
+    yield retrieval.needle(run, page)
+    yield retrieval.tasks(run, page)
+    yield retrieval.context(run, page)
+    yield from analyses(run, page)
+    yield protocols.length_extrapolation(run, page)
+    yield protocols.text(run)
+    yield protocols.sample(run)
+
+
+def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
+    """Results of `tost eval analyze`. Without any, torch is not imported."""
+    if not any(run.results(protocol) for protocol in ANALYSES):
+        return
+    from tost_lm.eval.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
+
+    for analysis in (memberships, tokens, coding_rate, subspaces, stream, influence, ablations, slots):
+        yield analysis.section(run, page)

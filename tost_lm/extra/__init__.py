@@ -1,0 +1,1 @@
+"""Models and measurements beside language models: image classifiers and the tasks of Long-Range Arena."""

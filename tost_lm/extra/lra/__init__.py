@@ -1,0 +1,1 @@
+"""Long-Range Arena: the tasks, encoders trained on them, and a table of accuracies."""

@@ -1,0 +1,1 @@
+"""Image classifiers of the Token Statistics Transformer: weights, fine-tuning and analysis."""

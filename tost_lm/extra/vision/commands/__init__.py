@@ -1,0 +1,1 @@
+"""The commands of `tost vision`: image classifiers are trained and evaluated with `tost_lm.extra.vision`."""

@@ -1,0 +1,1 @@
+"""What runs a trained model: scoring, generation, texts of any length, and the ranks of an evaluation."""

@@ -1,0 +1,252 @@
+"""Causal language models of the Hugging Face library as baselines, with the same scorer as our own models.
+
+Shape suffixes: B rows, T tokens, K positions whose logits are needed, V vocabulary.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tost_lm.checkpointing.format import MANIFEST
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import CheckpointError, ConfigError, install_hint
+from tost_lm.files import sha256_bytes, xxh3_file
+from tost_lm.inference.subject import HUB, Subject, hub_home
+from tost_lm.model import LMOutput, LMState
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
+
+if TYPE_CHECKING:
+    from tost_lm.parallel.mesh import Mesh
+
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+"""Names of the trained length in the configurations of models."""
+
+
+def find_subject(path: Path) -> Subject:
+    """The subject of a run, step folder or export, of a folder that `save_pretrained` wrote, or of `hub:NAME`, which is
+    downloaded.
+
+    Raises:
+        CheckpointError: the path is none of these.
+        ConfigError: transformers is not installed.
+    """
+    name = str(path)
+    if name.startswith(HUB):
+        return HuggingFaceSubject(_download(name.removeprefix(HUB)), hub_home(path))
+    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
+        return HuggingFaceSubject(path, path)
+    return Subject.find(path)
+
+
+class HuggingFaceSubject(Subject):
+    """A folder that `save_pretrained` wrote. Code in it is never run."""
+
+    def tokenizer(self) -> "HuggingFaceTokenizer":
+        transformers = _library()
+        tokenizer = _guarded(
+            self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=False)
+        )
+        return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
+
+    def load(self, device: str) -> "HuggingFaceLM":
+        """The model in float32. Raises CheckpointError, also when weights are missing."""
+        transformers = _library()
+
+        def load() -> Any:
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                self.checkpoint, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
+
+        model, info = _guarded(self, load)
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(
+                f"{self.checkpoint}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); "
+                "give a complete folder"
+            )
+        return HuggingFaceLM(model).to(device).eval()
+
+    def load_on_ranks(self, mesh: "Mesh") -> "HuggingFaceLM":
+        if mesh.tensor.size * mesh.sequence.size > 1:
+            raise ConfigError(
+                f"{self.checkpoint}: tensor and sequence parallelism do not support Hugging Face models; leave "
+                "parallel.tensor and parallel.sequence out, and each rank scores its own examples"
+            )
+        return self.load(str(mesh.device))
+
+    def open_shards(self, folder: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.checkpoint}: a Hugging Face model has no shards; choose other zero_shot.protocols, or give a text "
+            "for retrieval (retrieval.haystack=FILE)"
+        )
+
+    def hashes(self) -> dict[str, Any]:
+        files = sorted(path for pattern in WEIGHTS for path in self.checkpoint.glob(pattern))
+        of_model = [f"{path.name} {xxh3_file(path)}" for path in [self.checkpoint / CONFIG, *files]]
+        tokenizer = [f"{path.name} {xxh3_file(path)}" for path in sorted(self.checkpoint.glob("*")) if _tokenizes(path)]
+        return {
+            "checkpoint_sha256": sha256_bytes("\n".join(of_model).encode()),
+            "tokenizer_sha256": sha256_bytes("\n".join(tokenizer).encode()),
+        }
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A model's own tokenizer. `eot` is the token before a text: the beginning of sequence, or else the end."""
+
+    def __init__(self, tokenizer: Any, sha256: str) -> None:
+        self._tokenizer, self.sha256 = tokenizer, sha256
+        self.vocab_size = len(tokenizer)
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if first is None:
+            raise CheckpointError("the tokenizer has neither a beginning nor an end of sequence; add one to it")
+        self.eot = first
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class HuggingFaceFacts(NamedTuple):
+    """Facts from a model's configuration."""
+
+    context_length: int
+    pattern: str
+    """The library's name of the architecture."""
+    window: None = None
+
+    @property
+    def position_limit(self) -> int:
+        return self.context_length
+
+
+class HuggingFaceLM(nn.Module):
+    """A causal language model of the Hugging Face library with the interface of `TostLM`, for inference."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        found = [positions for name in POSITIONS if (positions := getattr(model.config, name, None))]
+        if not found:
+            raise ConfigError(
+                f"{CONFIG} of this {model.config.model_type}: has no maximum length; add {POSITIONS[0]} to it"
+            )
+        self.config = HuggingFaceFacts(found[0], model.config.model_type)
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
+        """Arguments and results as in `TostLM`, but without a state if there are labels.
+
+        Raises:
+            ConfigError: the rows are longer than the model's positions.
+        """
+        rows, tokens = tokens_BT.shape
+        end = tokens + (state.positions[0] if state else 0)
+        if end > (limit := self.config.context_length):
+            raise ConfigError(f"{end} tokens are more than the model's positions ({limit}); shorten the text")
+        if labels is not None and state is None:
+            tiles = zip(*(x.split(self._rows_per_tile(labels)) for x in (tokens_BT, labels)), strict=True)
+            nats_BT, is_top_BT = map(torch.cat, zip(*(self._score(*tile) for tile in tiles), strict=True))
+            return LMOutput(None, nats_BT, is_top_BT, None, lambda: self.model(tokens_BT, use_cache=False).logits)
+        last = self._continue(tokens_BT, state, 1)
+        after = LMState((last.past_key_values,), (end,) * rows)
+
+        def whole_logits() -> Tensor:
+            return last.logits if tokens == last.logits.shape[1] else self._continue(tokens_BT, state, 0).logits
+
+        nats_BT, is_top_BT = (None, None) if labels is None else _nats_and_top(whole_logits(), labels)
+        return LMOutput(None, nats_BT, is_top_BT, after, whole_logits)
+
+    def _continue(self, tokens_BT: Tensor, state: LMState | None, kept: int) -> Any:
+        """Logits of at least the last `kept` tokens (0: all), and the cache after them."""
+        # The model changes a cache in place, but a state can be used again.
+        past = copy.deepcopy(state.layers[0]) if state else None
+        chosen = {"logits_to_keep": kept} if self._selects else {}
+        return self.model(tokens_BT, past_key_values=past, use_cache=True, **chosen)
+
+    def _rows_per_tile(self, labels_BT: Tensor) -> int:
+        """Rows whose logits take no more memory than those of our models; allocating more for each batch costs time."""
+        columns = int((labels_BT != IGNORED_LABEL).any(0).sum()) if self._selects else labels_BT.shape[1]
+        return max(1, logit_tile_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
+
+    def _score(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Nats, and whether labels are the most likely; computes only logits of labels, if the model allows."""
+        columns_K = (labels_BT != IGNORED_LABEL).any(0).nonzero()[:, 0]
+        chosen = {"logits_to_keep": columns_K} if self._selects else {}
+        logits_BKV = self.model(tokens_BT, use_cache=False, **chosen).logits
+        if not self._selects:
+            logits_BKV = logits_BKV[:, columns_K]
+        nats_BK, is_top_BK = _nats_and_top(logits_BKV, labels_BT[:, columns_K])
+        nats_BT = torch.zeros_like(labels_BT, dtype=nats_BK.dtype).index_copy_(1, columns_K, nats_BK)
+        is_top_BT = torch.zeros_like(labels_BT, dtype=torch.bool).index_copy_(1, columns_K, is_top_BK)
+        return nats_BT, is_top_BT
+
+
+def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of each label, and whether no id has a larger logit; 0 and False for ignored labels."""
+    counted_BK = labels_BK != IGNORED_LABEL
+    nats_BK, is_top_BK = [], []
+    for logits_KV, labels_K, counted_K in zip(
+        logits_BKV, labels_BK, counted_BK, strict=True
+    ):  # one row in float32 at a time
+        logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
+        label_K = logits_KV.gather(1, labels_K.where(counted_K, 0)[:, None])[:, 0]
+        nats_BK.append((logits_KV.logsumexp(1) - label_K).where(counted_K, 0))
+        is_top_BK.append((label_K >= logits_KV.amax(1)) & counted_K)
+    return torch.stack(nats_BK), torch.stack(is_top_BK)
+
+
+def _tokenizes(path: Path) -> bool:
+    return path.is_file() and ("token" in path.name or path.name.startswith(("vocab.", "merges.", "spiece")))
+
+
+def _download(name: str) -> Path:
+    """The folder of a model in the cache of the hub's client."""
+    _library()
+    import huggingface_hub
+
+    try:
+        files = [file for file in huggingface_hub.list_repo_files(name) if "/" not in file]
+        kinds = [".safetensors"] if any(file.endswith(".safetensors") for file in files) else [".bin"]
+        kinds += [".json", ".model", ".txt", ".tiktoken"]
+        wanted = [file for file in files if file.endswith(tuple(kinds))]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the client raises its own errors and those of the network
+        raise CheckpointError(
+            f"{HUB}{name}: cannot be downloaded ({_first_line(error)}); give a folder with the model"
+        ) from None
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"Hugging Face models need transformers; {install_hint('hf')}") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _guarded(subject: Subject, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # each architecture raises its own errors
+        raise CheckpointError(
+            f"{subject.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model of "
+            "transformers, because code in a model folder is never run"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

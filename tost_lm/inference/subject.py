@@ -1,0 +1,238 @@
+"""The checkpoint that is evaluated, and its results in `<run or export>/eval/<protocol>/results.json`.
+
+A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
+version of this package. It is reused while these are the same.
+
+All results on test sets and held-out text are listed in order of time: eval/results.jsonl, and as a table
+eval/results.md.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tost_lm.checkpointing.run_folder import find_checkpoint
+from tost_lm.config import Section, leaves, read_toml
+from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.files import require_writable, sha256_file, write_atomically
+from tost_lm.inference.protocol_names import SAMPLE
+from tost_lm.markdown import format_result, table
+from tost_lm.version import VERSION, git_commit
+
+if TYPE_CHECKING:
+    from tost_lm.data.shards import Shards
+    from tost_lm.inference.generation import LanguageModel
+    from tost_lm.parallel.mesh import Mesh
+
+HUB = "hub:"
+HISTORY = "results.jsonl"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and the folder of its results: its run, or else the export itself."""
+
+    checkpoint: Path
+    home: Path
+
+    @classmethod
+    def find(cls, path: Path) -> "Subject":
+        """The subject of a run folder, a step folder or an export. Raises CheckpointError."""
+        checkpoint = find_checkpoint(path)
+        if path != checkpoint:
+            return cls(checkpoint, path)
+        run = path.absolute().parent.parent
+        in_run = path.absolute().parent == run / "checkpoints" and (run / "config.toml").is_file()
+        return cls(checkpoint, run if in_run else checkpoint)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises DataError when the tokenizer is missing or damaged."""
+        return read_tokenizer(find_tokenizer(self.checkpoint))
+
+    def load(self, device: str) -> "LanguageModel":
+        """The model, in evaluation mode. Raises CheckpointError."""
+        from tost_lm.checkpointing.reading import load
+
+        return load(self.checkpoint, device)
+
+    def load_on_ranks(self, mesh: "Mesh") -> "LanguageModel":
+        """A copy of the model on tensor and sequence ranks; all of them call it.
+
+        Raises:
+            CheckpointError: the model cannot be loaded.
+            ConfigError: the heads or the vocabulary cannot be divided evenly.
+        """
+        from tost_lm.checkpointing.reading import load_on_ranks
+
+        return load_on_ranks(self.checkpoint, mesh)
+
+    def hashes(self) -> dict[str, Any]:
+        """Hashes that identify the checkpoint and its tokenizer."""
+        return {
+            "checkpoint_sha256": sha256_file(self.checkpoint / "manifest.json"),
+            "tokenizer_sha256": sha256_file(find_tokenizer(self.checkpoint)),
+        }
+
+    def open_shards(self, folder: str) -> "Shards":
+        """The shards in `folder`, or the training shards of the run if it is empty.
+
+        Raises:
+            ConfigError: it is empty, and the checkpoint has no run or the run was trained on a mixture.
+            DataError: it is not a shard folder, is damaged, has another tokenizer than the checkpoint, or has no
+                held-out documents.
+        """
+        from tost_lm.data.shards import Shards
+
+        recorded = self.home / "config.toml"
+        if not folder and not recorded.is_file():
+            raise ConfigError(f"{self.home}: not a run folder, so it has no shards; give heldout.shards=FOLDER")
+        if not folder:
+            data = read_toml(recorded)["data"]
+            if "mixture" in data:
+                raise ConfigError(
+                    f"{self.home}: trained on a mixture of {', '.join(data['mixture'])}; choose one with "
+                    "heldout.shards=FOLDER"
+                )
+            folder = data["folder"]
+        shards = Shards.open(Path(folder))
+        if not shards.entries("valid"):
+            raise DataError(f"{shards.folder}: its valid split is empty; give shards with one (heldout.shards=FOLDER)")
+        shards.verify("valid")
+        tokenizer = find_tokenizer(self.checkpoint)
+        if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
+            raise DataError(
+                f"{shards.folder}: made with another tokenizer than {tokenizer}; "
+                "give shards made with that one (heldout.shards=FOLDER)"
+            )
+        return shards
+
+    def identity(self, settings: Section | None, shards: "Shards | None") -> dict[str, Any]:
+        """Everything that a result depends on. It does not depend on the ranks, [launch] and [parallel]."""
+        step = re.fullmatch(r"step_(\d+)", self.checkpoint.name)
+        return {
+            "tost_lm": VERSION,
+            "checkpoint": self.checkpoint.name,
+            **self.hashes(),
+            "step": int(step[1]) if step else None,
+            "shards": str(shards.folder) if shards else None,
+            "shards_fingerprint": shards.fingerprint if shards else None,
+            "settings": settings.model_dump(mode="json", exclude={"launch", "parallel"}) if settings else None,
+        }
+
+    def results_path(self, protocol: str) -> Path:
+        return results_path(self.home, protocol)
+
+    def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """Existing results with this identity, reported on stdout; else None. Results of another one are named, except
+        for samples, which each prompt replaces.
+
+        Raises:
+            ConfigError: there are none, and new ones could not be written.
+        """
+        path = self.results_path(protocol)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            results = json.loads(path.read_bytes())
+            if results["identity"] == identity:
+                print(f"reusing {path} (same checkpoint, text and settings)")
+                return results
+            if protocol != SAMPLE:
+                print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
+        require_writable(path)
+        return None
+
+    def cited_results(self) -> list[dict[str, Any]]:
+        """The results with a headline that were measured on exactly this checkpoint, by protocol."""
+        found, checkpoint_sha256 = [], sha256_file(self.checkpoint / "manifest.json")
+        for path in sorted(self.home.glob("eval/*/results.json")):
+            with suppress(ValueError, KeyError, TypeError):  # damaged, or from another version
+                results = json.loads(path.read_bytes())
+                if results["identity"]["checkpoint_sha256"] == checkpoint_sha256 and "headline" in results:
+                    found.append(results)
+        return found
+
+    def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
+        """Write results.json; `started` is the time.monotonic() at which the evaluation began.
+
+        Results with a `headline`, the name of the cited total in `model`, are also appended to eval/results.jsonl.
+        """
+        whole = {
+            "protocol": protocol,
+            "identity": identity,
+            "commit": git_commit(),
+            "seconds": time.monotonic() - started,
+            **results,
+        }
+        path = self.results_path(protocol)
+        write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        print(f"wrote {path}")
+        if "headline" in results:
+            append_to_history(self.home, whole)
+
+
+def describe_published(is_published: bool | None) -> str:
+    """Whether a test set is its published file, in words."""
+    return {True: "published file", False: "not the published file", None: "hash unknown"}[is_published]
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The names of the facts in which two identities differ."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    return ", ".join(name for name in first | second if first.get(name, ...) != second.get(name, ...))
+
+
+def hub_home(path: Path) -> Path:
+    """The folder for the results of a model `hub:NAME`."""
+    return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
+
+
+def results_path(home: Path, protocol: str) -> Path:
+    """The results.json of a run or an export."""
+    return home / "eval" / protocol / "results.json"
+
+
+def pick_device() -> Literal["cuda", "cpu"]:
+    """`cuda` if a GPU is available."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def append_to_history(home: Path, results: dict[str, Any]) -> None:
+    """Append the content of a protocol's results.json, without single examples, and write the table again."""
+    path = home / "eval" / HISTORY
+    facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
+    row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
+    row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
+    with path.open("a") as file:  # one write, which leaves the existing lines untouched
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    header = ("protocol", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
+    write_atomically(
+        path.with_suffix(".md"), table(header, [_cells_of_history(row) for row in _rows_of_history(path)]) + "\n"
+    )
+
+
+def _rows_of_history(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().split("\n"):
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def _cells_of_history(row: dict[str, Any]) -> tuple[str, ...]:
+    identity, totals = row["identity"], row["model"]
+    return (
+        row["protocol"],
+        row["headline"].replace("_", " "),
+        format_result(row["headline"], totals),
+        f"{totals.get('examples', totals.get('documents', 0)):,}",
+        describe_published(row["published_file"]) if "published_file" in row else "–",
+        f"{identity['checkpoint']} {identity['checkpoint_sha256'][:12]}",
+        identity["tokenizer_sha256"][:12],
+        re.sub("^([0-9a-f]{12})[0-9a-f]*", r"\1", row["commit"] or "–"),
+        row["time"],
+    )

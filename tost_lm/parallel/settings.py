@@ -1,0 +1,104 @@
+"""Settings of the launcher and of parallel layouts, and obstacles to a layout."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError
+from tost_lm.model.config import ModelConfig
+
+ALL_GATHER_RANKS = 16
+"""Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second collective."""
+
+
+class LaunchConfig(Section):
+    """How the ranks of one node are started. Several nodes need torchrun."""
+
+    ranks: int | None = Field(default=None, gt=0)
+    """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""
+
+
+class LayoutConfig(Section):
+    """Ranks that hold one copy of the model."""
+
+    exclusive: ClassVar = (("sequence", "context"),)
+
+    tensor: int = Field(default=1, gt=0)
+    """Tensor ranks, which split heads, MLP and vocabulary. Megatron's own "sequence parallelism" between them is always on."""
+    sequence: int = Field(default=1, gt=0, validation_alias=AliasChoices("sequence", "context"))
+    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism, and `parallel.context` is accepted for it."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.sequence
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and {"sequence", "context"} <= values.keys():
+            raise ValueError(
+                "parallel.sequence and parallel.context are two names of one setting, and both are set; remove one"
+            )
+        return values
+
+
+class ParallelConfig(LayoutConfig):
+    """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
+
+    @model_validator(mode="after")
+    def _stage_can_offload(self) -> "ParallelConfig":
+        least = {"none": 0, "optimizer": 2, "all": 3}[self.offload]
+        if self.zero_stage < least:
+            raise ValueError(
+                f"parallel.offload {self.offload!r} needs ZeRO stage {least} or higher: parallel.zero_stage {self.zero_stage}; "
+                f"set parallel.zero_stage = {least} or parallel.offload = 'none'"
+            )
+        return self
+
+    def partitioning_stage(self, replicas: int, *, bfloat16: bool) -> int:
+        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: in float32, stage 0 then
+        updates the weights in place and saves the copies."""
+        return 0 if replicas == 1 and not bfloat16 and self.offload == "none" else self.zero_stage
+
+    def data_ranks(self, world_size: int) -> int:
+        """Number of data ranks. Raises ConfigError if tensor × sequence does not divide the world size."""
+        model_ranks = self.model_ranks
+        if world_size % model_ranks:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"parallel.tensor {self.tensor} × parallel.sequence {self.sequence} = {model_ranks} does not divide the "
+                f"{world_size} ranks of this launch; choose a product of {', '.join(map(str, divisors))} or launch a "
+                f"multiple of {model_ranks} ranks"
+            )
+        return world_size // model_ranks
+
+
+def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` tensor ranks cannot split the model; None: they can."""
+    if obstacle := obstacle_to_split_blocks(model, ranks):
+        return obstacle
+    if model.vocab_size % ranks:
+        padded = -(-model.vocab_size // ranks) * ranks
+        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
+    return None
+
+
+def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
+    if model.heads % ranks:
+        return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
+    if "A" in model.pattern and (model.kv_heads or model.heads) % ranks:
+        return f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+    if model.mlp_width % ranks:
+        return (
+            f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
+            "choose a divisor of them"
+        )
+    return None

@@ -1,0 +1,1 @@
+"""Commands of pre-training, a module each."""

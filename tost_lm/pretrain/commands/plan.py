@@ -1,0 +1,319 @@
+"""Plan the resources of a run before a GPU is rented: memory, traffic, time and disk space.
+
+    tost plan configs/pretrain/owt_tost_base.toml cluster.nodes=2 train.micro_batch_size=5
+
+    tost plan CONFIG parallel.sequence=1,2,4,8      (a row for each value)
+
+It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
+does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
+reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
+`python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
+(mfu) of a first run.
+
+With plan.execute=true the training step itself runs, on fake tensors in this process: once for each class of equal
+ranks of the whole cluster. The collectives and the memory of each class are printed, and compared with the plan.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tost_lm.config import differences, load_config, run_program
+from tost_lm.errors import ConfigError, TostError, install_hint
+from tost_lm.model.flops import parameters
+from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan import fit as plan_fit
+from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
+from tost_lm.pretrain.plan.settings import PlanConfig, results_file
+
+if TYPE_CHECKING:
+    from tost_lm.pretrain.plan.execute import Comparison, ExecutedClass
+
+LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
+"""An override with several values, without quotes and brackets."""
+ENOUGH = 0.1
+"""Fraction of the labels below which the plan warns that the documents are short."""
+Row = tuple[str, str, str]
+"""Quantity, value, details."""
+
+
+def main(path: Path, config: PlanConfig) -> None:
+    config = plan_fit.complete(config)
+    context, too_short = context_row(config)
+    for warning in filter(None, (changed_tokens(path, config), too_short)):
+        print(f"warning: {warning}", file=sys.stderr)
+    resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
+    print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
+    if config.plan.execute:
+        print_execution(config)
+    if problem := plan_fit.memory_problem(config):
+        raise ConfigError(problem)
+
+
+def changed_tokens(path: Path, config: PlanConfig) -> str | None:
+    """Overrides that change the tokens of the same steps, and the setting that keeps them; None: there are none."""
+    try:
+        recipe = load_config(PlanConfig, path)
+    except ConfigError:  # it needs overrides
+        return None
+    before, now = (one.batch_tokens * one.train.steps for one in (recipe, config))
+    if recipe.train.steps != config.train.steps or before == now:
+        return None
+    sizes = ("seq_len", "global_batch_size")
+    changed = [line for line in differences(recipe.train, config.train) if line.partition(":")[0] in sizes]
+    sequences = max(1, round(recipe.batch_tokens / config.train.seq_len))
+    kept = f"train.batch_tokens={sequences * config.train.seq_len}"
+    if recipe.train.global_batch_size != config.train.global_batch_size:
+        kept = f"train.tokens={before}"
+    return (
+        f"{', '.join(f'train.{line}' for line in changed)} multiplies the tokens by {now / before:.3g}, from "
+        f"{in_units(before, '')} to {in_units(now, '')}; set {kept} to keep them"
+    )
+
+
+def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:
+    """Print a row for each value of the override `listed`. Raises ConfigError if no value is possible."""
+    if len(listed) > 1:
+        raise ConfigError(f"several lists of values: {' '.join(listed)}; list the values of one setting")
+    setting, _, values = listed[0].partition("=")
+    if config.plan.execute:
+        raise ConfigError(f"plan.execute=true with a list of values: {listed[0]}; give {setting} one value")
+    rows, problems = list[tuple[str, ...]](), list[ConfigError]()
+    for value in values.split(","):
+        try:
+            one = plan_fit.complete(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
+            seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
+            fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
+            used = f"{memory:.2f} of {one.cluster.memory_gb:g}"
+            rows.append((value, layout(one), used, duration(seconds), rate, fits))
+        except ConfigError as error:
+            problems.append(error)
+            reason = "; ".join(str(error).replace(f"{path}: ", "").splitlines())
+            rows.append((value, "impossible", "–", "–", "–", reason))
+    if len(problems) == len(rows):
+        raise problems[0]
+    print(markdown([(setting, "layout", "GB per GPU", "time per step", "tokens/s", "fits"), *rows]))
+
+
+def print_execution(config: PlanConfig) -> None:
+    """Raises TostError if collectives of ranks do not match, or differ from the plan."""
+    if not find_spec("deepspeed"):
+        raise ConfigError(f"plan.execute needs deepspeed; {install_hint('train')}")
+    from tost_lm.data.loader import Corpora
+    from tost_lm.pretrain.plan.execute import beside_plan, execute, layout_of, mismatch
+    from tost_lm.pretrain.step import check_vocabulary
+
+    config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
+    corpora = Corpora.open(config.data.folders)
+    check_vocabulary(config, corpora)
+    classes = execute(config, corpora, lambda line: print(f"plan.execute: {line}", file=sys.stderr))
+    comparisons = beside_plan(config, classes, layout_of(config))
+    rows = [*execution_rows(config, classes), *(_comparison_row(one) for one in comparisons)]
+    print("\n" + markdown([("", "", "details"), *rows]))
+    for number, one in enumerate(classes, 1):
+        print(f"\n{markdown(collective_rows(number, one))}")
+    if problem := mismatch(classes, layout_of(config)):
+        raise TostError(f"collectives do not match: {problem}")
+    if different := [one for one in comparisons if not one.is_equal]:
+        raise TostError(f"messages differ from the plan: {_comparison_row(different[0])}")
+
+
+def execution_rows(config: PlanConfig, classes: Sequence["ExecutedClass"]) -> Iterator[Row]:
+    from tost_lm.parallel.agreement import rank_numbers
+
+    ranks, replicas = config.cluster.ranks, config.cluster.ranks // config.parallel.tensor
+    stage = config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
+    yield "executed", f"{ranks:,} ranks in {_count(len(classes), 'class', 'es')}", "one rank of each class ran"
+    yield (
+        "what runs",
+        f"DeepSpeed {version('deepspeed')}",
+        f"all of ZeRO stage {stage}: partitions, hooks, buckets, reduction, norm, clipping, update; also the loader, "
+        "the model and its parallel layers",
+    )
+    yield (
+        "stand-ins",
+        "for ranks and GPU",
+        "torch's fake process group sends nothing; floating-point tensors have no values, and what is read of them is "
+        "0; the CPU's kernels; no streams; the spike guard is off",
+    )
+    yield "data", "each token once", "all ranks together read the batch"
+    planned = peak_moment(config, ranks, whole_buckets=True)
+    for number, one in enumerate(classes, 1):
+        peak = sum(one.peak.values())
+        sizes = {kind: float(size) for kind, size in one.peak.items() if size}
+        yield (
+            f"peak memory: class {number}",
+            f"{peak / 1e9:.3f} GB",
+            f"{peak / planned.total - 1:+.1%} of the plan, {planned.total / 1e9:.3f} on a CPU; {_listed(sizes, 1e9)}; "
+            f"ranks {rank_numbers(one.ranks)}",
+        )
+
+
+def _comparison_row(one: "Comparison") -> Row:
+    beside = "as planned" if one.is_equal else f"planned {one.planned:,.2f}"
+    return f"bytes: {one.kind}", f"{one.executed:,.2f}", f"{beside}; groups of {one.ranks} ranks, stride {one.stride}"
+
+
+def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
+    from tost_lm.pretrain.plan.execute import in_loops
+
+    rows: list[Row] = [(f"class {number}: collectives in order", "group", "bytes of a rank")]
+    for times, messages in in_loops(one.messages):
+        prefix = f"{times} times: " if times > 1 else ""
+        for place, message in enumerate(messages):
+            before = prefix if place == 0 else " " * len(prefix)
+            rows.append((before + message.kind, message.axis, f"{message.bytes:,}"))
+    return rows
+
+
+def model_rows(config: PlanConfig) -> Iterator[Row]:
+    counts, flops = parameters(config.model), plan.model_flops(config)
+    tokens = config.batch_tokens * config.own_steps
+    each = tokens / counts.total
+    yield (
+        "tokens",
+        in_units(tokens, ""),
+        f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}; "
+        f"{each:,.{0 if each >= 10 else 2}f} per parameter",
+    )
+    yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
+    by_kind = {name: kind.total for name, kind in flops._asdict().items()}
+    yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
+    yield "FLOP of the run", f"{flops.total * tokens:.3g}", "of all tokens"
+    cluster = config.cluster
+    yield "ranks", f"{cluster.ranks}", f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; {layout(config)}"
+
+
+def layout(config: PlanConfig) -> str:
+    """The parallel layout and the micro-batches of a rank."""
+    parallel, sequences = config.parallel, _count(config.train.micro_batch_size, "sequence")
+    return (
+        f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(config.cluster.ranks)}; "
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{_in_tiles(config)}"
+    )
+
+
+def context_row(config: PlanConfig) -> tuple[Row, str | None]:
+    """How much of their document the labels see, and a warning where few see half of a sequence."""
+    seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
+    if missing := [folder for folder in config.data.folders if not folder.exists()]:
+        return (quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards"), None
+    from tost_lm.data.loader import Corpora, context_sizes
+
+    sizes = context_sizes(seq_len)
+    shares = Corpora.open(config.data.folders).context_shares(seq_len, packing, sizes)
+    details = ", ".join(f"{size:,}: {share:.1%}" for size, share in zip(sizes, shares, strict=True))
+    row = quantity, f"{shares[-1]:.1%}", f"at least so many tokens of their own document: {details}; packing {packing}"
+    if shares[-1] >= ENOUGH:
+        return row, None
+    others = "" if packing == "best-fit" else ", set data.packing=best-fit"
+    return row, (
+        f"{shares[-1]:.1%} of the labels see {sizes[-1]:,} tokens of their own document, half of train.seq_len "
+        f"{seq_len}; lower train.seq_len{others} or add longer documents"
+    )
+
+
+def memory_rows(config: PlanConfig) -> Iterator[Row]:
+    cluster, moment = config.cluster, peak_moment(config, config.cluster.ranks)
+    sizes = {name: size for name, size in moment._asdict().items() if name != "name" and size}
+    needed, host = plan_fit.gpu_bytes(config) / 1e9, plan_fit.host_bytes(config) / 1e9
+    source = f"{moment.name}: {_listed(sizes, 1e9)}; reserved {cluster.reserved_gb:g}"
+    yield "GPU memory", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
+    yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded state"
+
+
+def traffic_rows(config: PlanConfig) -> Iterator[Row]:
+    for one in plan.collectives(config):
+        calls = f"{_count(one.calls, one.kind)} over {one.ranks} ranks"
+        milliseconds = f"{1e3 * one.seconds(config.cluster):.3g} ms"
+        yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {milliseconds}"
+
+
+def time_rows(config: PlanConfig) -> Iterator[Row]:
+    step, cluster = plan.step_seconds(config), config.cluster
+    operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
+    launches = f"{plan.operations_per_layer(config):.0f} launches per layer and micro-batch"
+    activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
+    bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
+    sources = {
+        "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
+        "operator": f"{in_units(operator)} per token {bandwidth}",
+        "elementwise": f"{in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums, loss",
+        "launches": f"{launches} at {cluster.launch_us:g} µs, less the above",
+        "optimizer": _of_optimizer(config),
+        "communication": "collectives, without overlap",
+    }
+    if (path := results_file("gpu", cluster.device)).is_file():
+        yield "constants", "measured", f"on this GPU by benchmarks.gpu, in {path}"
+    for name, seconds in step._asdict().items():
+        yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
+    yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
+    rate, seconds = config.batch_tokens / step.total, step.total * config.own_steps
+    utilization = plan.model_flops(config).total * rate / (plan.peak(config) * cluster.ranks)
+    yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
+    yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"
+
+
+def disk_rows(config: PlanConfig) -> Iterator[Row]:
+    size, rate = checkpoint_bytes(config), config.cluster.disk_gb_s
+    every, keep = config.checkpoint.interval, config.checkpoint.keep_latest_k
+    each = f"{size / parameters(config.model).total:.3g} bytes per parameter"
+    writing = f"{each}; {size / 1e9 / rate:.2g} s at {rate:g} GB/s every {every:,} steps"
+    yield "checkpoint", in_units(size), writing
+    kept = f"the newest {keep}, the one with the lowest validation loss, and one being written"
+    yield "checkpoints on disk", in_units((keep + 2) * size), kept
+
+
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in [rows[0], rule, *rows[1:]])
+
+
+def in_units(size: float, unit: str = "B") -> str:
+    power = max(p for p in range(5) if size >= 1000**p or p == 0)
+    return f"{size / 1000**power:.{3 if unit == 'B' else 4}g} {('', 'k', 'M', 'G', 'T')[power]}{unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """A duration in the largest unit that it reaches."""
+    unit, size = next(
+        ((u, n) for u, n in (("days", 86400), ("hours", 3600), ("minutes", 60)) if seconds >= n), ("s", 1)
+    )
+    return f"{seconds / size:.3g} {unit}"
+
+
+def _of_optimizer(config: PlanConfig) -> str:
+    flops = f", {plan.muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
+    return f"{in_units(plan.optimizer_bytes(config))}{flops} per rank"
+
+
+def _in_tiles(config: PlanConfig) -> str:
+    count = plan.tiles(config)
+    return f", in {count} tiles of {config.tile_tokens:,} tokens" if count > 1 else ""
+
+
+def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:
+    return ", ".join(f"{name} {number / unit:{how}}" for name, number in numbers.items())
+
+
+def _count(number: float, what: str, plural: str = "s") -> str:
+    return f"{number:,.0f} {what}{plural if number != 1 else ''}"
+
+
+def run() -> NoReturn:
+    words = sys.argv[1:]
+    listed = [word for word in words if LIST.fullmatch(word)]
+    single = [word for word in words if word not in listed]
+    program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
+    run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=single)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,60 @@
+"""Check all nodes before a long run: differences between them, missing files and disk space, slow links.
+
+    tost preflight configs/pretrain/demo.toml launch.ranks=2
+    torchrun --nnodes N … -m tost_lm.pretrain.commands.preflight CONFIG      (several nodes)
+
+It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
+space, /dev/shm and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node,
+then `ok` or a line for each problem. It takes seconds and leaves no files.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from tost_lm.config import run_program
+from tost_lm.errors import ConfigError, install_hint
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.pretrain.plan.memory import checkpoint_bytes
+from tost_lm.pretrain.settings import PretrainConfig
+
+
+def main(path: Path, config: PretrainConfig) -> None:
+    if not find_spec("psutil"):
+        raise ConfigError(f"psutil is not installed; {install_hint('train')}")
+    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
+    start_ranks("preflight", ranks)
+    from tost_lm.data.prefetch import shared_memory_bytes
+    from tost_lm.parallel.agreement import error_of_all_ranks
+    from tost_lm.parallel.preflight import check_nodes
+
+    result = check_nodes(
+        config,
+        device=config.run.device,
+        shards_folders=config.data.folders,
+        runs_folder=config.run_folder.parent,
+        disk_bytes=disk_bytes(config),
+        shared_memory_bytes=shared_memory_bytes(
+            config.batch_tokens * config.parallel.tensor // ranks, config.data.workers
+        ),
+    )
+    if os.environ.get("RANK", "0") == "0":
+        warnings = [f"warning: {line}" for line in result.warnings]
+        print(result.table, *warnings, *["ok"] * (not result.problems), sep="\n")
+    if result.problems:
+        raise error_of_all_ranks(result.problems)
+
+
+def disk_bytes(config: PretrainConfig) -> int:
+    """Additional disk space for the run's checkpoints: those that are kept, and one that is being written."""
+    existing = sum(file.stat().st_size for file in (config.run_folder / "checkpoints").rglob("*") if file.is_file())
+    return (config.checkpoint.keep_latest_k + 1) * checkpoint_bytes(config) - existing
+
+
+def run() -> NoReturn:
+    run_program(main, name="tost preflight", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,90 @@
+"""Pre-train a language model.
+
+    tost train configs/pretrain/demo.toml launch.ranks=2
+    tost train configs/pretrain/demo.toml launch.ranks=1 run.timeout_seconds=86400      (one process, for a debugger)
+    tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
+    torchrun --nnodes N … -m tost_lm.pretrain.commands.train CONFIG      (several nodes)
+
+Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
+evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (offline unless WANDB_MODE is set), tensorboard/ (with
+run.loggers) and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
+Ctrl-C and the end of run.max_minutes request a graceful stop: all ranks save a checkpoint after the current micro-batch
+and exit with 75. A second Ctrl-C ends at once.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tost_lm.checkpointing.format import Progress, read_model_config
+from tost_lm.config import ignore_output_errors, run_program
+from tost_lm.errors import ConfigError, install_hint
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.pretrain.loggers import loggers_in_use
+from tost_lm.pretrain.settings import PretrainConfig
+
+if TYPE_CHECKING:
+    from tost_lm.data.loader import Corpora
+    from tost_lm.pretrain.hooks import Evaluation
+    from tost_lm.pretrain.start import StartPoint
+
+
+def main(path: Path, config: PretrainConfig) -> None:
+    ignore_output_errors()  # log.txt has the lines
+    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
+    config.accumulation(ranks)  # reports a bad batch size before anything is loaded
+    for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
+        if not find_spec(package):
+            extra = "tensorboard" if package == "tensorboard" else "train"
+            raise ConfigError(f"training needs {package}; {install_hint(extra)}")
+    start_ranks("train", ranks)
+    from tost_lm.data.loader import Corpora
+    from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped
+    from tost_lm.pretrain.step import check_vocabulary
+
+    graceful_stop = GracefulStop(config.run.max_minutes)
+    graceful_stop.install_handlers()
+    from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
+
+    corpora = Corpora.open(config.data.folders)
+    log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
+    start = find_start(config, corpora, log)
+    if _is_done(config, start):  # no engine will read and hash the shards
+        start = find_start(config, corpora, log, hash_shards=True)
+    if start.resume_from and _is_done(config, start):
+        Progress.read(start.resume_from).require_finite_validation(config.train.steps, config.run_folder)
+        log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}")
+        return
+    if start.weights_from:
+        config = config.with_context_of(read_model_config(start.weights_from))
+    check_vocabulary(config, corpora)
+    evaluation = find_evaluation(config, corpora)
+    from tost_lm.pretrain.loop import train
+
+    if train(config, corpora, start, graceful_stop, evaluation):
+        exit_stopped()
+
+
+def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
+    return start.resume_from is not None and Progress.read(start.resume_from).step >= config.last_step
+
+
+def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":
+    """The evaluation during training. Raises ConfigError or DataError, as `ProtocolsInTraining.find`."""
+    settings = config.evaluation
+    if settings.every is None:
+        return None
+    from tost_lm.eval.zero_shot import ProtocolsInTraining
+
+    return ProtocolsInTraining.find(
+        settings.protocols, settings.sets, corpora.tokenizer(), config.model.context_length, settings.batch_tokens
+    )
+
+
+def run() -> NoReturn:
+    run_program(main, name="tost train", doc=__doc__ or "", positional="CONFIG", config=PretrainConfig)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,185 @@
+"""wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows."""
+
+import json
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tost_lm.errors import ConfigError
+from tost_lm.pretrain.settings import PretrainConfig, RunConfig
+from tost_lm.redaction import redact_tree
+
+Row = Mapping[str, Any]
+"""Values by name, with `step`; a value may be None."""
+
+
+def loggers_in_use(run: RunConfig) -> list[str]:
+    """`run.loggers`, without wandb if WANDB_MODE disables it."""
+    return [name for name in run.loggers if name != "wandb" or os.environ.get("WANDB_MODE") != "disabled"]
+
+
+def validation_values(row: Row) -> Row:
+    """The values of a row of validation.jsonl."""
+    losses = zip(row["position_ends"], row["loss_by_position"], strict=True)
+    by_position = {f"validation/loss_by_position/{end}": loss for end, loss in losses}
+    return {"step": row["step"], "validation/loss": row["loss"], **by_position}
+
+
+def evaluation_values(row: Row) -> Row:
+    """The headline of a row of evaluations.jsonl."""
+    headline = row["headline"]
+    return {"step": row["step"], f"evaluation/{row['protocol']}/{headline}": row[headline]}
+
+
+def merge_by_step(metrics: Sequence[Row], validation: Sequence[Row], evaluations: Sequence[Row]) -> dict[int, Row]:
+    """The values of all rows of the three files, in the order of their steps."""
+    merged: dict[int, Row] = {}
+    for row in [*metrics, *map(validation_values, validation), *map(evaluation_values, evaluations)]:
+        merged[row["step"]] = {**merged.get(row["step"], {}), **row}
+    return dict(sorted(merged.items()))
+
+
+class TensorBoardSink:
+    """Event files of all launches in tensorboard/, of which TensorBoard shows each step once.
+
+    The file of a launch tells TensorBoard to hide the later steps of earlier launches.
+    """
+
+    def __init__(self, config: PretrainConfig, kept: Mapping[int, Row], warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            kept: the values of earlier launches, by step; logged if there are no event files yet.
+            warn: called with a line if TensorBoard fails; training continues without it.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = config.run_folder / "tensorboard"
+        is_new = not any(folder.glob("events.out.tfevents.*"))
+        self._warn, self._failed = warn, False
+        self._writer: Any = SummaryWriter(folder, purge_step=None if is_new else max(kept, default=0) + 1)
+        if is_new:
+            settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
+            self._writer.add_text("settings", f"```\n{settings}\n```", 0)
+            for row in kept.values():
+                self.log(row)
+
+    def log(self, row: Row) -> None:
+        """Log the values of a step and write them to disk."""
+        self._run(lambda: self._add(row))
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._run(self._writer.close)
+
+    def _add(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def _run(self, action: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # any error of its writing thread
+            self._failed = True
+            self._warn(f"TensorBoard failed ({error}); metrics.jsonl continues")
+
+
+class WandbSink:
+    """One wandb run for all launches.
+
+    Offline, each launch has a file, and `wandb sync` merges all files of a run id into one run. Where a launch repeats
+    steps that a killed one had logged, both are in the files, and wandb keeps one. Online, only steps after
+    wandb's last one are logged. A thread logs the rows, so a slow or hung wandb does not delay training.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, run_id: str, kept: Mapping[int, Row], warn: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            run_id: of the run to resume; empty: a new run.
+            kept: the values of earlier launches, by step; logged online, and if there are no offline files yet.
+            warn: called with a line if wandb fails; training continues without it.
+
+        Raises:
+            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+        """
+        self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
+        has_files = any(config.run_folder.glob(f"wandb/offline-run-*/run-{self.run_id}.wandb"))
+        self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        for row in () if self._run.offline and has_files else kept.values():
+            self._rows.put(row)
+        self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
+        self._thread.start()
+
+    def log(self, row: Row) -> None:
+        """Log the values of a step; wandb merges those of equal steps."""
+        if not self._failure:
+            self._rows.put(row)
+        self._warn_of_failure()
+
+    def close(self) -> None:
+        """Wait up to `Timeouts.close` until all rows are logged, and end wandb's process."""
+        import wandb
+
+        self._rows.put(None)
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            self._failure = f"it did not finish within {self._close_s:.0f} s"
+        else:
+            try:
+                wandb.teardown()  # wandb would do it at exit, with a traceback if its process was killed
+            except Exception as error:
+                self._failure = self._failure or _first_line(error)
+        self._warn_of_failure()
+
+    def _log_rows(self) -> None:
+        try:
+            while row := self._rows.get():
+                if row["step"] >= self._run.step:  # online, wandb already has earlier steps
+                    values = {name: value for name, value in row.items() if value is not None}
+                    self._run.log(values, step=row["step"])
+            self._run.finish()
+        except Exception as error:  # any error: wandb's process was killed, its disk is full, …
+            self._failure = _first_line(error)
+
+    def _warn_of_failure(self) -> None:
+        if self._failure:
+            self._warn(f"wandb failed ({self._failure}); metrics.jsonl continues")
+            self._warn = lambda line: None
+
+
+def _mode() -> str:
+    return os.environ.get("WANDB_MODE", "offline")
+
+
+def _start(config: PretrainConfig, run_id: str) -> Any:
+    import wandb
+
+    try:
+        return wandb.init(
+            project="tost_lm",
+            name=config.run.name,
+            id=run_id,
+            resume="allow",
+            dir=config.run_folder,
+            mode=_mode(),  # pyright: ignore[reportArgumentType]
+            config=redact_tree(config.model_dump(mode="json")),
+            # wandb's metadata would have the unredacted command line and repository address.
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
+        )
+    except (wandb.Error, ValueError) as error:
+        raise ConfigError(
+            f"WANDB_MODE={_mode()}: {_first_line(error)}; set WANDB_MODE to offline or disabled"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

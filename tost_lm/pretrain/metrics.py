@@ -1,0 +1,254 @@
+"""Records of a run, all by rank 0: settings and environment of each launch, log lines, rows of metrics, validation,
+evaluations and events, other loggers.
+"""
+
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from tost_lm.checkpointing.format import SETTINGS, Progress
+from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS
+from tost_lm.config import to_toml
+from tost_lm.errors import TrainingError
+from tost_lm.files import read_rows, write_atomically, write_rows
+from tost_lm.model.flops import flops_per_token, peak_flops
+from tost_lm.pretrain.loggers import (
+    Row,
+    TensorBoardSink,
+    WandbSink,
+    evaluation_values,
+    loggers_in_use,
+    merge_by_step,
+    validation_values,
+)
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.redaction import redact_command
+from tost_lm.version import VERSION, git_commit
+
+PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
+"""Whose versions are recorded."""
+
+
+def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
+    """Record the settings and the environment of this launch."""
+    write_atomically(config.run_folder / SETTINGS, to_toml(config))
+    environment = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "tost_lm": VERSION,
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version_of(name) for name in PACKAGES},
+        "device": device,
+        "cpu_count": os.cpu_count(),
+        "world_size": world_size,
+        "command": ["tost", "train", *redact_command(sys.argv[1:])],
+    }
+    write_atomically(config.run_folder / ENVIRONMENT, json.dumps(environment, indent=1))
+
+
+class Metrics:
+    """Opened once the run folder exists; rows of steps after `progress`, which a killed launch wrote, are dropped."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        progress: Progress | None,
+        world_size: int,
+        device: torch.device,
+        branch: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            progress: of the checkpoint to resume or branch from; None: the run starts.
+            world_size: ranks, each with a device.
+            device: of this rank.
+            branch: recorded of the launch that starts a branch; None: of any other.
+
+        Raises:
+            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+        """
+        self._config, self._world_size, self._device = config, world_size, device
+        self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
+        cuda = device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
+
+        folder, first_step = config.run_folder, progress.step if progress else 0
+        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ROWS}
+        self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
+            (folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
+        )
+        self.wandb_run_id = progress.wandb_run_id if progress else ""
+        """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
+        values = merge_by_step(kept["metrics"], kept["validation"], kept["evaluations"])
+        loggers, self._sinks = loggers_in_use(config.run), list[WandbSink | TensorBoardSink]()
+        if "wandb" in loggers:
+            wandb = WandbSink(config, self.wandb_run_id, values, self.log)
+            self._sinks.append(wandb)
+            self.wandb_run_id = wandb.run_id
+        if "tensorboard" in loggers:
+            self._sinks.append(TensorBoardSink(config, values, self.log))
+
+        seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
+        self._last_step, self._last_time = first_step, time.perf_counter()
+        self._started = self._last_time - seconds
+        self._paused_in_window = self._paused = self._trained = 0.0
+        kind = "branched" if branch else "resumed" if progress else "started"
+        self.event(first_step, kind, ranks=world_size, **(branch or {}))
+
+    def log(self, text: str) -> None:
+        """Print a text, and append it to log.txt with the time in front of each line."""
+        print(text, flush=True)
+        with _explain_write_errors(self._log):
+            for line in text.splitlines():
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
+            self._log.flush()
+
+    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None:
+        """Record the state after `step` steps; rates cover the steps since the last record, without pauses."""
+        now, batch_tokens = time.perf_counter(), self._config.batch_tokens
+        trained = now - self._last_time - self._paused_in_window
+        tokens_per_second = (step - self._last_step) * batch_tokens / trained
+        each = tokens_per_second / self._world_size
+        flops = each * self._flops_per_token
+        row = {
+            "step": step,
+            "loss": loss,
+            **({"z_loss": z_loss} if self._config.train.z_loss else {}),
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": step * batch_tokens,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_device": each,
+            "mfu": flops / self._peak_flops if self._peak_flops else None,
+            "tflops_device": flops / 1e12,
+            "memory_peak_bytes": _memory_peak(self._device),
+            "seconds": now - self._started,
+        }
+        self._send(_append(self._rows, row))
+        self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
+        pauses = 1 + self._paused / self._trained
+        eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
+        beside = f"  z-loss {z_loss:.2e}" if self._config.train.z_loss else ""
+        self.log(
+            f"step {step}/{self._config.train.steps}  loss {loss:.4f}{beside}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
+            f"{each:,.0f} tokens/s/device  {self._use_of_device(row)}  ETA {eta}"
+        )
+        self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
+
+    def validation(self, row: dict[str, Any]) -> None:
+        """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
+        self._send(validation_values(_append(self._validation_rows, row)))
+        loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
+        steps = f"{row['step']}/{self._config.train.steps}"
+        self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard
+        error of the headline."""
+        self._send(evaluation_values(_append(self._evaluation_rows, row)))
+        figure, error = (f"{row[key]:.5g}" for key in (row["headline"], f"{row['headline']}_standard_error"))
+        self.log(
+            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {row['headline'].replace('_', ' ')} "
+            f"{figure} ± {error}"
+        )
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """Record an event, such as a skipped step or a resume."""
+        _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is part of the run but not of its throughput."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_in_window += time.perf_counter() - since
+
+    def close(self) -> None:
+        """Wait until wandb and TensorBoard have every row, and close the files."""
+        for sink in self._sinks:
+            sink.close()
+        for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
+            file.close()
+
+    def _send(self, values: Row) -> None:
+        for sink in self._sinks:
+            sink.log(values)
+
+    def _use_of_device(self, row: dict[str, Any]) -> str:
+        text = f"{row['tflops_device']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"
+        return f"{text}  HBM {row['memory_peak_bytes'] / 1e9:.1f} GB" if self._device.type == "cuda" else text
+
+
+class NullMetrics:
+    """The metrics of ranks other than 0: nothing is recorded."""
+
+    wandb_run_id = ""
+
+    def log(self, text: str) -> None: ...
+    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None: ...
+    def validation(self, row: dict[str, Any]) -> None: ...
+    def evaluation(self, row: dict[str, Any]) -> None: ...
+    def event(self, step: int, kind: str, **fields: Any) -> None: ...
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None: ...
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the rows of a JSONL file up to `step`, so that a resumed run records no step twice; returns them."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_rows(path, kept)
+    return kept
+
+
+def _append(file: TextIO, row: dict[str, Any]) -> dict[str, Any]:
+    """Append a row, and return it as JSON reads it back: NaN and infinity become null."""
+    recorded = json.loads(json.dumps(row), parse_constant=lambda name: None)
+    with _explain_write_errors(file):
+        file.write(json.dumps(recorded, ensure_ascii=False) + "\n")
+        file.flush()
+    return recorded
+
+
+@contextmanager
+def _explain_write_errors(file: TextIO) -> Iterator[None]:
+    """Raises TrainingError when a line cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{file.name}: cannot be written: {error.strerror}; fix that and run the same command to resume from the "
+            "newest complete checkpoint"
+        ) from None
+
+
+def _memory_peak(device: torch.device) -> int:
+    """Peak memory in bytes: on a GPU of tensors since the last call, else of this process."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

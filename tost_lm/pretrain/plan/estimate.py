@@ -1,0 +1,319 @@
+"""Resource plan of a pre-training run on a cluster, from the settings alone: FLOPs, traffic, time, and what fits.
+
+Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
+settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). `benchmarks.gpu`
+measures the first two; otherwise they are assumed.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from tost_lm.errors import ConfigError
+from tost_lm.model.flops import (
+    FlopsPerToken,
+    block_matrices,
+    flops_per_token,
+    layers_by_letter,
+    mlp_weights,
+    parameters,
+    peak_flops,
+    vectors,
+)
+from tost_lm.parallel.settings import ALL_GATHER_RANKS
+from tost_lm.pretrain.plan.activations import (
+    ELEMENT_BYTES,
+    exchanged_rows,
+    gathered_tokens,
+    micro_batch_tokens,
+    slot_bytes_per_token,
+    slot_state_bytes,
+)
+from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
+from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
+
+OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
+SLOT_OPERATIONS = 110  # in an S layer: 103 and the 6 kernels of slot memory
+NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
+
+
+class Collectives(NamedTuple):
+    """The collectives of one kind that a rank calls in a step."""
+
+    content: str
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    calls: float
+    input_bytes: float
+    """Sum over these calls on this rank."""
+    ranks: int
+    """Size of the group."""
+    stride: int
+    """Difference between consecutive ranks of the group."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that leave the rank, in a ring (all-to-all: directly to each rank)."""
+        others = self.ranks - 1
+        factors = {
+            "all-gather": others,
+            "reduce-scatter": others / self.ranks,
+            "all-reduce": 2 * others / self.ranks,
+            "all-to-all": others / self.ranks,
+        }
+        return self.input_bytes * factors[self.kind]
+
+    def seconds(self, cluster: ClusterConfig) -> float:
+        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network. In an
+        all-to-all, all ranks of a node do."""
+        rate = cluster.link_gb_s
+        if self.ranks * self.stride > cluster.gpus_per_node:
+            senders = cluster.gpus_per_node if self.kind == "all-to-all" else self.stride
+            rate = min(rate, cluster.network_gb_s / min(senders, cluster.gpus_per_node))
+        return self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
+
+
+class Step(NamedTuple):
+    """Seconds of an optimizer step, by use."""
+
+    products: float
+    operator: float
+    elementwise: float
+    launches: float
+    """Time by which kernel launches exceed the three before."""
+    optimizer: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def model_flops(config: PlanConfig) -> FlopsPerToken:
+    """FLOPs per token without recomputation."""
+    return flops_per_token(config.model, config.train.seq_len)
+
+
+def step_seconds(config: PlanConfig) -> Step:
+    """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
+    cluster, flops = config.cluster, model_flops(config)
+    tokens = config.batch_tokens / cluster.ranks  # per rank
+    bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_memory_bandwidth
+    in_bfloat16 = (peak_flops(cluster.device, "bfloat16") or peak(config)) * cluster.achieved_flops
+    again = recomputed_flops(config)
+    products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
+    operator = operator_bytes_per_token(config) * tokens / bandwidth
+    elementwise = elementwise_bytes_per_token(config) * tokens / bandwidth
+    layers = config.micro_batches * tiles(config) * config.model.layers
+    launches = layers * operations_per_layer(config) * cluster.launch_us * 1e-6
+    return Step(
+        products,
+        operator,
+        elementwise,
+        launches=max(0.0, launches - products - operator - elementwise),
+        optimizer=optimizer_bytes(config) / bandwidth + muon_flops(config) / in_bfloat16,
+        communication=sum(one.seconds(cluster) for one in collectives(config)),
+    )
+
+
+def muon_flops(config: PlanConfig) -> float:
+    """FLOPs of an update, on every rank: an iteration multiplies r × c by c × r, r × r by r × r and r × r by r × c."""
+    if config.optim.kind != "muon":
+        return 0.0
+    sides = [sorted(shape) for shape in block_matrices(config.model)]
+    return sum(NEWTON_SCHULZ_STEPS * (4.0 * r * r * c + 2 * r**3) for r, c in sides)
+
+
+def peak(config: PlanConfig) -> float:
+    """FLOP/s of a GPU."""
+    cluster = config.cluster
+    known = (cluster.peak_tflops and cluster.peak_tflops * 1e12) or peak_flops(cluster.device, config.train.dtype)
+    if known is None:
+        raise ConfigError(f"cluster.device {cluster.device!r}: its peak FLOP/s is unknown; set cluster.peak_tflops")
+    return known
+
+
+def tiles(config: PlanConfig) -> int:
+    """Tiles of a row."""
+    return math.ceil(config.row_tokens / config.tile_tokens)
+
+
+def fraction_computed_twice(config: PlanConfig) -> float:
+    """Fraction of tokens with a second forward, which computes the states between tiles: all tiles but the last."""
+    before_last = (tiles(config) - 1) * config.tile_tokens
+    return 0.0 if config.train.truncate_tokens else before_last / config.row_tokens
+
+
+def forwards_for_backward(config: PlanConfig) -> int:
+    """Forwards of a block in the pass with the backward."""
+    return 2 if config.memory.activation_checkpointing == "full" else 1
+
+
+def forwards(config: PlanConfig) -> float:
+    """Forwards of a block per token, on average."""
+    return forwards_for_backward(config) + fraction_computed_twice(config)
+
+
+def mlp_tiles(config: PlanConfig) -> int:
+    """MLP tiles of a row in a rank's residual stream."""
+    tokens = math.ceil(config.tile_tokens / config.parallel.sequence / config.parallel.tensor)
+    return math.ceil(tokens / (config.memory.mlp_tile_tokens or tokens))
+
+
+def mlp_forwards(config: PlanConfig) -> float:
+    """Forwards of an MLP per token. MLP tiles of equal size are recomputed one by one; a recomputed block stops before
+    its last MLP tile."""
+    if config.memory.mlp_tile_tokens is None:
+        return forwards(config)
+    return forwards(config) + 1 - (forwards_for_backward(config) - 1) / mlp_tiles(config)
+
+
+def recomputed_flops(config: PlanConfig) -> float:
+    """FLOPs per token that are recomputed."""
+    model, flops = config.model, model_flops(config)
+    forward = flops.products.forward + flops.attention.forward - 2 * model.vocab_size * model.width
+    mlps = 2 * model.layers * mlp_weights(model)
+    return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
+
+
+def operations_per_layer(config: PlanConfig) -> float:
+    """Launches in a layer for a tile of a micro-batch, averaged over layers: assumed, not counted."""
+    slots = layers_by_letter(config.model)["S"] / config.model.layers
+    return (1 - slots) * OPERATIONS + slots * SLOT_OPERATIONS
+
+
+def operator_bytes_per_token(config: PlanConfig) -> float:
+    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`).
+
+    In S layers each stored tensor is written and read forward; the backward reads it, and writes and reads its
+    gradient.
+    """
+    e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
+    forward, backward, layers = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H, layers_by_letter(config.model)
+    slots = (2 * forwards(config) + 3) * slot_bytes_per_token(config)
+    return layers["T"] * (forwards(config) * forward + backward) + layers["S"] * slots
+
+
+def elementwise_bytes_per_token(config: PlanConfig) -> float:
+    """Bytes per token that eager operations outside products and operator read and write.
+
+    Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
+    LayerScale 2 and 6, GELU 8 and 12 (SwiGLU, in tensors of its hidden channels, 5 and 13). In bfloat16 the residual
+    stream is float32: conversions 3 and 6, residual sum 5 and 6. The loss, in units of V bytes: its kernel 3·e
+    (`ops.cross_entropy_triton`), and the sum of its weight's gradient over tiles of logits 8 (in bfloat16 10) per tile
+    and channel.
+    """
+    e, model = ELEMENT_BYTES[config.train.dtype], config.model
+    forward, backward = (5, 6) if e == 4 else (10, 15)
+    if model.layer_scale:
+        forward, backward = forward + 2, backward + 6
+    half = forwards(config) * forward + backward
+    relative = model.mlp_width / model.width
+    of_mlp = (5 * relative, 13 * relative) if model.mlp == "swiglu" else (8, 12)
+    mlp_half = mlp_forwards(config) * (forward + of_mlp[0]) + backward + of_mlp[1]
+    loss = 3 * e + (8 if e == 4 else 10) * model.width / logit_tiles(config).tokens
+    return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
+
+
+def optimizer_bytes(config: PlanConfig) -> float:
+    """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three. Muon reads and
+    writes one momentum."""
+    fraction = config.parallel.tensor / config.cluster.ranks if stage_of(config, config.cluster.ranks) else 1
+    return 28 * parameters_per_rank(config) * fraction - 8 * muon_parameters(config)
+
+
+def collectives(config: PlanConfig) -> list[Collectives]:
+    """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
+    found = [*_of_replicas(config), *_of_tensor_ranks(config), *_of_sequence_ranks(config)]
+    return [one for one in found if one.ranks > 1]
+
+
+def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
+    """DeepSpeed's collectives over data × sequence ranks. Stage 2 reduces gradients after every micro-batch."""
+    n, e, tensor = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
+    stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
+    buckets = math.ceil(n / reduced_at_once(config, stage))
+    if stage < 3:
+        padded = _padded_parameters(config, replicas)
+        times, reduced = micro_batches if stage == 2 else 1, padded if stage == 1 and e == 2 else n
+        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * reduced, replicas, tensor)
+        if stage:
+            yield Collectives("weights", "all-gather", 2, e * padded / replicas, replicas, tensor)
+        return
+    tensors = 10 * config.model.layers  # gathered one by one, at most twice per micro-batch
+    yield Collectives(
+        "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
+    )
+    yield Collectives("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
+
+
+def _padded_parameters(config: PlanConfig, replicas: int) -> float:
+    """Parameters of a rank, each of the optimizer's two groups padded to a multiple of 2 for each replica."""
+    split, replicated = vectors(config.model)
+    without_decay = split / config.parallel.tensor + replicated
+    groups = without_decay, parameters_per_rank(config) - without_decay
+    return sum(math.ceil(group / (2 * replicas)) * 2 * replicas for group in groups)
+
+
+def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Megatron-Core's collectives, with its sequence parallelism, and our own.
+
+    The residual stream is gathered before each pair of linear layers and scattered after it. The backward gathers it
+    once more for the weights' gradients. A recomputed block or MLP repeats its collectives. Our own send one number per
+    token for the softmax over heads, three in its backward, two for the loss, and gradients of replicated parameters.
+    """
+    model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
+    stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
+    layers, tssa, counts = model.layers, layers_by_letter(model)["T"], parameters(model)
+    mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
+    replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
+    replicated += 2 * layers_by_letter(model)["A"] if model.qk_norm else 0
+    # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
+    whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
+    yield Collectives("residual stream", "all-gather", k * calls, k * sizes, ranks, 1)
+    whole_rows, in_tiles = mixers + layers + 2, mlps + layers
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
+    yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
+    yield Collectives("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
+    yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
+    yield Collectives(
+        "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
+    )
+
+
+def sends_again(config: PlanConfig) -> bool:
+    """Whether blocks that the backward computes again also receive again: `keep_received` does not see into graphs."""
+    return config.train.compile and config.memory.activation_checkpointing == "full"
+
+
+def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
+    gradients backward (`slot_state_bytes`), and keys and values of A layers (with a window of a shard's last tokens).
+
+    The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
+    results for other ranks in a second one.
+    """
+    parallel, model, k = config.parallel, config.model, config.micro_batches
+    ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
+    rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
+    # In one pass, by two exchanges a layer.
+    in_layers = layers["T"] * 4 * (2 * model.width + model.heads) + layers["S"] * slot_state_bytes(config)
+    passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
+    again = sends_again(config)
+    passes += again * tiles(config)
+    calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
+    if ranks <= ALL_GATHER_RANKS:
+        yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
+    else:
+        sent = exchanged_rows(config) * statistics
+        yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
+    if layers["A"]:
+        starts = range(0, config.row_tokens, config.tile_tokens)
+        of_tiles = [gathered_tokens(config, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
+        twice = of_tiles[:-1] if fraction_computed_twice(config) else []
+        twice += of_tiles * again
+        times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
+        once, sent = (times * 2 * sum(tokens) * model.kv_width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
+        yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)

@@ -1,0 +1,133 @@
+"""Settings of a resource plan: those of a run, and the cluster."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError
+from tost_lm.pretrain.settings import PretrainConfig
+
+Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
+
+RESULTS = Path("benchmarks/results")
+_FIGURES = ("device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
+# NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200; of PCIe nodes, one adapter of 400 Gbit/s.
+CLUSTERS: dict[Preset, dict[str, Any]] = {
+    "a100-sxm": dict(zip(_FIGURES, ("NVIDIA A100-SXM4-80GB", 80, 2039, 300, 200, 2000), strict=True)),
+    "h100-sxm": dict(zip(_FIGURES, ("NVIDIA H100 80GB HBM3", 80, 3350, 450, 400, 2000), strict=True)),
+    "h100-pcie": dict(zip(_FIGURES, ("NVIDIA H100 PCIe", 80, 2000, 64, 50, 1000), strict=True)),
+    "h200-sxm": dict(zip(_FIGURES, ("NVIDIA H200", 141, 4800, 450, 400, 2000), strict=True)),
+    "b200-sxm": dict(zip(_FIGURES, ("NVIDIA B200", 180, 7700, 900, 400, 2000), strict=True)),
+}
+
+
+def results_file(benchmark: str, device: str) -> Path:
+    """Where a benchmark stores what it measured on this device; in the working folder, as runs/."""
+    return RESULTS / f"{benchmark}_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def _measured(device: str, memory_gb_s: float) -> dict[str, float]:
+    """The settings that `benchmarks.gpu` has measured on this GPU; none where it has not run."""
+    path = results_file("gpu", device)
+    if not path.is_file():
+        return {}
+    try:
+        cells = {cell["case"]: cell for cell in json.loads(path.read_text())["cells"] if cell["part"] == "device"}
+        found = {
+            "achieved_memory_bandwidth": min(1.0, cells["copy"]["bytes_per_second"] / (memory_gb_s * 1e9)),
+            "launch_us": cells["launch of an operation"]["seconds"] * 1e6,
+        }
+        if fraction := cells["matrix product of an MLP"]["of_peak"]:
+            found["achieved_flops"] = min(1.0, fraction)
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path}: it is no complete result of benchmarks.gpu; measure again with python -m benchmarks.gpu, or "
+            "remove the file"
+        ) from None
+    return found
+
+
+class ClusterConfig(Section):
+    """The cluster that the run is planned for."""
+
+    preset: Preset = "h100-sxm"
+    """Published values of device, memory, links and host; other keys override them."""
+    nodes: int = Field(default=1, gt=0)
+    """Number of nodes."""
+    gpus_per_node: int = Field(default=8, gt=0)
+    """GPUs, and ranks, per node; without it launch.ranks, or else 8, or fewer that have a micro-batch each."""
+    device: str
+    """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of dense matrix products in train.dtype, in TFLOP/s; without it the published value of the device."""
+    memory_gb: float = Field(gt=0)
+    """Memory of a GPU in GB (10⁹ bytes, as everywhere here)."""
+    reserved_gb: float = Field(default=4.0, ge=0)
+    """GPU memory in GB that CUDA, NCCL, libraries and fragmentation take."""
+    memory_gb_s: float = Field(gt=0)
+    """Memory bandwidth of a GPU in GB/s."""
+    link_gb_s: float = Field(gt=0)
+    """Bandwidth of a GPU to the other GPUs of its node, one direction, in GB/s."""
+    network_gb_s: float = Field(gt=0)
+    """Bandwidth of a node to other nodes, all adapters together, one direction, in GB/s."""
+    host_memory_gb: float = Field(gt=0)
+    """Host memory of a node in GB."""
+    disk_gb_s: float = Field(default=2.0, gt=0)
+    """Write rate of one rank to the shared file system in GB/s."""
+    achieved_flops: float = Field(default=0.4, gt=0, le=1)
+    """Fraction of the peak FLOP/s that matrix products reach: measured by `benchmarks.gpu`, otherwise assumed."""
+    achieved_memory_bandwidth: float = Field(default=0.7, gt=0, le=1)
+    """Fraction of the memory bandwidth that operations reach: measured by `benchmarks.gpu`, otherwise assumed."""
+    achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
+    """Assumed fraction of their bandwidth that links and network reach."""
+    latency_us: float = Field(default=20.0, ge=0)
+    """Latency of a collective of any size in µs."""
+    launch_us: float = Field(default=6.0, ge=0)
+    """Time in µs in which the host launches one operation, measured or assumed; it limits small operations."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        preset = values.get("preset", "h100-sxm") if isinstance(values, dict) else None
+        if not isinstance(preset, str) or preset not in CLUSTERS:
+            return values
+        values = {**CLUSTERS[preset], **values}
+        device, rate = values["device"], values["memory_gb_s"]
+        known = isinstance(device, str) and isinstance(rate, int | float) and rate > 0
+        return {**_measured(device, rate), **values} if known else values
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class ExecutionConfig(Section):
+    """Whether the plan is compared with an execution."""
+
+    execute: bool = False
+    """Also run the training step on fake tensors, once for each class of equal ranks, and compare. It needs the shards
+    of [data] and no GPU."""
+
+
+class PlanConfig(PretrainConfig):
+    """Settings of `tost plan`: those of `tost train`, and the cluster."""
+
+    plan: ExecutionConfig = Field(default_factory=ExecutionConfig)
+    cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_gpus_as_ranks(cls, values: Any) -> Any:
+        launch, cluster = (values.get(name, {}) for name in ("launch", "cluster"))
+        if isinstance(launch, dict) and isinstance(cluster, dict) and isinstance(launch.get("ranks"), int):
+            return {**values, "cluster": {"gpus_per_node": launch["ranks"], **cluster}}
+        return values
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per rank and step. Raises ConfigError when the batch is not divisible by the ranks."""
+        return self.accumulation(self.cluster.ranks)

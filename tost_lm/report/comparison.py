@@ -1,0 +1,350 @@
+"""Sections of the report of several runs, the metrics that compare groups, and reasons why a comparison is limited."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tost_lm.config import validate
+from tost_lm.inference.protocol_names import HELDOUT, MEMBERSHIPS, NEEDLE, RETRIEVAL_TASKS, TEXT
+from tost_lm.markdown import escape, table, with_error
+from tost_lm.model import ModelConfig
+from tost_lm.model.flops import parameters
+from tost_lm.report.page import Page, column
+from tost_lm.report.record import (
+    Curve,
+    Group,
+    Mean,
+    at_step,
+    common_steps,
+    curve,
+    mean_curve,
+    position_curves_chart,
+    seed,
+    step_chart,
+)
+from tost_lm.report.retrieval import mean_score
+from tost_lm.report.retrieval import of_groups as retrieval_of_groups
+
+CONCENTRATION = (
+    "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "
+    "and 1 where one head has the whole token."
+)
+PROTOCOLS = (HELDOUT, *RETRIEVAL_TASKS, MEMBERSHIPS, TEXT)
+
+
+class Score(NamedTuple):
+    """A mean over the runs of a group."""
+
+    mean: Mean
+    step: int | None
+    """Step of the measurement; None if it has none."""
+
+
+class Metric(NamedTuple):
+    """A column of the table of results."""
+
+    name: str
+    form: str
+    """Format specification."""
+    of: Callable[[Group], Score | None]
+    """None if no run has a value or the runs have values at different steps."""
+
+
+def _last_validation_loss(group: Group) -> Score | None:
+    return _loss([run.validation for run in group.runs if run.validation])
+
+
+def bits_per_byte(results: dict[str, Any]) -> float:
+    return results["model"]["bits_per_byte"]
+
+
+def choice_accuracy(results: dict[str, Any]) -> float:
+    return mean_score(results["cells"], "choice_accuracy")
+
+
+METRICS = [
+    Metric("training loss", ".4f", lambda group: _loss([run.metrics for run in group.runs])),
+    Metric("validation loss", ".4f", _last_validation_loss),
+    Metric("held-out bits per byte", ".4f", lambda group: _result(group, HELDOUT, bits_per_byte)),
+    Metric("text file, bits per byte", ".4f", lambda group: _result(group, TEXT, bits_per_byte)),
+    Metric("needle choice accuracy", ".1%", lambda group: _result(group, NEEDLE, choice_accuracy)),
+    Metric("tokens/s/device", ",.0f", lambda group: _over_rows(group, "tokens_per_second_device", np.nanmedian)),
+    Metric("peak memory (GB)", ",.2f", lambda group: _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)),
+]
+
+
+def gap_to_best(groups: Sequence[Group]) -> dict[int, Mean]:
+    """Validation loss minus that of the best group, by group number, paired by seed.
+
+    The pairs share the order of the data, which removes its effect. Empty unless two groups share seeds.
+    """
+    means = {group.number: score.mean.value for group in groups if (score := _last_validation_loss(group))}
+    losses = {group.number: _losses_by_seed(group) for group in groups if group.number in means}
+    if len(means) < 2:
+        return {}
+    best = losses[min(means, key=lambda number: means[number])]
+    differences = {
+        number: Mean.of([own[key] - best[key] for key in own if key in best]) for number, own in losses.items()
+    }
+    found = {number: mean for number, mean in differences.items() if mean}
+    return found if len(found) > 1 else {}
+
+
+def _losses_by_seed(group: Group) -> dict[tuple[int, int], float]:
+    """Last validation loss by (seed, step)."""
+    return {(seed(run), row["step"]): row["loss"] for run in group.runs for row in run.validation[-1:] if row["loss"]}
+
+
+def limitations(groups: Sequence[Group]) -> Iterator[str]:
+    """Reasons why the groups are not fully comparable, a sentence each."""
+    for group in groups:
+        yield from _limitations_within(group)
+    runs = [run for group in groups for run in group.runs]
+    if any(path.startswith("data.") or path == "model.vocab_size" for group in groups for path in group.settings):
+        yield "The groups have different training data or vocabularies, so their losses per token are not comparable."
+    if len({run.validation[-1]["tokens"] for run in runs if run.validation}) > 1:
+        yield "The validation losses are from different numbers of tokens."
+    for protocol in PROTOCOLS:
+        identities = [results["identity"] for run in runs if (results := run.results(protocol))]
+        if any(_inputs(identity) != _inputs(identities[0]) for identity in identities):
+            yield f"The results of {protocol} are from different texts or settings."
+
+
+def _limitations_within(group: Group) -> Iterator[str]:
+    last = {run.folder: run.metrics[-1]["step"] for run in group.runs}
+    if len(set(last.values())) > 1:
+        listed = ", ".join(f"{name} at {step:,}" for name, step in last.items())
+        steps = common_steps([run.metrics for run in group.runs])
+        how = f"compared at their last common step {steps[-1]:,}" if steps else "not compared (no common step)"
+        yield f"The runs of group {group.number} ended at different steps ({listed}) and are {how}."
+    if len({seed(run) for run in group.runs}) < len(group.runs):
+        yield f"Some runs of group {group.number} have the same seed, so the standard error is not over seeds."
+    for protocol in PROTOCOLS:
+        found = {run.folder: results["identity"]["step"] for run in group.runs if (results := run.results(protocol))}
+        if len(set(found.values())) > 1:
+            steps = ", ".join(f"{name} after {step:,}" for name, step in found.items())
+            yield f"The results of {protocol} in group {group.number} have no mean: the steps differ ({steps})."
+
+
+def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
+    """Mean at the last common step."""
+    steps = common_steps(records)
+    if not steps:
+        return None
+    mean = Mean.of(column([at_step(rows, steps[-1]) for rows in records], "loss").tolist())
+    return mean and Score(mean, steps[-1])
+
+
+def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale: float = 1) -> Score | None:
+    """Mean over runs of a statistic of the logged values."""
+    logged = [column(run.metrics, key) for run in group.runs]
+    mean = Mean.of([float(of(values)) * scale for values in logged if not np.isnan(values).all()])
+    return mean and Score(mean, None)
+
+
+def _result(group: Group, protocol: str, score: Callable[[dict[str, Any]], float]) -> Score | None:
+    results = [results for run in group.runs if (results := run.results(protocol))]
+    steps = {result["identity"]["step"] for result in results}
+    mean = Mean.of([score(result) for result in results])
+    return Score(mean, steps.pop()) if mean and len(steps) == 1 else None
+
+
+def _inputs(identity: dict[str, Any]) -> tuple[Any, ...]:
+    return identity["shards_fingerprint"], identity.get("text_sha256"), identity["settings"]
+
+
+BAND = "Lines are means over the runs of a group at their common steps; bands are the standard error."
+
+
+def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
+    """All sections; a section without data is empty."""
+    yield f"# {escape(page.title)}"
+    yield group_members(groups)
+    yield results(groups)
+    yield paired_differences(groups)
+    yield training_loss(groups, page)
+    yield validation_loss(groups, page)
+    yield loss_by_position(groups, page)
+    yield retrieval_of_groups(groups)
+    yield memberships(groups)
+    yield each_run(groups)
+    yield page.figure_files()
+
+
+def group_members(groups: Sequence[Group]) -> str:
+    """The runs of each group, and the settings in which the groups differ."""
+    paths = list(dict.fromkeys(path for group in groups for path in group.settings))
+    rows = [
+        (
+            str(group.number),
+            *[str(group.settings.get(path, "–")) for path in paths],
+            _parameters(group),
+            ", ".join(str(run.folder) for run in group.runs),
+        )
+        for group in groups
+    ]
+    return "\n\n".join([
+        "## Groups",
+        "The runs of a group have the same settings, apart from the seed and settings that do not change the model "
+        "(ranks, micro-batches, checkpoints). The columns are the settings in which the groups differ, and the number "
+        "of trained parameters with learned positions.",
+        table(("group", *paths, "parameters", "runs"), rows),
+    ])  # fmt: skip
+
+
+def results(groups: Sequence[Group]) -> str:
+    """Limitations of the comparison, then means and standard errors."""
+    firsts = [(str(group.number), str(len(group.runs))) for group in groups]
+    return "\n\n".join([
+        "## Results",
+        *[f"> {escape(limitation)}" for limitation in limitations(groups)],
+        _metrics_table(("group", "runs"), firsts, groups),
+        "Mean ± standard error over the runs of a group. Losses are in nats per token; the training loss is that of "
+        "the last logged batch. Throughput is the median over the logged rows of a run, memory the maximum (of "
+        "tensors on a GPU, otherwise of the process).",
+    ])  # fmt: skip
+
+
+def paired_differences(groups: Sequence[Group]) -> str:
+    """Loss differences to the best group, of groups with common seeds."""
+    if not (gaps := gap_to_best(groups)):
+        return ""
+    rows = [
+        (group.label, str(gap.count), with_error(gap.value, gap.error, ".4f"))
+        for group in groups
+        if (gap := gaps.get(group.number))
+    ]
+    return "\n\n".join([
+        "## Differences paired by seed",
+        "Last validation loss minus that of the best group, between runs of the same seed and so the same order of "
+        "the data.",
+        table(("group", "seeds", "nats per token above the best"), rows),
+    ])  # fmt: skip
+
+
+def training_loss(groups: Sequence[Group], page: Page) -> str:
+    """Training loss by step."""
+    curves = {group.label: mean_curve([run.metrics for run in group.runs], "loss") for group in groups}
+    return _loss_section("Training loss", "loss", curves, page)
+
+
+def validation_loss(groups: Sequence[Group], page: Page) -> str:
+    """Validation loss by step."""
+    curves = {group.label: mean_curve(_measured(group), "loss") for group in groups if _measured(group)}
+    return _loss_section("Validation loss", "validation", curves, page)
+
+
+def loss_by_position(groups: Sequence[Group], page: Page) -> str:
+    """Validation loss by position at the last common measurement of each group."""
+    curves: dict[str, Curve] = {}
+    for group in groups:
+        if steps := common_steps(_measured(group)):
+            rows = [at_step(rows, steps[-1]) for rows in _measured(group)]
+            values_RP = np.array([row["loss_by_position"] for row in rows], dtype=float)
+            curves[f"{group.label}, step {steps[-1]:,}"] = curve(rows[0]["position_ends"], values_RP)
+    if not curves:
+        return ""
+    picture = page.add_figure("position", position_curves_chart(curves), "Validation loss by position, by group")
+    return f"## Loss by position\n\n{picture}\n\n{_curve_table('group', 'positions up to', curves, '.3f')}"
+
+
+def memberships(groups: Sequence[Group]) -> str:
+    """Memberships by position and after more context; means over layers, then over runs."""
+    found = {group.label: results for group in groups if (results := group.results(MEMBERSHIPS))}
+    if not found:
+        return ""
+    by_position = {
+        label: curve(results[0]["position_ends"], _over_layers([r["concentration_by_position"] for r in results], 1))
+        for label, results in found.items()
+    }
+    return "\n\n".join([
+        f"## Memberships ({escape(MEMBERSHIPS)})",
+        CONCENTRATION,
+        _curve_table("group", "positions up to", by_position, ".3f"),
+        "Change of the memberships (total variation distance) of the same tokens after context tokens of other text:",
+        _curve_table("group", "change after", _after(found, "moved"), ".3f"),
+        "Concentration of the same tokens:",
+        _curve_table("group", "concentration after", _after(found, "concentration"), ".3f"),
+        "Loss of the same tokens in nats per token:",
+        _curve_table("group", "loss after", _after(found, "nats_per_token"), ".3f"),
+        "Means over the TSSA layers ± standard error over the runs of a group.",
+    ])  # fmt: skip
+
+
+def each_run(groups: Sequence[Group]) -> str:
+    """The metrics of each run at its own last step."""
+    alone = [replace(group, runs=(run,)) for group in groups for run in group.runs]
+    firsts = [(str(group.runs[0].folder), str(group.number), str(seed(group.runs[0]))) for group in alone]
+    return f"## Individual runs\n\n{_metrics_table(('run', 'group', 'seed'), firsts, alone)}"
+
+
+def _parameters(group: Group) -> str:
+    run = group.runs[0]
+    counted = parameters(validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml")))
+    return f"{counted.total:,}" + (f" ({counted.positions:,} in positions)" if counted.positions else "")
+
+
+def _metrics_table(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
+    """A table with a row for each group: its first cells, its step, and the METRICS that any group has."""
+    scores = {metric: [metric.of(group) for group in groups] for metric in METRICS}
+    shown = [metric for metric, found in scores.items() if any(found)]
+    rows = []
+    for i, (first, group) in enumerate(zip(firsts, groups, strict=True)):
+        training = scores[METRICS[0]][i]
+        step = training.step if training else None
+        cells = [_cell(metric, scores[metric][i], step, len(group.runs)) for metric in shown]
+        rows.append((*first, "–" if step is None else f"{step:,}", *cells))
+    return table((*header, "step", *[metric.name for metric in shown]), rows)
+
+
+def _cell(metric: Metric, score: Score | None, step: int | None, runs: int) -> str:
+    """The score; parentheses note another step or fewer runs."""
+    if score is None:
+        return "–"
+    mean = score.mean
+    text = with_error(mean.value, mean.error, metric.form) if math.isfinite(mean.value) else "NaN"
+    remarks = [f"step {score.step:,}"] if score.step not in (None, step) else []
+    remarks += [f"{mean.count} of {runs} runs"] if mean.count < runs else []
+    return f"{text} ({', '.join(remarks)})" if remarks else text
+
+
+def _measured(group: Group) -> list[list[dict[str, Any]]]:
+    return [run.validation for run in group.runs if run.validation]
+
+
+def _loss_section(name: str, file: str, curves: Mapping[str, Curve], page: Page) -> str:
+    drawn = {label: line for label, line in curves.items() if line.xs}
+    if not drawn:
+        return ""
+    picture = page.add_figure(file, step_chart(drawn, name.lower()), f"{name} by step, by group")
+    return f"## {name}\n\n{picture}\n\n{BAND}"
+
+
+def _curve_table(name: str, x: str, curves: Mapping[str, Curve], form: str) -> str:
+    """A row for each curve and a column for each of their xs."""
+    xs = sorted({at for line in curves.values() for at in line.xs})
+    rows = [(label, *[_at(line, at, form) for at in xs]) for label, line in curves.items()]
+    return table((name, *[f"{x} {at:,}" for at in xs]), rows)
+
+
+def _at(line: Curve, x: int, form: str) -> str:
+    if x not in line.xs:
+        return "–"
+    i = line.xs.index(x)
+    return with_error(line.mean[i], None if line.error is None else line.error[i], form)
+
+
+def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str, Curve]:
+    curves = {}
+    for label, results in found.items():
+        amounts = [row["context_tokens"] for row in results[0]["after_context"]]
+        values = [[row[key] for row in result["after_context"]] for result in results]
+        curves[label] = curve(amounts, _over_layers(values, 2) if np.ndim(values) == 3 else np.array(values))
+    return curves
+
+
+def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
+    return np.array(values, dtype=float).mean(axis=dim)

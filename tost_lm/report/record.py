@@ -1,0 +1,316 @@
+"""Records and results of a run folder or model folder, read without torch; and groups of runs that differ only in the
+seed, with means and standard errors over the runs of a group.
+
+In figures of several runs, the mean of each group has a band of one standard error.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+from tost_lm.checkpointing.format import MANIFEST, StoredTensors
+from tost_lm.config import leaves, read_toml
+from tost_lm.errors import ConfigError
+from tost_lm.files import read_rows
+from tost_lm.inference.protocol_names import HELDOUT
+from tost_lm.inference.subject import Subject, results_path
+from tost_lm.redaction import redact_text
+from tost_lm.report.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A run folder or model folder and its evaluation results. The checkpoint is found on first use."""
+
+    folder: Path
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The newest valid checkpoint. Raises CheckpointError if there is none."""
+        return Subject.find(self.folder)
+
+    @property
+    def arguments(self) -> str:
+        """Arguments for a program that reads held-out text."""
+        return f"{self.folder} heldout.shards=FOLDER"
+
+    def named_protocols(self) -> dict[str, dict[str, Any]]:
+        """Results of `tost eval zero-shot` on test sets by protocol."""
+        names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
+        found = {name: self.results(name) or {} for name in names}
+        return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
+
+    def results(self, protocol: str) -> dict[str, Any] | None:
+        """The results of a protocol; None without any."""
+        path = results_path(self.folder, protocol)
+        results = _read_json(path)
+        if results is not None and "identity" not in results:
+            raise ConfigError(f"results are from another version: {path}; remove the file and run the evaluation again")
+        return results
+
+
+@dataclass(frozen=True)
+class RunRecord(EvaluatedModel):
+    """Settings and records of a run folder."""
+
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        """Raises ConfigError if `folder` is not a run folder."""
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(f"not a run folder but a checkpoint: {folder}; give the run folder that contains it")
+        if not (folder / "config.toml").is_file():
+            raise ConfigError(f"not a run folder, config.toml is missing: {folder}; give a folder that training wrote")
+        return cls(
+            folder=folder,
+            config=read_toml(folder / "config.toml"),
+            environment=_read_json(folder / "env.json") or {},
+            metrics=read_rows(folder / "metrics.jsonl"),
+            validation=read_rows(folder / "validation.jsonl"),
+            events=read_rows(folder / "events.jsonl"),
+        )
+
+    @property
+    def branch(self) -> dict[str, Any] | None:
+        """The event with which this run started as a branch; None: it is no branch."""
+        return _branched(self.events)
+
+    def branches(self) -> list["RunRecord"]:
+        """The runs beside this one that branched from its checkpoints, in the order of their steps and names."""
+        here = self.folder.resolve()
+        found = []
+        for path in here.parent.glob("*/events.jsonl"):
+            event = _branched(read_rows(path))
+            if event and Path(event["folder"]).parts[-3:-1] == (here.name, "checkpoints"):
+                found.append((event["step"], path.parent.name, self.folder.parent / path.parent.name))
+        return [RunRecord.read(folder) for *_, folder in sorted(found)]
+
+    @property
+    def arguments(self) -> str:
+        return super().arguments if "mixture" in self.config["data"] else str(self.folder)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters without learned positions, as published numbers count them."""
+        weights = StoredTensors(self.subject.checkpoint, "model", framework="np")
+        return sum(prod(weights.shape(name)) for name in weights if name != "positions.weight")
+
+    @property
+    def step(self) -> int:
+        """Training steps of the checkpoint."""
+        return int(self.subject.checkpoint.name.removeprefix("step_"))
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the checkpoint."""
+        train = self.config["train"]
+        return self.step * train["global_batch_size"] * train["seq_len"]
+
+
+def is_export(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint outside of a run. Raises CheckpointError if it is damaged."""
+    return (folder / MANIFEST).is_file() and Subject.find(folder).home == folder
+
+
+def _branched(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((event for event in reversed(events) if event["event"] == "branched"), None)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise ConfigError(f"damaged JSON: {path}; remove the file and run the program that writes it again") from None
+
+
+IGNORED = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_size", "data.workers"}
+"""Sections and settings that do not change the trained model."""
+LABEL_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings, apart from the seed and the `IGNORED` settings."""
+
+    number: int
+    runs: tuple[RunRecord, ...]
+    settings: dict[str, Any]
+    """By path, the settings in which the groups differ; unset ones are left out."""
+
+    @property
+    def label(self) -> str:
+        """Number and shortened settings, for legends."""
+        settings = ", ".join(f"{path}={value}" for path, value in self.settings.items())
+        return (
+            shorten(f"{self.number}: {settings}", LABEL_CHARACTERS, placeholder=" …") if settings else f"{self.number}"
+        )
+
+    def results(self, protocol: str) -> list[dict[str, Any]]:
+        """Results of the runs; none if their steps or settings differ, because then a mean has no meaning."""
+        found = [results for run in self.runs if (results := run.results(protocol))]
+        alike = {str([results["identity"][key] for key in ("step", "settings")]) for results in found}
+        return found if len(alike) == 1 else []
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mean over runs at the xs that all of them have."""
+
+    xs: list[int]
+    mean: np.ndarray
+    error: np.ndarray | None
+    """Standard error of the mean; None for a single run."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over `count` runs; `error` is its standard error, None for a single run."""
+
+    value: float
+    error: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> "Mean | None":
+        """The mean of the values that exist; None if there are none."""
+        present = np.array([value for value in values if value is not None])
+        if not len(present):
+            return None
+        error = float(_standard_error(present)) if len(present) > 1 else None
+        return cls(float(present.mean()), error, len(present))
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """The runs to compare. Raises ConfigError for a folder that is not a run, has no metrics or is listed twice."""
+    runs, seen = [], set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise ConfigError(f"a run is listed twice: {folder}; list each run once")
+        seen.add(folder.resolve())
+        run = RunRecord.read(folder)
+        if not run.metrics:
+            raise ConfigError(f"a run has no metrics: {folder}/metrics.jsonl; train it first or leave it out")
+        runs.append(run)
+    return runs
+
+
+def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
+    """The groups in the order of their first runs."""
+    members: list[tuple[dict[str, Any], list[RunRecord]]] = []
+    for run in runs:
+        compared = compared_settings(run.config)
+        same = next((others for settings, others in members if settings == compared), None)
+        if same is None:
+            members.append((compared, [run]))
+        else:
+            same.append(run)
+    paths = dict.fromkeys(path for settings, _ in members for path in settings)
+    differing = [path for path in paths if any(s.get(path) != members[0][0].get(path) for s, _ in members)]
+    return [
+        Group(number, tuple(runs), {path: settings[path] for path in differing if path in settings})
+        for number, (settings, runs) in enumerate(members, start=1)
+    ]
+
+
+def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that define a group, by path: those of the trained model, without the seed.
+
+    Of the checkpoint of a branch only its step counts, because runs with other seeds branch from other trunks.
+    """
+    return {
+        path: _shown_setting(path, value)
+        for path, value in leaves(dict(config))
+        if path.split(".")[0] not in IGNORED and path not in IGNORED and path != "train.seed"
+    }
+
+
+def _shown_setting(path: str, value: Any) -> Any:
+    if path == "train.branch_from":
+        return Path(value).name
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def seed(run: RunRecord) -> int:
+    return run.config["train"].get("seed", 0)
+
+
+def common_steps(records: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
+    """The steps that all lists of rows have."""
+    return sorted(set.intersection(*({row["step"] for row in rows} for rows in records))) if records else []
+
+
+def at_step(rows: Iterable[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
+    return next(row for row in rows if row["step"] == step)
+
+
+def mean_curve(records: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
+    """The mean of a field over runs at their common steps; NaN where a run lacks it."""
+    steps = common_steps(records)
+    wanted = set(steps)
+    values_RS = np.array([column([row for row in rows if row["step"] in wanted], key) for rows in records])
+    return curve(steps, values_RS)
+
+
+def curve(xs: Sequence[int], values_RX: np.ndarray) -> Curve:
+    """The mean over runs of values [runs, xs]."""
+    error = _standard_error(values_RX) if len(values_RX) > 1 else None
+    return Curve(list(xs), values_RX.mean(axis=0), error)
+
+
+def _standard_error(values: np.ndarray) -> np.ndarray:
+    """Standard error of the mean over the first dimension."""
+    return values.std(axis=0, ddof=1) / len(values) ** 0.5
+
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"]  # Okabe and Ito
+DASHES = ["-", "--", ":", "-."]
+
+
+def step_chart(curves: Mapping[str, Curve], name: str) -> Chart:
+    """The loss `name` by step; curves by the groups' labels."""
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, curves)
+    step_axis(axes)
+    axes.set_ylabel(f"{name} (nats per token)")
+    return Chart(figure, **line_data("step", lines))
+
+
+def position_curves_chart(curves: Mapping[str, Curve]) -> Chart:
+    """Validation loss by position in the document."""
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, curves)
+    position_axis(axes, POSITION)
+    axes.set_ylabel("validation loss (nats per token)")
+    return Chart(figure, **line_data("positions up to (tokens)", lines))
+
+
+def _draw(axes: Any, curves: Mapping[str, Curve]) -> dict[str, Any]:
+    lines: dict[str, Any] = {}
+    for i, (label, curve) in enumerate(curves.items()):
+        colour, dashes = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
+        axes.plot(
+            curve.xs, curve.mean, color=colour, linestyle=dashes, linewidth=1.5, marker=marker(len(curve.xs)),
+            markersize=4, label=label,
+        )  # fmt: skip
+        lines[f"{label}: mean (nats/token)"] = (curve.xs, curve.mean.tolist())
+        if curve.error is not None:
+            low, high = curve.mean - curve.error, curve.mean + curve.error
+            axes.fill_between(curve.xs, low, high, color=colour, alpha=0.2, linewidth=0)
+            lines[f"{label}: standard error (nats/token)"] = (curve.xs, curve.error.tolist())
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a path may hold $
+    return lines

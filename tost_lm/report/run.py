@@ -1,0 +1,125 @@
+"""Sections of the report of one run or model folder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+from tost_lm.checkpointing.format import MANIFEST, read_entries
+from tost_lm.config import validate
+from tost_lm.errors import DataError
+from tost_lm.files import sha256_file
+from tost_lm.inference.protocol_names import HELDOUT
+from tost_lm.markdown import escape, table
+from tost_lm.model import ModelConfig
+from tost_lm.redaction import redact_text
+from tost_lm.report import training
+from tost_lm.report.page import Page
+from tost_lm.report.record import EvaluatedModel, RunRecord
+
+EvaluationSections: TypeAlias = Callable[[EvaluatedModel, Page], Iterator[str]]
+"""The sections of the evaluations of a checkpoint."""
+ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
+
+
+def run_sections(run: RunRecord, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
+    """All sections; a section without data is empty."""
+    yield f"# {escape(page.title)}"
+    yield overview(run)
+    yield training.losses(run, page)
+    yield training.branches(run, page)
+    yield training.positions(run, page)
+    yield training.optimizer(run, page)
+    yield training.throughput(run)
+    yield training.events(run)
+    yield from evaluations(run, page)
+    yield software(run)
+    yield files(run, page)
+
+
+def export_sections(export: EvaluatedModel, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
+    """Evaluations and files of a model folder."""
+    yield f"# {escape(page.title)}"
+    yield from evaluations(export, page)
+    yield files(export, page)
+
+
+def overview(run: RunRecord) -> str:
+    """Model, data and amount of training."""
+    train = run.config["train"]
+    model = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml"))
+    limit = model.position_limit
+    rows = [
+        ("layers", model.layer_kinds),
+        ("shape", f"{model.layers} layers, {model.heads} heads, width {model.width}"),
+        ("vocabulary size", f"{model.vocab_size:,}"),
+        ("maximum length", "unlimited" if limit is None else f"{limit:,} positions"),
+        ("parameters", f"{run.parameters:,} without learned positions"),
+        ("data", _data(run)),
+        ("steps", f"{run.step:,} of {train['steps']:,}"),
+        ("training tokens", f"{run.tokens:,}"),
+    ]
+    earlier_steps = 0
+    if branch := run.branch:
+        earlier_steps = branch["step"]
+        rows.append(("branch of", f"{branch['folder']}, data {branch['data']}"))
+    if run.metrics:
+        seconds = run.metrics[-1]["seconds"]
+        tokens = run.metrics[-1]["tokens"] - earlier_steps * train["global_batch_size"] * train["seq_len"]
+        rows.append(("training time", f"{seconds:,.0f} s"))
+        rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
+    shown = [(name, redact_text(value)) for name, value in rows]
+    return f"{_smoke_notice(run)}\n\n## Overview\n\n{table(('property', 'value'), shown)}"
+
+
+def software(run: RunRecord) -> str:
+    """Contents of env.json."""
+    rows = []
+    for key, value in run.environment.items():
+        for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            text = " ".join(map(str, inner)) if isinstance(inner, list) else inner
+            rows.append((f"{key} {name}".strip(), "–" if text is None else str(text)))
+    listed = table(("property", "value"), rows) if rows else "The run folder has no env.json."
+    return f"## Software and machine\n\n{listed}"
+
+
+def files(run: EvaluatedModel, page: Page) -> str:
+    """Hashes of the evaluated files."""
+    checkpoint = run.subject.checkpoint
+    rows = [(f"{checkpoint.name}/{MANIFEST}", f"SHA-256 {sha256_file(checkpoint / MANIFEST)}")]
+    rows += [(f"{checkpoint.name}/{name}", f"XXH3 {entry['xxh3']}") for name, entry in read_entries(checkpoint).items()]
+    if results := run.results(HELDOUT):
+        identity = results["identity"]
+        rows.append((f"{redact_text(identity['shards'])}/manifest.json", f"SHA-256 {identity['shards_fingerprint']}"))
+    return f"## Files\n\n{table(('file', 'hash'), rows)}\n\n{page.figure_files()}"
+
+
+def _smoke_notice(run: RunRecord) -> str:
+    ratio = run.tokens / run.parameters
+    if ratio >= ENOUGH_TOKENS_PER_PARAMETER:
+        return ""
+    return (
+        f"> This is a smoke run, not a benchmark. It has {run.tokens:,} training tokens for {run.parameters:,} "
+        f"parameters: {ratio:.2g} tokens per parameter. About {ENOUGH_TOKENS_PER_PARAMETER} are usual (arXiv "
+        "2203.15556). The results show that the programs work, not how good the model can be."
+    )
+
+
+def _data(run: RunRecord) -> str:
+    data = run.config["data"]
+    if "mixture" not in data:
+        return _shards(data["folder"])
+    total = sum(data["mixture"].values())
+    return ". ".join(f"{weight / total:.1%} {_shards(name)}" for name, weight in data["mixture"].items())
+
+
+def _shards(folder: str) -> str:
+    from tost_lm.data.shards import Shards
+
+    try:
+        splits = Shards.open(Path(folder)).manifest["splits"]
+    except DataError:
+        return f"{folder} (missing or changed)"
+    return f"{folder}: " + "; ".join(
+        f"{name} {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes"
+        for name, split in splits.items()
+    )
