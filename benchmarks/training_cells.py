@@ -27,7 +27,8 @@ from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
+from tost_lm.ops.naive import ENERGY_FLOOR
+from tost_lm.ops.precision import MASS_FLOOR
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.checksums import Checksums

@@ -22,7 +22,7 @@ from benchmarks.forms.recurrences import (
 )
 from tost_lm.config import Section
 from tost_lm.model.positions import apply_rotary, rotary_cos_sin
-from tost_lm.ops.naive import MASS_FLOOR
+from tost_lm.ops.precision import MASS_FLOOR
 
 TAPS = 4
 """Tokens that a short convolution reads."""

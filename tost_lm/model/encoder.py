@@ -23,7 +23,7 @@ from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops import TssaState, tssa
 from tost_lm.ops.layout import int64_tensor
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.slots import short_conv
 
 

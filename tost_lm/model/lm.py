@@ -17,7 +17,7 @@ from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.layout import SequenceShard
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 
 
 class Head(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 from tost_lm.model.config import CONV_TAPS, ModelConfig
 from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
-from tost_lm.ops.naive import running_dtype, statistics_dtype
+from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.ops.slots import SlotSums, short_conv, slot_memory, slot_memory_step
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.slots import SlotState
 from tost_lm.ops import TssaState
-from tost_lm.ops.naive import running_dtype
+from tost_lm.ops.precision import running_dtype
 
 TILE_TOKENS = 4096
 

@@ -10,8 +10,8 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.initialization import InitialValue, set_own_constants
 from tost_lm.model.positions import SequenceInfo, state_rows
 from tost_lm.ops import Membership, TssaState, causal_tssa, tssa_step
-from tost_lm.ops.naive import running_dtype, statistics_dtype
 from tost_lm.ops.phases import HeadSoftmax
+from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 
 

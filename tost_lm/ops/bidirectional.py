@@ -23,8 +23,9 @@ from tost_lm.ops import bidirectional_chunked
 from tost_lm.ops.autograd import one_thread
 from tost_lm.ops.backends import obstacle_to_triton
 from tost_lm.ops.layout import Layout, LocalDocuments, document_layout
-from tost_lm.ops.naive import MASS_FLOOR, NORM_FLOOR, statistics_dtype
+from tost_lm.ops.naive import NORM_FLOOR
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax
+from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
 
 
 def tssa(

@@ -12,7 +12,7 @@ from torch import Tensor
 from tost_lm.ops.chunked import Scratch
 from tost_lm.ops.chunked import chunk_tokens as chunk_tokens
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.naive import running_dtype, statistics_dtype
+from tost_lm.ops.precision import running_dtype, statistics_dtype
 
 
 def energy(w_MHD: Tensor, layout: Layout) -> Tensor:

@@ -6,18 +6,9 @@ from torch import Tensor
 from tost_lm.ops.autograd import SoftmaxOverHeads
 from tost_lm.ops.backends import BACKENDS, CHUNKED, NUMBA, TRITON, Backend, Call
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
-from tost_lm.ops.naive import (
-    MASS_FLOOR,
-    Membership,
-    TssaState,
-    check_membership,
-    check_state,
-    memberships,
-    running_dtype,
-    statistics_dtype,
-    token_scores,
-)
+from tost_lm.ops.naive import Membership, TssaState, check_membership, check_state, memberships, token_scores
 from tost_lm.ops.phases import HeadSoftmax
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
 
 def causal_tssa(

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.ops.naive import ENERGY_FLOOR
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 

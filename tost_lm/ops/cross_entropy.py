@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES
 

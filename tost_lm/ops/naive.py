@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
+
 Membership = Literal["energy-share", "energy-mean", "uniform"]
 
 ENERGY_FLOOR = 1e-12
-MASS_FLOOR = 1e-8
 NORM_FLOOR = 1e-12
 """Lower bound of the norm of a channel over the tokens of a document, in the bidirectional form."""
 
@@ -56,16 +57,6 @@ def check_membership(membership: str) -> None:
     """Raises ValueError if `membership` is unknown."""
     if membership not in get_args(Membership):
         raise ValueError(f"unknown membership: {membership!r}; use one of {', '.join(get_args(Membership))}")
-
-
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of statistics, scores and memberships: float64 for float64 inputs, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def running_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over any number of tokens: float64, or float32 on mps, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def token_scores(

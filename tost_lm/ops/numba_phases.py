@@ -13,8 +13,9 @@ from numba import njit
 from torch import Tensor
 
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.naive import ENERGY_FLOOR, MASS_FLOOR
+from tost_lm.ops.naive import ENERGY_FLOOR
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
+from tost_lm.ops.precision import MASS_FLOOR
 from tost_lm.sizes import NUMBA_CHUNK_TOKENS
 
 

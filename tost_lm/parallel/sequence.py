@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tost_lm.ops.layout import SequenceSplit
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
 from tost_lm.parallel.settings import ALL_GATHER_RANKS
 

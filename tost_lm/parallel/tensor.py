@@ -30,8 +30,8 @@ from tost_lm.model.slots import SlotMixer
 from tost_lm.model.softmax import SoftmaxMixer
 from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
-from tost_lm.ops.naive import statistics_dtype
 from tost_lm.ops.phases import UniformMemberships
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
 from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
 from tost_lm.parallel.settings import obstacle_to_split_blocks, obstacle_to_tensor_ranks

@@ -24,7 +24,7 @@ from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.apply import shard_of
 from tost_lm.parallel.mesh import Mesh
 

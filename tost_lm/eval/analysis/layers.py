@@ -27,7 +27,8 @@ from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.model.tssa import TssaMixer, bias_of
 from tost_lm.ops import TssaState
-from tost_lm.ops.naive import bidirectional_scores, memberships, statistics_dtype, token_scores
+from tost_lm.ops.naive import bidirectional_scores, memberships, token_scores
+from tost_lm.ops.precision import statistics_dtype
 
 WORD_CLASSES: Mapping[str, str] = {
     "end of text": r"",

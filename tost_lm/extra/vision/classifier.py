@@ -18,7 +18,7 @@ from tost_lm.model.encoder import BidirectionalSoftmax, BidirectionalTssa
 from tost_lm.model.initialization import INITIAL_STD
 from tost_lm.model.positions import SequenceInfo
 from tost_lm.model.softmax import KeyValueState
-from tost_lm.ops.naive import statistics_dtype
+from tost_lm.ops.precision import statistics_dtype
 
 CLASS_BLOCKS = 2
 NORM_EPSILON = 1e-6

@@ -31,7 +31,7 @@ from torch.nn.functional import conv1d, pad
 
 from tost_lm.ops.exchange import Decay, Shift, exchange
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
-from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.ops.slots import chunks
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from tost_lm.ops.layout import int64_tensor
-from tost_lm.ops.naive import MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout, document_layout
-from tost_lm.ops.naive import running_dtype
-from tost_lm.ops.triton.tiles import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
+from tost_lm.ops.precision import running_dtype
+from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 from tost_lm.sizes import TRITON_SLOT_CHUNK_TOKENS
 
 TOKENS = TRITON_SLOT_CHUNK_TOKENS

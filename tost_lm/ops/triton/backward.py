@@ -16,30 +16,25 @@ from tost_lm.ops.phases import HeadSoftmax, Scoring, Sums
 from tost_lm.ops.triton.forward import new_sums
 from tost_lm.ops.triton.tiles import (
     ENERGY_FLOOR,
-    MASS_FLOOR,
     RUN_TIME,
     STEP,
     TOKENS,
-    chunk_and_part,
     heads_of_group,
     inverse_energies,
     launch,
     load_bias,
     load_sums,
-    load_token,
     places_of_heads,
     places_of_step,
-    reciprocal,
     scoring_arguments,
     share_scale,
     softmax_between,
     stack,
-    store_token,
     sum_of_thread,
     sums,
     tokens_before,
-    tokens_of_chunk,
 )
+from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 CHANNELS = tl.constexpr(2)
 """Channels of a thread in (b′) and (a′). With four their registers would not suffice."""

@@ -16,19 +16,9 @@ from torch import Tensor
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton import forward
 from tost_lm.ops.triton.forward import new_sums
-from tost_lm.ops.triton.tiles import (
-    INTERPRETED,
-    STEP,
-    chunk_and_part,
-    heads_of_group,
-    launch,
-    load_sums,
-    load_token,
-    store_token,
-    sums,
-    tokens_of_chunk,
-)
+from tost_lm.ops.triton.tiles import STEP, heads_of_group, launch, load_sums, sums
 from tost_lm.ops.triton.tiles import chunk_tokens as chunk_tokens
+from tost_lm.ops.triton_tokens import INTERPRETED, chunk_and_part, load_token, store_token, tokens_of_chunk
 
 
 def energy(w_MHD: Tensor, layout: Layout) -> Tensor:

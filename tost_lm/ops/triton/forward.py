@@ -10,28 +10,23 @@ from torch import Tensor
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, Scoring, Sums
 from tost_lm.ops.triton.tiles import (
-    MASS_FLOOR,
     RUN_TIME,
     STEP,
-    chunk_and_part,
     heads_of_group,
     inverse_energies,
     launch,
     load_bias,
     load_sums,
-    load_token,
     places_of_heads,
     places_of_step,
-    reciprocal,
     scoring_arguments,
     share_scale,
     softmax_between,
     stack,
-    store_token,
     sums,
     tokens_before,
-    tokens_of_chunk,
 )
+from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 
 def energy(w_MHD: Tensor, layout: Layout) -> Sums:

@@ -13,21 +13,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from tost_lm.ops import naive
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
+from tost_lm.ops.triton_tokens import reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 
 ENERGY_FLOOR = tl.constexpr(naive.ENERGY_FLOOR)
-MASS_FLOOR = tl.constexpr(naive.MASS_FLOOR)
 TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
 STEP = tl.constexpr(8)
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 THREADS = 64
 """Threads of a program, unless one head needs more."""
 
@@ -101,21 +99,6 @@ def softmax_between(layout: Layout, softmax: HeadSoftmax | None) -> HeadSoftmax 
 
 
 @triton.jit
-def chunk_and_part(PARTS: tl.constexpr):
-    """This program's chunk, int64, and its part of the chunk. Consecutive programs have the parts of one chunk, so
-    together they read whole tokens."""
-    program = tl.program_id(0)
-    return (program // PARTS).to(tl.int64), program % PARTS
-
-
-@triton.jit
-def tokens_of_chunk(k, start_K, end_K):
-    """The chunk's first token, int64, and its number of tokens."""
-    start = tl.load(start_K + k)
-    return start, (tl.load(end_K + k) - start).to(tl.int32)
-
-
-@triton.jit
 def real_tokens(t, limit):
     """Which tokens t of a chunk are no padding. `limit`, the tokens of the chunk, is None where all chunks are full."""
     return t < (TOKENS if limit is None else limit)
@@ -127,19 +110,6 @@ def heads_of_group(g, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl
     h_G, d_D = g * G_ + tl.arange(0, G_), tl.arange(0, D_)
     real_G = h_G < H if H % G_ != 0 else tl.full((G_,), True, tl.int1)
     return h_G, real_G, h_G[:, None] * D + d_D[None, :], real_G[:, None] & (d_D < D)[None, :]
-
-
-@triton.jit
-def load_token(x, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
-    """Token i + j of the chunk, [G, D] or [G], in float32. `x` points to its first token."""
-    mask = real if limit is None else real & (i + j < limit)
-    return tl.load(x + i * STRIDE + j * STRIDE, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_token(x, value, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
-    mask = real if limit is None else real & (i + j < limit)
-    tl.store(x + i * STRIDE + j * STRIDE, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -174,18 +144,6 @@ def places_of_heads(start, limit, H: tl.constexpr, H_: tl.constexpr):
 def sum_of_thread(x_GD, CHANNELS: tl.constexpr):
     """The sums of each `CHANNELS` neighbouring channels, those of one thread."""
     return tl.sum(tl.reshape(x_GD, (x_GD.shape[0], x_GD.shape[1] // CHANNELS, CHANNELS)), axis=2)
-
-
-@triton.jit
-def reciprocal(x):
-    """1/x in one instruction, off by at most one unit in the last place (PTX ISA); 0 for x > 2^126."""
-    if INTERPRETED:
-        inverse = 1 / x
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return inverse
 
 
 @triton.jit
