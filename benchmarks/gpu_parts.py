@@ -159,7 +159,7 @@ def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> 
     """The operator's tests on the device, in processes of their own, several at once with pytest-xdist."""
     paths, options = ["tests/gpu"], ["-vv", "--tb=short", "--durations=5"]  # on a CPU, it skips them all
     if device == "cuda":
-        paths += ["tests/unit/ops/test_slot_kernels.py", "tests/unit/ops/test_cross_entropy_triton.py"]
+        paths += ["tests/unit/mixers/slots/test_slot_kernels.py", "tests/unit/ops/test_cross_entropy_triton.py"]
         options += ["-n", "8"] if find_spec("xdist") else []
     limit_s = max(1.0, min(TEST_SECONDS, deadline - time.monotonic()))
     output = table_file("gpu", device).with_suffix(".tests.txt")

@@ -13,10 +13,10 @@ from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_byt
 from benchmarks.model import DECODING, TRAINING
 from tost_lm.config import validate
 from tost_lm.inference.generation import state_bytes
+from tost_lm.mixers.softmax.layer import KeyValueState
+from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
-from tost_lm.model.softmax import KeyValueState
 from tost_lm.model.streaming import TILE_TOKENS, prefill
-from tost_lm.ops import TssaState
 
 WARM_UP_TOKENS = 64
 TOKENS_IN_ROUND, ROUNDS = 32, 31  # to resolve percents of a ratio near 1, since one token takes milliseconds

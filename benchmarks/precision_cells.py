@@ -13,9 +13,9 @@ from benchmarks.engine import engine_of, python_sources, state_bytes_of
 from benchmarks.measure import call_seconds
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
-from tost_lm.model.softmax import SoftmaxMixer
+from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.optim.settings import OptimConfig, learning_rate
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-import tost_lm.model.tssa as mixer
+import tost_lm.mixers.tssa.layer as mixer
 from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.training import CLOSE, COMPILED, LOOP, OURS, PLAIN, PLAIN_COMPILED, WITHOUT
 from tost_lm.config import validate
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch
+from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.ops.naive import ENERGY_FLOOR
 from tost_lm.ops.precision import MASS_FLOOR
 from tost_lm.optim.optimizers import build_adamw
 from tost_lm.optim.settings import OptimConfig

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, gelu, linear
 
 from benchmarks.forms.mixers import MIXERS, Form, Mixer
 from tost_lm.eval.small_models import PUBLISHED_WIDTH
-from tost_lm.model.initialization import INITIAL_STD
+from tost_lm.ops.initialization import INITIAL_STD
 
 
 class Output(NamedTuple):

@@ -21,7 +21,7 @@ from benchmarks.forms.recurrences import (
     windowed_decays,
 )
 from tost_lm.config import Section
-from tost_lm.model.positions import apply_rotary, rotary_cos_sin
+from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
 from tost_lm.ops.precision import MASS_FLOOR
 
 TAPS = 4
@@ -108,7 +108,7 @@ class Mixer(nn.Module):
 
 
 class Slots(Mixer):
-    """Means of values in slots: y = Σ_s r_s M_s / N_s, the S layer of tost_lm.model.slots."""
+    """Means of values in slots: y = Σ_s r_s M_s / N_s, the S layer of tost_lm.mixers.slots.layer."""
 
     convolved = "k"
     forgets: Tensor

@@ -4,7 +4,8 @@ import pytest
 import torch
 from agreement import assert_long_sequence_is_right
 
-from tost_lm.ops import TssaState, causal_tssa, tssa_step
+from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
+from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.testing import assert_as_accurate
 
 T = 1 << 20

@@ -19,7 +19,8 @@ from triton_cases import (
     run,
 )
 
-from tost_lm.ops import Membership, causal_tssa
+from tost_lm.mixers.tssa.causal import causal_tssa
+from tost_lm.mixers.tssa.naive import Membership
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -28,7 +29,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(params=[0, 1024], ids=["one kernel over all heads", "a program for each head"], autouse=True)
 def few_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tost_lm.ops.triton.tiles.FEW_CHUNKS", request.param)
+    monkeypatch.setattr("tost_lm.mixers.tssa.triton.tiles.FEW_CHUNKS", request.param)
 
 
 @pytest.mark.parametrize("call", [*SHAPES.values(), *EXTREMES.values()])

@@ -10,8 +10,8 @@ from tost_lm.errors import DataError
 from tost_lm.eval.settings import SequencesConfig
 from tost_lm.inference.ranks import Ranks
 from tost_lm.model import ModelConfig
-from tost_lm.model.positions import position_ends
 from tost_lm.model.streaming import StreamingModel, TokenStream
+from tost_lm.ops.positions import position_ends
 
 DEFAULT_TIMES = 16
 

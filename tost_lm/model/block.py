@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from tost_lm.mixers.slots.layer import SlotMixer, SlotState
+from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model.config import NORM_EPSILON, ModelConfig
-from tost_lm.model.initialization import InitialValue, set_own_constants
-from tost_lm.model.positions import SequenceInfo
-from tost_lm.model.slots import SlotMixer, SlotState
-from tost_lm.model.softmax import KeyValueState, SoftmaxMixer
-from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops import TssaState
+from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.positions import SequenceInfo
 
 Mixer = TssaMixer | SlotMixer | SoftmaxMixer
 MixerState = TssaState | SlotState | KeyValueState

@@ -12,8 +12,8 @@ backward (sums over time in TSSA, scores in attention).
 document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T). Other layers have no
 such term.
 
-**Causal TSSA**, for each token and layer with C channels in H heads, for any length (`ops/chunked.py`; signs and
-comparisons are not counted):
+**Causal TSSA**, for each token and layer with C channels in H heads, for any length (`mixers/tssa/chunked.py`;
+signs and comparisons are not counted):
 
     forward                                          C    H         backward                            C    H
     w²                                               1              dy·a                                2

@@ -12,11 +12,11 @@ from torch.nn.functional import linear
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import MIXER_OF, STATE_OF, Block, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.initialization import INITIAL_STD, draw_seed, initialize
-from tost_lm.model.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
+from tost_lm.ops.initialization import INITIAL_STD, draw_seed, initialize
 from tost_lm.ops.layout import SequenceShard
+from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tost_lm.mixers.slots.layer import SlotState
+from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model.block import LMOutput, LMState
-from tost_lm.model.slots import SlotState
-from tost_lm.ops import TssaState
 from tost_lm.ops.precision import running_dtype
 
 TILE_TOKENS = 4096

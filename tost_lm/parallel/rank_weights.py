@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.initialization import Normal, draw, draw_seed, initial_values
 from tost_lm.model.lm import TostLM
+from tost_lm.ops.initialization import Normal, draw, draw_seed, initial_values
 from tost_lm.parallel.mesh import Axis, all_gather
 
 

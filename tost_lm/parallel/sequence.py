@@ -5,7 +5,7 @@ row of statistics twice forward and twice backward, at any length: Σw², then �
 in reverse order. A slot layer does so with its states. Each rank needs the sum over earlier ranks (backward: over later
 ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
 so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Shapes as in
-`tost_lm.ops.phases`; R ranks, C columns.
+`tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
 from collections.abc import Callable, Sequence

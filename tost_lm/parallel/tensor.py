@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.slots.layer import SlotMixer
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder import Encoder
 from tost_lm.model.lm import Head, TostLM
-from tost_lm.model.slots import SlotMixer
-from tost_lm.model.softmax import SoftmaxMixer
-from tost_lm.model.tssa import TssaMixer
 from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
-from tost_lm.ops.phases import UniformMemberships
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
 from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
@@ -218,7 +218,7 @@ class VocabularyOverRanks:
 
 
 class SoftmaxOverRanks:
-    """The softmax over the heads of all ranks (a `tost_lm.ops.phases.HeadSoftmax`)."""
+    """The softmax over the heads of all ranks (a `tost_lm.mixers.tssa.phases.HeadSoftmax`)."""
 
     def __init__(self, axis: Axis):
         self.axis = axis

@@ -19,8 +19,8 @@ from tost_lm.checkpointing.writer import CheckpointWriter
 from tost_lm.data.loader import TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import TrainingError
-from tost_lm.model.positions import position_ends
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.ops.positions import position_ends
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import REASONS, GracefulStop, StopRequestedError
 from tost_lm.parallel.mesh import Mesh, all_reduce, max_over_ranks

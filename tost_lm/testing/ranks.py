@@ -27,7 +27,7 @@ PRELOADED = [
     "tost_lm.parallel.mesh",
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
-    "tost_lm.ops.numba_phases",
+    "tost_lm.mixers.tssa.numba_phases",
 ]
 
 

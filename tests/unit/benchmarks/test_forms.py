@@ -17,9 +17,9 @@ from benchmarks.forms.mixers import MIXERS, Form, Mixer, Slots
 from benchmarks.forms.sweep import SEEDS, Result, best_rival, rates_to_screen, startable
 from benchmarks.forms.tables import tables
 from benchmarks.forms.training import train
+from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.model import ModelConfig
-from tost_lm.model.positions import SequenceInfo
-from tost_lm.model.slots import SlotMixer
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.optim.settings import OptimConfig
 
 B, H, T, S, V, WIDTH = 2, 2, 23, 3, 4, 16

@@ -18,15 +18,15 @@ from torch.library import opcheck
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.slots.layer import CONVOLUTION, MEMORY
+from tost_lm.mixers.softmax.layer import ATTENTION
+from tost_lm.mixers.tssa.layer import TSSA
+from tost_lm.mixers.tssa.phases import LocalSoftmax
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.positions import SequenceInfo
-from tost_lm.model.slots import CONVOLUTION, MEMORY
-from tost_lm.model.softmax import ATTENTION
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
-from tost_lm.model.tssa import TSSA
 from tost_lm.ops import registered
 from tost_lm.ops.cross_entropy import OPERATOR as LOSS
-from tost_lm.ops.phases import LocalSoftmax
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.pretrain.tiled import tiled_loss
 from tost_lm.testing import assert_close
 

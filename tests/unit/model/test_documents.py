@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.softmax.layer import KeyValueState
 from tost_lm.model import LMState, ModelConfig, TostLM
-from tost_lm.model.softmax import KeyValueState
 
 LENGTHS = [5, 1, 17, 9]
 VOCAB = 19

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM, tssa
+from tost_lm.mixers.tssa import layer as tssa
+from tost_lm.model import ModelConfig, TostLM
 
 LAYERS, HEADS, WIDTH, VOCAB, POSITIONS = 2, 3, 12, 17, 8
 

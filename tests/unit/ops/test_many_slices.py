@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from tost_lm.ops import causal_tssa
+from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.testing import assert_close
 

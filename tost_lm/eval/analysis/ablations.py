@@ -30,10 +30,9 @@ from tost_lm.eval.analysis.layers import (
 from tost_lm.eval.analysis.memberships import Analysis
 from tost_lm.inference.protocol_names import ABLATIONS
 from tost_lm.markdown import table, with_error
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.naive import TssaState, memberships
 from tost_lm.model import TostLM
-from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops import TssaState
-from tost_lm.ops.naive import memberships
 from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
 from tost_lm.report.page import DARK, Chart, Page, new_figure
 from tost_lm.report.protocols import analysis_section

@@ -28,9 +28,9 @@ from tost_lm.eval.analysis.layers import LayerTile, project, run_in_tiles, stand
 from tost_lm.eval.analysis.memberships import Analysis
 from tost_lm.inference.protocol_names import CODING_RATE
 from tost_lm.markdown import escape, table, with_error
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
-from tost_lm.model.positions import position_ends
-from tost_lm.model.tssa import TssaMixer
+from tost_lm.ops.positions import position_ends
 from tost_lm.report.page import CONTRAST, DARK, Chart, Page, layers_chart, line_data, new_figure, number_ticks
 from tost_lm.report.protocols import analysis_section
 

@@ -19,7 +19,7 @@ from tost_lm.eval.analysis.layers import HeldoutText, LayerTile, observe_layers,
 from tost_lm.inference.protocol_names import MEMBERSHIPS
 from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
-from tost_lm.model.positions import position_ends
+from tost_lm.ops.positions import position_ends
 from tost_lm.report.comparison import CONCENTRATION
 from tost_lm.report.page import Chart, Page, layers_chart
 from tost_lm.report.protocols import analysis_section

@@ -15,10 +15,10 @@ from tost_lm.eval.analysis.layers import run_in_tiles, standard_error
 from tost_lm.eval.analysis.memberships import Analysis
 from tost_lm.inference.protocol_names import SLOTS
 from tost_lm.markdown import table, with_error
+from tost_lm.mixers.slots.layer import SlotMixer
+from tost_lm.mixers.slots.memory import SlotSums, slot_memory
 from tost_lm.model import TostLM
-from tost_lm.model.positions import position_ends
-from tost_lm.model.slots import SlotMixer
-from tost_lm.ops.slots import SlotSums, slot_memory
+from tost_lm.ops.positions import position_ends
 from tost_lm.report.page import Page
 from tost_lm.report.protocols import analysis_section
 

@@ -17,8 +17,8 @@ from tost_lm.eval.analysis.layers import LayerTile, run_in_tiles, tssa_mixers
 from tost_lm.eval.analysis.memberships import Analysis
 from tost_lm.inference.protocol_names import SUBSPACES
 from tost_lm.markdown import table
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
-from tost_lm.model.tssa import TssaMixer
 from tost_lm.report.page import Chart, Page, new_panels, number_ticks, select_layers
 from tost_lm.report.protocols import analysis_section
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
+from tost_lm.mixers.softmax.layer import KeyValueState
 from tost_lm.model.block import LMState
-from tost_lm.model.softmax import KeyValueState
 
 
 class TostCache(Cache):

@@ -25,10 +25,10 @@ from tost_lm.files import manifest_bytes, write_atomically
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
 from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
 from tost_lm.model.config import PRESETS, ModelConfig
-from tost_lm.model.initialization import Normal, initial_std, own_values
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.ops.initialization import Normal, initial_std, own_values
 
 
 @strict

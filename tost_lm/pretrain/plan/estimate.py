@@ -182,7 +182,7 @@ def operations_per_layer(config: PlanConfig) -> float:
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
-    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.ops.triton`).
+    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.mixers.tssa.triton`).
 
     In S layers each stored tensor is written and read forward; the backward reads it, and writes and reads its
     gradient.

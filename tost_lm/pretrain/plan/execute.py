@@ -21,7 +21,7 @@ import torch
 from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.ops.chunked import chunk_tokens
+from tost_lm.mixers.tssa.chunked import chunk_tokens
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.parallel.agreement import rank_numbers
 from tost_lm.parallel.fake_rank import FakeRank, fake_world, ranks_of_group

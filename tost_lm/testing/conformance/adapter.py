@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from tost_lm.model.block import MIXER_OF
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
+from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.torch_internals import pytree
 
 State = Any

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from tost_lm.eval.analysis.ablations import AS_IT_IS, BY_POSITION, CONSTANT, UNIFORM, ablated, ablation_losses
 from tost_lm.eval.analysis.memberships import recorded_memberships
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
-from tost_lm.model.tssa import TssaMixer
 
 TOKENS = torch.randint(50, (4, 24), generator=torch.Generator().manual_seed(1))
 

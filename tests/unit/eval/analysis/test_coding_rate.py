@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tost_lm.eval.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.naive import TssaState, causal_tssa, memberships, token_scores
 from tost_lm.model.block import Block
-from tost_lm.model.tssa import TssaMixer
-from tost_lm.ops.naive import TssaState, causal_tssa, memberships, token_scores
 
 
 def assert_equal(found: Any, expected: Any) -> None:

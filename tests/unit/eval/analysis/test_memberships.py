@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tost_lm.eval.analysis.memberships import after_context, by_position, concentration, recorded_memberships
-from tost_lm.model.positions import position_ends
+from tost_lm.ops.positions import position_ends
 
 FREE = {"positions": "none", "denom_bias": "head"}
 

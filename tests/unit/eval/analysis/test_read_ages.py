@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tost_lm.eval.analysis.slots import read_ages
-from tost_lm.model.slots import SlotMixer
+from tost_lm.mixers.slots.layer import SlotMixer
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 

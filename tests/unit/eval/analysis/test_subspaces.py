@@ -7,8 +7,8 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.eval.analysis.layers import observe_layers
 from tost_lm.eval.analysis.subspaces import effective_rank, layer_subspaces, means, orthogonality
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.tssa import TssaMixer
 
 TOKENS = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
 

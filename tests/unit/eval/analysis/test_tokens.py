@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tost_lm.eval.analysis.memberships import by_position, recorded_memberships
 from tost_lm.eval.analysis.tokens import Surplus, coloured_page, explained_by, surplus_of_text, surpluses, typical
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
-from tost_lm.model.tssa import TssaMixer
 
 HEADS, CHANNELS, PLANTED, WORDS = 4, 8, 4, 48
 

@@ -22,7 +22,7 @@ from tost_lm.extra.vision.analysis import (
 )
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.images import open_images
-from tost_lm.model.positions import SequenceInfo
+from tost_lm.ops.positions import SequenceInfo
 
 
 def blocks_of(model: TostVision) -> list[Any]:

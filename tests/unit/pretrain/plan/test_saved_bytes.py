@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tost_lm.config import validate
 from tost_lm.model import TostLM
-from tost_lm.model.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.model.transforms import apply_activation_checkpointing
+from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.pretrain.plan.activations import activation_bytes_per_token
 from tost_lm.pretrain.settings import PretrainConfig
 

@@ -1,0 +1,154 @@
+"""Compile every kernel for an H100, without one, as a call of the backend would.
+
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for the bidirectional form `python
+compile_for_hopper.py bidirectional DTYPE H D ENDS`, for slot memory `python compile_for_hopper.py slots H S D ENDS`,
+with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list:
+what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread executes for a token
+and channel, in slot memory for a token of a head.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tost_lm.mixers.slots import memory as slots
+from tost_lm.mixers.slots import triton as slot_kernels
+from tost_lm.mixers.tssa import bidirectional
+from tost_lm.mixers.tssa import triton as phases
+from tost_lm.mixers.tssa.phases import Scoring
+from tost_lm.mixers.tssa.triton import bidirectional as bidirectional_kernels
+from tost_lm.mixers.tssa.triton import tiles
+from tost_lm.ops import cross_entropy_triton
+from tost_lm.ops.layout import LocalDocuments, document_layout
+
+kernels = []
+run = JITFunction.run
+
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    compiled: Any = run(kernel, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        printed = lambda *command: subprocess.run([*command, file.name], capture_output=True, text=True).stdout
+        usage = dict(re.findall(r"(\w+):(\d+)", printed(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")))
+        code = printed(knobs.nvidia.nvdisasm.path, "-c")
+    instructions = None
+    if options.get("FULL"):
+        groups = options.get("GROUPS", 1)
+        tokens, step, channels = slot_kernels.TOKENS, slot_kernels.STEP.value, 1
+        if "G_" in options:
+            tokens, step = tiles.TOKENS.value, tiles.STEP.value
+            channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
+        instructions = executed_instructions(code, tokens // step, groups) / tokens / channels
+    kernels.append(
+        {
+            "kernel": kernel.__name__,
+            "stage": options.get("STAGE", ""),
+            "warps": compiled.metadata.num_warps,
+            "registers": int(usage["REG"]),
+            "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
+            "shared_bytes": compiled.metadata.shared,
+            "shuffles": compiled.asm["ptx"].count("shfl."),
+            "instructions": instructions,
+        }
+    )
+
+
+def executed_instructions(code: str, steps: int, groups: int) -> int:
+    """Of a warp: a loop around others runs `groups` times, one without others `steps` times."""
+    places, count, loops = {}, 0, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            places[label[1]] = count
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*);", line):
+            count += not instruction[1].startswith("NOP")
+            target = re.search(r"BRA `\((\.L_x_\d+)\)", instruction[1])
+            # The last line of a kernel is an endless loop of one instruction, which is not reached.
+            if target and places.get(target[1], count) < count - 1:
+                loops.append(range(places[target[1]], count))
+    times = [1] * count
+    for loop in loops:
+        has_loops = any(other != loop and set(other) <= set(loop) for other in loops)
+        for place in loop:
+            times[place] *= groups if has_loops else steps
+    return sum(times)
+
+
+def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[int]) -> None:
+    cpu = torch.device("cpu")
+    layout = document_layout((0, *ends), phases.chunk_tokens(H, D, cpu), cpu)
+    M, K, N = layout.offsets[-1], len(layout.start_K), layout.documents
+    w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
+    bias_BHT = torch.zeros(1, H, M, dtype=dtype) if membership == "energy-share" else None
+    scoring = Scoring(membership, torch.zeros(H, dtype=dtype), bias_BHT, torch.zeros(N, dtype=torch.int64))
+    before = sums_KHD, sums_KHD, sums_KH
+    phases.energy(w, layout)
+    long = document_layout((0, (tiles.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
+    tiles.sums(torch.zeros(len(long.start_K), H, D), long)
+    phases.memberships(w, layout, scoring, sums_KHD)
+    phases.output(w, layout, pi_MH, sums_KHD, sums_KH)
+    phases.output_backward(w, w, layout, pi_MH, sums_KHD, sums_KH)
+    phases.memberships_backward(w, w, layout, scoring, pi_MH, *before, sums_KHD, sums_KH)
+    phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
+
+
+def call_bidirectional(dtype: torch.dtype, H: int, D: int, ends: list[int]) -> None:
+    bidirectional._choose = lambda name, w: bidirectional_kernels
+    w, temp = torch.zeros(1, ends[-1], H, D, dtype=dtype, requires_grad=True), torch.zeros(H)
+    bidirectional.tssa(w, temp, cu_seqlens=torch.tensor([0, *ends])).sum().backward()
+
+
+def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
+    slots._kernels = lambda write, value: slot_kernels
+    read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
+    local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
+    y, _ = slots.slot_memory(read, write, value, torch.zeros(H), local=local)
+    y.sum().backward()
+    # As sequence ranks do before their reads.
+    initial_nHSE = torch.zeros(len(ends), H, S, D + 1, dtype=torch.float64)
+    slot_kernels.final_state(write[0], value[0], initial_nHSE, torch.zeros(H), local.lengths).sum().backward()
+
+
+def call_loss(dtype: torch.dtype, V: int) -> None:
+    logits_mV, row_m, log_sum_m = torch.zeros(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    cross_entropy_triton.log_sums(logits_mV, row_m)
+    cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m, 1e-4)
+    cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0, 1e-4)
+
+
+def documents(ends: str) -> list[int]:
+    return [int(end) for end in ends.split(",")]
+
+
+if __name__ == "__main__":
+    hopper = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(hopper)  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.argv[1] == "loss":
+        call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "bidirectional":
+        dtype, H, D, ends = sys.argv[2:]
+        call_bidirectional(getattr(torch, dtype), int(H), int(D), documents(ends))
+    elif sys.argv[1] == "slots":
+        H, S, D = map(int, sys.argv[2:5])
+        call_slot_memory(H, S, D, documents(sys.argv[5]))
+    else:
+        dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
+        tiles.FEW_CHUNKS = int(few_chunks)
+        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, documents(ends))
+    print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

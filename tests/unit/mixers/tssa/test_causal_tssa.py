@@ -1,0 +1,163 @@
+"""The operator against loops over the published formulas, its options, and its error messages."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from agreement import CPU_BACKENDS, NEEDS_NUMBA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import causal_tssa_by_loops
+
+from tost_lm.mixers.tssa.backends import BACKENDS
+from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
+from tost_lm.mixers.tssa.naive import TssaState
+from tost_lm.mixers.tssa.phases import PhasedBackend
+
+MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
+
+
+def inputs(seed: int, B: int, T: int, H: int, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    return draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
+
+
+@pytest.mark.parametrize("backend", ["naive", *CPU_BACKENDS])
+@given(st.integers(0, 99), st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
+@settings(max_examples=25, deadline=None)
+def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: int, D: int):
+    w, temp, bias = inputs(seed, B, T, H, D)
+    leaves = [x.requires_grad_() for x in (w, temp, bias)]
+    ours, theirs = causal_tssa(w, temp, bias, backend=backend)[0], causal_tssa_by_loops(w, temp, bias)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    g = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(theirs, leaves, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_bias_may_differ_between_sequences():
+    w, temp, _ = inputs(3, 2, 5, 3, 4)
+    bias_BHT = torch.randn(2, 3, 5, dtype=torch.float64)
+    both, _ = causal_tssa(w, temp, bias_BHT)
+    for b in range(2):
+        torch.testing.assert_close(both[b : b + 1], causal_tssa(w[b : b + 1], temp, bias_BHT[b])[0])
+
+
+def test_energy_mean_divides_by_the_running_mean():
+    w, temp, _ = inputs(4, 1, 6, 2, 3)
+    y, _ = causal_tssa(w, temp, membership="energy-mean")
+    mean_BTHD = w.square().cumsum(1) / torch.arange(1, 7)[:, None, None]
+    pi = (temp * (w.square() / mean_BTHD).mean(-1)).softmax(-1)[..., None]
+    moment = (pi * w.square()).cumsum(1) / (pi.cumsum(1) + 1e-8)
+    torch.testing.assert_close(y, -pi * w / (1 + moment), rtol=1e-12, atol=1e-12)
+
+
+def test_uniform_membership_is_one_over_heads():
+    w, temp, bias = inputs(5, 1, 1, 4, 3)
+    y, _ = causal_tssa(w, temp, bias, membership="uniform")
+    torch.testing.assert_close(y, -0.25 * w / (1 + w.square()), rtol=1e-6, atol=1e-7)
+
+
+def test_statistics_of_low_precision_inputs_are_float32():
+    w, temp, bias = (x.bfloat16() for x in inputs(6, 1, 64, 2, 4))
+    y, state = causal_tssa(w, temp, bias, output_final_state=True)
+    assert state is not None
+    assert (y.dtype, state.energy.dtype, state.mass.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    exact, _ = causal_tssa(w.double(), temp.double(), bias.double())
+    assert (y.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_single_tokens_of_a_wrong_shape_are_refused():
+    state = TssaState.empty(2, 3, 4, torch.ones(1))
+    for w_t, temp, message in (
+        (torch.ones(1, 3, 4), torch.ones(3), "the state holds 2 documents, the input 1"),
+        (torch.ones(2, 3, 4), torch.ones(1), r"temp must be \[H\] = \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tssa_step(w_t, temp, None, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": torch.zeros(2, 0, 3, 4)}, "with no size 0"),
+        ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
+        ({"bias": torch.zeros(3, 4)}, "bias must be"),
+        ({"membership": "softmax"}, "unknown membership: 'softmax'"),
+        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of naive, chunked, numba, triton"),
+        ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
+        ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),
+        ({"w": torch.ones(0, 5, 3, 4)}, "with no size 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be integers"),
+        ({"cu_seqlens": torch.tensor(5)}, "cu_seqlens must be integers"),
+        ({"initial_state": TssaState.empty(2, 4, 3, torch.ones(1))}, r"energy of the state must be \[2, 3, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
+    ],
+)
+def test_invalid_inputs_are_refused(change: dict, message: str):
+    arguments: dict[str, Any] = {"w": torch.ones(2, 5, 3, 4), "temp": torch.ones(3), "bias": torch.zeros(3, 5)} | change
+    with pytest.raises(ValueError, match=message):
+        causal_tssa(**arguments)
+
+
+def test_a_backend_that_cannot_run_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reasons = {"w is on cpu": torch.ones(1, 4, 2, 3)}
+    if torch.cuda.is_available():
+        reasons = {
+            "float64": torch.ones(1, 4, 2, 3, device="cuda", dtype=torch.float64),
+            "65 heads of 3 channels": torch.ones(1, 4, 65, 3, device="cuda"),
+        }
+    for reason, w in reasons.items():
+        with pytest.raises(ValueError, match=f"'triton' cannot run here: .*{reason}"):
+            causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
+    monkeypatch.setattr("tost_lm.mixers.tssa.backends.find_spec", lambda name: None)
+    for package in ("triton", "numba"):
+        with pytest.raises(ValueError, match=f"the package {package} is not installed"):
+            causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend=package)
+
+
+@NEEDS_NUMBA
+def test_numba_needs_no_folder_for_its_compiled_code():
+    environment = {**os.environ, "HOME": "/dev/null", "NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator"}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    subprocess.run([sys.executable, "-c", "import tost_lm.mixers.tssa.numba_phases"], env=environment, check=True)
+
+
+@NEEDS_NUMBA
+def test_numba_reads_float32_and_float64():
+    with pytest.raises(ValueError, match=r"w is torch.bfloat16 on cpu, but its kernels read float32 and float64"):
+        causal_tssa(torch.ones(1, 4, 2, 3).bfloat16(), torch.ones(2), backend="numba")
+
+
+def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
+    threads, seen = torch.get_num_threads(), []
+    for name in ("forward", "backward"):
+        run = getattr(PhasedBackend, name)
+        seen_by = lambda *arguments, run=run: seen.append(torch.get_num_threads()) or run(*arguments)
+        monkeypatch.setattr(PhasedBackend, name, seen_by)
+    torch.set_num_threads(3)
+    try:
+        causal_tssa(torch.randn(1, 40, 2, 3, requires_grad=True), torch.ones(2))[0].sum().backward()
+        assert (seen, torch.get_num_threads()) == ([1, 1], 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("installed", "backend"), [(True, "numba"), (False, "chunked")])
+def test_the_default_on_a_cpu(installed: bool, backend: str, monkeypatch: pytest.MonkeyPatch):
+    if not installed:
+        monkeypatch.setattr("tost_lm.mixers.tssa.backends.find_spec", lambda name: None)
+    elif not find_spec("numba"):
+        pytest.skip("the package numba is not installed")
+    w, called = torch.randn(1, 40, 2, 3), []
+    monkeypatch.setattr(BACKENDS[backend], "run", lambda call: called.append(backend) or (call.w_BTHD, None))
+    causal_tssa(w, torch.ones(2))
+    assert called == [backend]
+    assert all(f"`{name}`" in (causal_tssa.__doc__ or "") for name in BACKENDS)

@@ -1,0 +1,155 @@
+"""The slot mixer: a memory of slots that tokens are written to and read from, with a state of constant size.
+
+Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value channels a head, K taps of the convolution.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from tost_lm.mixers.slots.memory import SlotSums, short_conv, slot_memory, slot_memory_step
+from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.positions import SequenceInfo, state_rows
+from tost_lm.ops.precision import running_dtype, statistics_dtype
+from tost_lm.ops.registered import Registered
+
+INITIAL_TEMP = 2.0
+SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 4.0, 512.0
+LASTING_HALF_LIFE = 2.0**20
+NORM_EPSILON = 1e-6
+
+
+class SlotState(NamedTuple):
+    """The state of a slot layer after some tokens; zeros before the first one."""
+
+    memory: Tensor
+    """M, [N, H, S, V]."""
+    mass: Tensor
+    """N, [N, H, S]."""
+    taps: Tensor
+    """The last K − 1 keys before the convolution, [N, K − 1, H·S]."""
+
+
+class Projected(NamedTuple):
+    """Memberships, values and gates of some tokens, and the last K − 1 keys of each document if they are asked for."""
+
+    read: Tensor
+    """[B, T, H, S]."""
+    write: Tensor
+    """[B, T, H, S]."""
+    value: Tensor
+    """[B, T, H, V]."""
+    gate: Tensor
+    """[B, T, H, V], before the sigmoid."""
+    taps: Tensor | None = None
+    """[N, K − 1, H·S]."""
+
+
+class SlotMixer(nn.Module):
+    """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
+    selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
+
+    OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
+    """Parameters with a row for each head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        H, S, V = config.heads, config.slots, config.slot_channels
+        self.heads, self.slots, self.channels = H, S, V
+        self.in_proj = nn.Linear(config.width, H * (2 * S + 2 * V), bias=config.bias)
+        self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)
+        self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
+        self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
+        self.norm = nn.Parameter(torch.empty(H, V))
+        set_own_constants(self)
+
+    def initial_values(self) -> dict[str, InitialValue]:
+        conv = torch.zeros(self.conv.shape, device="cpu")
+        conv[..., -2] = 1
+        temps = dict.fromkeys(("write_temp", "read_temp"), INITIAL_TEMP)
+        return {"conv": conv, **temps, "log_rate": initial_log_rates(self.heads), "norm": 1.0}
+
+    def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
+        """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
+        read_BTHS, write_BTHS, value_BTHV, gate_BTHV, taps = self.project(x_BTC, state, info)
+        sums = [state.memory, state.mass] if state else [None, None]
+        tensors = [read_BTHS, write_BTHS, value_BTHV, self.log_decay(), *sums, info.state_offsets]
+        y_BTHV, *new_sums = MEMORY(info, info.handle, tensors, info.wanted_state)
+        y_BTHV = rms_norm(y_BTHV, (self.channels,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
+        return self.out_proj(y_BTHV.flatten(-2)), None if taps is None else SlotState(*new_sums, taps=taps)
+
+    def project(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> "Projected":
+        """Memberships, values and gates of the tokens."""
+        S, V = self.slots, self.channels
+        heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
+        tensors = [key.flatten(-2), self.conv.flatten(0, 1), state.taps if state else None, info.state_offsets]
+        key_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
+        write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
+        return Projected(memberships(query, self.read_temp), write_BTHS, value_BTHV, gate_BTHV, *taps)
+
+    def log_decay(self) -> Tensor:
+        """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""
+        return -self.log_rate.to(statistics_dtype(self.log_rate)).exp()
+
+
+def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:
+    """The softmax over the slots of each head, in the statistics dtype."""
+    dtype = statistics_dtype(scores_BTHS)
+    with torch.autocast(scores_BTHS.device.type, enabled=False):
+        return (temp_H.to(dtype)[:, None] * scores_BTHS.to(dtype)).softmax(-1)
+
+
+def _convolve(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    key_BTE, weight_EK, taps_NPE, _ = tensors
+    y_BTE, final_NPE = short_conv(
+        key_BTE, weight_EK, local=info.local, initial_NPC=info.pad_rows(taps_NPE),
+        output_final_state=bool(info.output_state), shard=info.shard,
+    )  # fmt: skip
+    return [y_BTE] if final_NPE is None else [y_BTE, info.select_rows(final_NPE)]
+
+
+def _fake_convolve(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    key_BTE, weight_EK, _, offsets = tensors
+    y_BTE, (B, _, E) = key_BTE.new_empty(key_BTE.shape), key_BTE.shape
+    shape = state_rows(B, offsets), weight_EK.shape[1] - 1, E
+    return [y_BTE, key_BTE.new_empty(shape)] if wanted_state else [y_BTE]
+
+
+def _remember(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    read_BTHS, write_BTHS, value_BTHV, log_decay_H, *sums, _ = tensors
+    state = None if sums[0] is None else SlotSums(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
+    if state is not None and info.recurrent:
+        read, write, value = (x.flatten(0, 1) for x in (read_BTHS, write_BTHS, value_BTHV))
+        y_NHV, state = slot_memory_step(read, write, value, log_decay_H, state)
+        y_BTHV = y_NHV.view_as(value_BTHV)
+    else:
+        y_BTHV, state = slot_memory(
+            read_BTHS, write_BTHS, value_BTHV, log_decay_H, local=info.local, initial_state=state,
+            output_final_state=bool(info.output_state), shard=info.shard,
+        )  # fmt: skip
+    return [y_BTHV, *(map(info.select_rows, state) if state and info.output_state else ())]
+
+
+def _fake_remember(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    _, write_BTHS, value_BTHV, *_, offsets = tensors
+    y_BTHV, (B, _, H, V) = value_BTHV.new_empty(value_BTHV.shape), value_BTHV.shape
+    N, S, dtype = state_rows(B, offsets), write_BTHS.shape[-1], running_dtype(value_BTHV.device)
+    sums = [value_BTHV.new_empty(shape, dtype=dtype) for shape in ((N, H, S, V), (N, H, S))]
+    return [y_BTHV, *sums] if wanted_state else [y_BTHV]
+
+
+CONVOLUTION = Registered("short_conv", _convolve, _fake_convolve)
+MEMORY = Registered("slot_memory", _remember, _fake_remember)
+
+
+def initial_log_rates(heads: int) -> Tensor:
+    """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, and a last head that hardly forgets."""
+    ratio = (LONGEST_HALF_LIFE / SHORTEST_HALF_LIFE) ** (1 / max(1, heads - 2))
+    half_lives = [*(SHORTEST_HALF_LIFE * ratio**h for h in range(heads - 1)), LASTING_HALF_LIFE]
+    return torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives], device="cpu")

@@ -1,0 +1,1 @@
+"""Softmax attention, full or in a sliding window."""

@@ -1,0 +1,279 @@
+"""The softmax mixer: causal attention, full or in a sliding window, with rotary embedding and a cache for decoding, in
+memory linear in T.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from tost_lm.model.config import NORM_EPSILON, ModelConfig
+from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
+from tost_lm.ops.registered import Registered
+
+MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
+
+# Here, because all models import this module. With a mask, torch prefers cuDNN on Hopper. Its gradients are wrong for
+# 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def causal_attention(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int = 0, before_B: Tensor | None = None
+) -> Tensor:
+    """Attention of the last T of S tokens, each to itself and the tokens before it.
+
+    Args:
+        q_BHTD: queries of the last T tokens.
+        k_BGSD: keys of all S ≥ T tokens. With G < H heads, each is that of H/G adjacent heads of the queries.
+        v_BGSD: their values.
+        window: a token attends to itself and the window − 1 tokens before it; 0: to all tokens before it.
+        before_B: int64, the number of tokens of each row before the last T. Keys further left are padding, which is
+            masked. None: no padding.
+
+    Returns:
+        y [B, H, T, D]. Without earlier keys and with a window of all tokens, torch's causal kernel computes it (flash
+        attention where available). Otherwise it is computed for one tile of queries at a time, with the keys in its
+        window.
+    """
+    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+    window = min(window or S, S)
+    # On a GPU, only the kernels of 16-bit types share keys between heads; others would compute T × T scores.
+    grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
+    kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
+    if before_B is None and window == S and T in (1, S) and kernel_exists:
+        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=T == S, enable_gqa=grouped)
+    tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
+    sizes = [min(tile, T - start) for start in range(0, T, tile)]
+    # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
+    key_tiles, value_tiles = k_BGSD.split([S - T, *sizes], 2), v_BGSD.split([S - T, *sizes], 2)
+    first_key = None if before_B is None else (S - T - before_B)[:, None, None, None]
+    start, ys = S - T, []
+    starts = [0]  # of the key tiles
+    for n, q in enumerate(q_BHTD.split(sizes, 2), 1):
+        starts.append(start)
+        first = max(i for i in range(n + 1) if starts[i] <= max(0, start - window + 1))
+        tiles = *key_tiles[first : n + 1], *value_tiles[first : n + 1]
+        ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
+        start += q.shape[2]
+    return torch.cat(ys, 2)
+
+
+class _Tile(torch.autograd.Function):
+    """The backward computes a tile again instead of storing its mask and its copy of the keys."""
+
+    @staticmethod
+    def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
+        device = qkv[0].device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.where = query_start, key_start, window
+        ctx.save_for_backward(first_key, *qkv)
+        return _attend(*ctx.where, first_key, *qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        first_key, *qkv = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            y_BHTD = _attend(*ctx.where, first_key, *leaves)
+        return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
+
+
+def _attend(
+    query_start: int, key_start: int, window: int, first_key: Tensor | None, q_BHTD: Tensor, *keys_and_values: Tensor
+) -> Tensor:
+    half = len(keys_and_values) // 2
+    k_BGSD, v_BGSD = torch.cat(keys_and_values[:half], 2), torch.cat(keys_and_values[half:], 2)
+    k_BHSD, v_BHSD = (x.repeat_interleave(q_BHTD.shape[1] // x.shape[1], 1) for x in (k_BGSD, v_BGSD))
+    i_T1 = torch.arange(query_start, query_start + q_BHTD.shape[2], device=q_BHTD.device)[:, None]
+    j_S = torch.arange(key_start, key_start + k_BHSD.shape[2], device=q_BHTD.device)
+    visible = (j_S <= i_T1) & (j_S > i_T1 - window)
+    if first_key is not None:
+        visible = visible & (j_S >= first_key)
+    return scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""Each [B, H, S, D]; H may be fewer heads than those of the queries."""
+
+
+class KeyValueState(NamedTuple):
+    """Keys (after norm and rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
+    window of the last window − 1. Rows with fewer tokens are padded with zeros on the left."""
+
+    key: Tensor
+    value: Tensor
+
+
+class SoftmaxMixer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.groups = (self.heads // self.kv_heads, 1, 1)
+        """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
+        self.window = config.window
+        self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
+        self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+
+    def forward(
+        self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
+    ) -> tuple[Tensor, KeyValueState | None]:
+        """Attend to the earlier tokens of the document (in `state`) and to these."""
+        q, k, v = self.project(x_BTC, info)
+        y_BTC, *new_state = ATTENTION(
+            info,
+            info.handle,
+            [q, k, v, *(state or (None, None)), info.state_offsets],
+            str(self.window),
+            info.wanted_state,
+        )
+        return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
+
+    def project(self, x_BTC: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
+        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if info.rotary is not None:
+            q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
+        return q, k, v
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.qk_norm else nn.Identity()
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Attention of the tokens of one call."""
+
+    window: int
+    info: SequenceInfo
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
+    ) -> tuple[Tensor, KeyValueState | None]:
+        up_to_here, sequence = self._around(k, v)
+        attend = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
+        return attend(q, up_to_here, sequence, state)
+
+    def _around(self, k: Tensor, v: Tensor) -> tuple[KeysAndValues, KeysAndValues]:
+        """Keys and values up to this rank's last token, and up to the sequence's last.
+
+        Each rank keeps its queries and gathers, in one exchange, what others attend to: all tokens, or with a window
+        the last window − 1 of each rank. What is left out is in no window.
+        """
+        info = self.info
+        if info.shard is None:
+            return (k, v), (k, v)
+        split, kv_BHTD = info.shard.split, torch.cat([k, v], -1)
+        # The state of each packed document needs keys from the middle of shards.
+        if not self.window or (info.cu_seqlens is not None and info.output_state is True):
+            sequence = info.shard.gather(kv_BHTD)
+            up_to_here = sequence[:, :, : split.end]
+        else:
+            kept = [min(length, max(1, self.window - 1)) for length in split.lengths]
+            sequence = info.shard.gather(_last(kv_BHTD, kept[split.rank]), kept)
+            up_to_here = torch.cat([sequence[:, :, : sum(kept[: split.rank])], kv_BHTD], 2)
+        return _halves(up_to_here), _halves(sequence)
+
+    def _attend_rows(
+        self, q: Tensor, up_to_here: KeysAndValues, sequence: KeysAndValues, state: KeyValueState | None
+    ) -> tuple[Tensor, KeyValueState | None]:
+        info = self.info
+        if state is not None:
+            tokens, alone = max(info.start_positions), info.shard is None
+            up_to_here = _append(state, tokens, up_to_here)
+            sequence = up_to_here if alone else _append(state, tokens, sequence)
+        before_B = info.position[:, 0] if info.position.dim() == 2 else None
+        y = causal_attention(q, *self._in_reach(up_to_here, q), self.window, before_B)
+        return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
+
+    def _attend_packed(
+        self, q: Tensor, up_to_here: KeysAndValues, sequence: KeysAndValues, state: KeyValueState | None
+    ) -> tuple[Tensor, KeyValueState | None]:
+        info, local, N = self.info, self.info.local, len(self.info.local.whole_lengths)
+
+        def with_state(n: int, of_document: KeysAndValues) -> KeysAndValues:
+            if state is None or n >= len(state.key):
+                return of_document
+            row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
+            return _append(row, info.start_positions[n], of_document)
+
+        # Of earlier ranks' tokens, only the first document here has some.
+        earlier = up_to_here[0].shape[2] - q.shape[2]
+        before = min(earlier, local.before[0])
+        sizes = [before + local.lengths[0], *local.lengths[1:]]
+        documents = zip(*(_last(x, before + q.shape[2]).split(sizes, 2) for x in up_to_here), strict=True)
+        ys = []
+        for n, q_n, of_document in zip(range(N)[local.documents], q.split(local.lengths, 2), documents, strict=True):
+            k_n, v_n = self._in_reach(with_state(n, of_document), q_n)
+            ys.append(causal_attention(q_n, k_n, v_n, self.window))
+        if not info.output_state:
+            return torch.cat(ys, 2), None
+        if info.output_state == "last":
+            ends = [with_state(N - 1, _last_of_both(sequence, local.whole_lengths[-1]))]
+        else:
+            whole = zip(*(x.split(local.whole_lengths, 2) for x in sequence), strict=True)
+            ends = [with_state(n, of_document) for n, of_document in enumerate(whole)]
+        states = (_right_aligned([self._in_window(end[i]) for end in ends]) for i in (0, 1))
+        return torch.cat(ys, 2), KeyValueState(*states)
+
+    def _in_reach(self, kv: KeysAndValues, q: Tensor) -> KeysAndValues:
+        """Without what is before the first query's window."""
+        return _last_of_both(kv, q.shape[2] + self.window - 1) if self.window else kv
+
+    def _in_window(self, x_BHSD: Tensor) -> Tensor:
+        """The keys or values that later tokens attend to, copied so that the memory of the others can be freed."""
+        dropped = x_BHSD.shape[2] - (self.window - 1)
+        if self.window and dropped > 0:
+            return x_BHSD[:, :, dropped:].clone()
+        return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
+
+
+def _attention(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: str) -> list[Tensor]:
+    q, k, v, *state, _ = tensors
+    y_BHTD, new_state = _Attention(int(window), info)(q, k, v, None if state[0] is None else KeyValueState(*state))
+    return [y_BHTD.transpose(1, 2).flatten(-2), *(new_state or ())]
+
+
+def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tensor]:
+    q, k, *_, offsets = tensors
+    B, H, T, D = q.shape
+    y_BTC = q.new_empty(B, T, H * D)
+    if not wanted_state:
+        return [y_BTC]
+    shape = state_rows(B, offsets), k.shape[1], torch.library.get_ctx().new_dynamic_size(), D
+    return [y_BTC, q.new_empty(shape), q.new_empty(shape)]
+
+
+ATTENTION = Registered("softmax_attention", _attention, _fake)
+
+
+def _last(x_BHSD: Tensor, tokens: int) -> Tensor:
+    return x_BHSD[:, :, max(0, x_BHSD.shape[2] - tokens) :]
+
+
+def _halves(kv_BHSD: Tensor) -> KeysAndValues:
+    k, v = kv_BHSD.chunk(2, -1)
+    return k, v
+
+
+def _last_of_both(kv: KeysAndValues, tokens: int) -> KeysAndValues:
+    return _last(kv[0], tokens), _last(kv[1], tokens)
+
+
+def _append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
+    """Append keys and values to those of `state`, without its padding if no row has more than `tokens` tokens."""
+    return torch.cat([_last(state.key, tokens), kv[0]], 2), torch.cat([_last(state.value, tokens), kv[1]], 2)
+
+
+def _right_aligned(rows: list[Tensor]) -> Tensor:
+    S = max(row.shape[2] for row in rows)
+    return torch.cat([pad(row, (0, 0, S - row.shape[2], 0)) for row in rows])

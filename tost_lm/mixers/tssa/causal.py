@@ -1,0 +1,165 @@
+"""The public operator, causal Token Statistics Self-Attention with state in and state out, and one step of it."""
+
+import torch
+from torch import Tensor
+
+from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
+from tost_lm.mixers.tssa.backends import BACKENDS, CHUNKED, NUMBA, TRITON, Backend, Call
+from tost_lm.mixers.tssa.naive import Membership, TssaState, check_membership, check_state, memberships, token_scores
+from tost_lm.mixers.tssa.phases import HeadSoftmax
+from tost_lm.ops.layout import LocalDocuments, SequenceShard
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
+
+
+def causal_tssa(
+    w: Tensor,
+    temp: Tensor,
+    bias: Tensor | None = None,
+    *,
+    membership: Membership = "energy-share",
+    initial_state: TssaState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    shard: SequenceShard | None = None,
+    heads: HeadSoftmax | None = None,
+) -> tuple[Tensor, TssaState | None]:
+    """Causal TSSA (arXiv 2412.17810, in the released causal form).
+
+    With w² squared channel by channel and sums over the document up to and including token t:
+    S1 = Σ w²; z = temp·Σ_d(w²/S1 + bias); Π = softmax over heads of z; y = −Π·w / (1 + ΣΠw² / (ΣΠ + 1e-8)).
+
+    The backends agree in outputs, states and gradients:
+        `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
+            channels. The default for these when Triton is installed.
+        `numba`: compiled loops, for CPU tensors in float32 or float64. They run in the calling thread. The default for
+            these when Numba is installed; it compiles for seconds at the first call on a machine, or of
+            each process if neither the package's folder nor the user's home can be written.
+        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
+            CPU it runs in the calling thread. Each packed document needs its own pass, so hundreds of documents of a
+            few tokens are slower than with `naive`.
+        `naive`: the formulas as written, through autograd; stores about ten tensors of w's size. Never the default.
+    All of them compute statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
+
+    Args:
+        w: [B, T, H, D], T ≥ 1, any floating dtype.
+        temp: [H].
+        bias: per head and token, already gathered by position in the document: [H, T] or [B, H, T]. It is added
+            inside the sum over channels, so it counts D times under `energy-share`, but once under `energy-mean`.
+        membership: the scores that Π, the softmax over heads, is computed from. `energy-share` as published;
+            `energy-mean` divides by the running mean of w² instead of the running sum and averages over channels;
+            `uniform` sets Π = 1/H.
+        initial_state: statistics of the tokens before these, differentiable; None: empty.
+        output_final_state: return the state after the last token, differentiable; else None.
+        cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T. Each document starts from
+            an empty state, or from its row of `initial_state`. Serve padded batches, left or right, by packing them.
+            Keep it on the host: each call reads it.
+        backend: `triton`, `numba`, `chunked` or `naive`; None: the default.
+        shard: w holds a sequence shard (`tost_lm.parallel.sequence`). T is then the length of the shard, cu_seqlens
+            covers the whole sequence, and a state has a row for each document of the sequence. States and their
+            gradients are equal on all ranks.
+        heads: w holds some of the heads, other ranks the rest (`tost_lm.parallel.tensor`). H counts the heads of w.
+
+    Returns:
+        y [B, T, H, D] in w's dtype, and the final state (N rows when packed, else B) or None. The final state is
+        float64 where w or the initial state is, else float32.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown membership or backend, or a backend that cannot run this call.
+    """
+    _check_shapes(w, temp, bias, membership)
+    B, T, H, D = w.shape
+    local = LocalDocuments.of(cu_seqlens, B, T, shard.split if shard else None)
+    documents = len(local.whole_lengths)
+    state = initial_state
+    if state is not None:
+        check_state(state, documents, H, D)
+    elif output_final_state:
+        state = TssaState.empty(documents, H, D, like=w)
+    with torch.autocast(w.device.type, enabled=False):
+        dtype = statistics_dtype(w)
+        call = Call(
+            w_BTHD=w,
+            temp_H=temp.to(dtype),
+            bias_BHT=None if bias is None else bias.to(dtype).expand(B, H, T),
+            membership=membership,
+            state=state,
+            local=local,
+            shard=shard,
+            heads=heads,
+        )
+        y, final_state = _choose(backend, call).run(call)
+    return y, final_state if output_final_state else None
+
+
+def tssa_step(
+    w_t: Tensor,
+    temp: Tensor,
+    bias_t: Tensor | None,
+    state: TssaState,
+    *,
+    membership: Membership = "energy-share",
+    heads: HeadSoftmax | None = None,
+) -> tuple[Tensor, TssaState]:
+    """One token after those of `state`: the result of `causal_tssa` for T = 1, differentiable.
+
+    The returned state is float64 (float32 on mps, which has no float64): after some hundred thousand tokens, a new
+    token is too small to change a float32 sum.
+
+    Args:
+        w_t: [B, H, D].
+        temp: [H].
+        bias_t: [H], [B, H] or None.
+        state: statistics of the tokens before this one.
+        membership: as in `causal_tssa`.
+        heads: as in `causal_tssa`.
+
+    Returns:
+        y_t [B, H, D] in w_t's dtype, and the state that includes the token.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown membership.
+    """
+    B, H, D = w_t.shape
+    check_state(state, B, H, D)
+    check_membership(membership)
+    if temp.shape != (H,) or (bias_t is not None and bias_t.shape not in ((H,), (B, H))):
+        bias_shape = None if bias_t is None else list(bias_t.shape)
+        raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_shape}")
+    dtype = statistics_dtype(w_t)
+    running = running_dtype(w_t.device)
+    with torch.autocast(w_t.device.type, enabled=False):
+        w_BHD = w_t.to(dtype)
+        w_sq_BHD = w_BHD.square()
+        energy_BHD = state.energy.to(running) + w_sq_BHD
+        count_B = state.count + 1
+        bias_BH = None if bias_t is None else bias_t.to(dtype)
+        z_BH = token_scores(w_sq_BHD, energy_BHD.to(dtype), count_B, temp.to(dtype), bias_BH, membership)
+        pi_BH = memberships(z_BH, membership) if heads is None else SoftmaxOverHeads.apply(heads, z_BH)
+        weighted_BHD = state.weighted_energy.to(running) + pi_BH[..., None] * w_sq_BHD
+        mass_BH = state.mass.to(running) + pi_BH
+        second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
+        y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
+    return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
+
+
+def _choose(name: str | None, call: Call) -> Backend:
+    if name is None:
+        fast = TRITON if call.w_BTHD.is_cuda else NUMBA
+        return CHUNKED if fast.obstacle(call) else fast
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
+    if obstacle := BACKENDS[name].obstacle(call):
+        raise ValueError(f"backend {name!r} cannot run here: {obstacle}; use None for the default")
+    return BACKENDS[name]
+
+
+def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str) -> None:
+    if w.dim() != 4 or 0 in w.shape or not w.is_floating_point():
+        raise ValueError(f"w must be floating point [B, T, H, D] with no size 0, got {w.dtype} {list(w.shape)}")
+    B, T, H, _ = w.shape
+    if temp.shape != (H,):
+        raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
+    if bias is not None and bias.shape not in ((H, T), (B, H, T)):
+        raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
+    check_membership(membership)

@@ -1,0 +1,94 @@
+"""The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
+from tost_lm.mixers.tssa.naive import Membership, TssaState
+from tost_lm.mixers.tssa.phases import HeadSoftmax
+from tost_lm.model.config import ModelConfig
+from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.positions import SequenceInfo, state_rows
+from tost_lm.ops.precision import running_dtype, statistics_dtype
+from tost_lm.ops.registered import Registered
+
+
+class TssaMixer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.membership: Membership = config.membership
+        self.in_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.temp = nn.Parameter(torch.empty(config.heads))
+        shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
+        shape = shapes.get(config.denom_bias)
+        self.denom_bias = nn.Parameter(torch.empty(shape)) if shape else None
+        set_own_constants(self)
+        self.softmax: HeadSoftmax | None = None
+        """The softmax over the heads of all tensor ranks; None: all heads are on this rank."""
+
+    def initial_values(self) -> dict[str, InitialValue]:
+        return {"temp": 1.0, "denom_bias": 0.0}
+
+    def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
+        """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
+        w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 4), info.state_offsets]
+        recurrent = "recurrent" if info.recurrent and state is not None else ""
+        options = self.membership, info.wanted_state, recurrent
+        y_BTHD, *new_state = TSSA(info, info.handle, tensors, *options, softmax=self.softmax)
+        return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
+
+
+def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:
+    """denom_bias, [H] or [H, positions], of each token: [H, T], or [B, H, T] where rows have different positions."""
+    if denom_bias is None:
+        return None
+    T = info.position.shape[-1]
+    if denom_bias.dim() == 1:
+        return denom_bias[:, None].expand(-1, T)
+    if info.cu_seqlens is None and info.position.dim() == 1:
+        first = info.start_positions[0] + info.local.before[0]
+        return denom_bias[:, first : first + T]
+    return denom_bias[:, info.position].movedim(0, -2)
+
+
+def _mix(
+    info: SequenceInfo, tensors: Sequence[Any], membership: Membership, _wanted: str, recurrent: str,
+    softmax: HeadSoftmax | None = None,
+) -> list[Tensor]:  # fmt: skip
+    w_BTHD, temp_H, denom_bias, *sums, _ = tensors
+    bias = bias_of(denom_bias, info)
+    state = None if sums[0] is None else TssaState(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
+    if state is not None and recurrent:
+        if bias is not None:
+            bias = bias[..., 0] if info.cu_seqlens is None else bias.T
+        y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, membership=membership, heads=softmax)
+        y_BTHD = y_NHD.view_as(w_BTHD)
+    else:
+        y_BTHD, state = causal_tssa(
+            w_BTHD, temp_H, bias, membership=membership, initial_state=state,
+            output_final_state=bool(info.output_state), cu_seqlens=info.cu_seqlens, shard=info.shard, heads=softmax,
+        )  # fmt: skip
+    return [y_BTHD, *(map(info.select_rows, state) if state and info.output_state else ())]
+
+
+def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str, recurrent: str) -> list[Tensor]:
+    w_BTHD, *_, energy, _, _, _, offsets = tensors
+    B, _, H, D = w_BTHD.shape
+    y_BTHD = w_BTHD.new_empty(w_BTHD.shape)
+    if not wanted_state:
+        return [y_BTHD]
+    N = state_rows(B, offsets)
+    dtype = torch.promote_types(statistics_dtype(w_BTHD), w_BTHD.dtype if energy is None else energy.dtype)
+    if recurrent:
+        dtype = running_dtype(w_BTHD.device)
+    sums = (w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))
+    return [y_BTHD, *sums, w_BTHD.new_empty(N, dtype=torch.int64)]
+
+
+TSSA = Registered("causal_tssa", _mix, _fake)
