@@ -15,10 +15,11 @@ from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds
 from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
 from tost_lm.mixers.slots.layer import initial_log_rates, memberships
 from tost_lm.mixers.slots.memory import short_conv, slot_memory
+from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import TssaState
-from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import LocalDocuments
 
 WARM_UP_TOKENS = 64

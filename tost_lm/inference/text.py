@@ -32,7 +32,8 @@ from tost_lm.inference.generation import LanguageModel
 from tost_lm.inference.likelihood import rates
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.subject import differing
-from tost_lm.model.block import STATE_OF, LMState
+from tost_lm.mixers.registry import FACTS, mixer_class
+from tost_lm.model.block import LMState
 from tost_lm.model.streaming import TILE_TOKENS, TokenStream
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 SAVE_EVERY_S = 10.0
 LARGEST_SHARE = 0.05
 """Largest fraction of the time that is spent on saving: the state of softmax layers without a window may be large."""
-LETTER_OF = {kind: letter for letter, kind in STATE_OF.items()}
+LETTER_OF = {mixer_class(letter).State: letter for letter in FACTS}
 DIGEST_BYTES = 16
 
 
@@ -116,7 +117,7 @@ class SavedPosition:
         if identity != self._identity:
             return Position(), f"saved with another {differing(identity, self._identity)}"
         rank = self._ranks.mesh.tensor.rank if self._ranks.mesh else 0
-        states = tuple(STATE_OF[letter](*(x_R[rank] for x_R in tensors)) for letter, tensors in layers)
+        states = tuple(mixer_class(letter).State(*(x_R[rank] for x_R in tensors)) for letter, tensors in layers)
         return Position(tokens, nats, LMState(states, (tokens,))), None
 
     def _of_all_tensor_ranks(self, tensors: Iterable[Tensor]) -> list[Tensor]:

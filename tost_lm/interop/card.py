@@ -18,6 +18,7 @@ from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, sha256_file
 from tost_lm.markdown import escape, format_result, table
+from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import OptimConfig, warmup_steps
@@ -29,8 +30,6 @@ import tost_lm
 
 model, tokenizer = tost_lm.load("."), tost_lm.load_tokenizer(".")
 """
-TAGS = {"T": "token-statistics-self-attention", "S": "slot-memory", "A": "softmax-attention"}
-"""Tags of the hub, by the letters of a pattern."""
 
 Rows = list[tuple[str, str]]
 
@@ -111,7 +110,7 @@ def _newest(run: Path | None, name: str, training: _Training | None) -> list[dic
 
 
 def _front_matter(model: ModelConfig) -> str:
-    tags = "".join(f"- {tag}\n" for letter, tag in TAGS.items() if letter in model.pattern)
+    tags = "".join(f"- {facts.tag}\n" for facts in facts_of(model.pattern))
     return f"---\nlibrary_name: tost_lm\npipeline_tag: text-generation\ntags:\n- tost_lm\n{tags}---"
 
 

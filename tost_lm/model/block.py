@@ -12,20 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from tost_lm.mixers.slots.layer import SlotMixer, SlotState
-from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
-from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.naive import TssaState
-from tost_lm.model.config import NORM_EPSILON, ModelConfig
+from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.precision import NORM_EPSILON
 
-Mixer = TssaMixer | SlotMixer | SoftmaxMixer
-MixerState = TssaState | SlotState | KeyValueState
-
-MIXER_OF = {"T": TssaMixer, "S": SlotMixer, "A": SoftmaxMixer}
-STATE_OF = {"T": TssaState, "S": SlotState, "A": KeyValueState}
-
+MixerState = Any
+"""The state of a mixer's layer, a tuple of tensors."""
 CheckpointWrapper = Callable[..., Any]
 """Takes a function and its arguments and returns the function's result. May compute it again in the backward."""
 
@@ -102,7 +95,7 @@ MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 class Block(nn.Module):
     """A block of a token mixer and an MLP."""
 
-    def __init__(self, config: ModelConfig, mixer: Mixer):
+    def __init__(self, config: ModelConfig, mixer: nn.Module):
         super().__init__()
         self.mixer_norm = build_norm(config)
         self.mixer = mixer

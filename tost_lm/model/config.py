@@ -6,19 +6,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import Section
+from tost_lm.mixers.registry import FACTS, MixerSettings, facts_of
 
-MIXERS = "TSA"
-"""The letters of a pattern."""
-SETTINGS_OF_MIXERS = {
-    "T": ("membership", "denom_bias"),
-    "S": ("slots", "slot_channels"),
-    "A": ("kv_heads", "qk_norm", "rope_theta", "window"),
-}
-"""Settings that a model has no use for without the mixer."""
-NORM_EPSILON = 1e-5
-"""Added to the variance in norms of the residual stream, and of queries and keys."""
-CONV_TAPS = 4
-"""S layers: tokens that the convolution of the keys reads."""
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
 
@@ -73,8 +62,8 @@ def check_blocks(layers: int, heads: int, width: int, pattern: str) -> None:
         )
 
 
-class ModelConfig(Section):
-    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
+class ModelShape(Section):
+    """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
@@ -94,22 +83,11 @@ class ModelConfig(Section):
     """Rows of the learned tables of positions: positions `learned` and denom_bias `position` (block_size in the released code). With either, longer sequences are rejected; a model without both ignores it, and its sequence length is unlimited."""
     context_length: int = Field(default=1024, gt=0)
     """Longest sequence that the model was trained on, in tokens; stored in checkpoints, by default model.max_positions. Training raises it to train.seq_len and to that of its initial weights. Evaluation, exports and cards use it as the default length."""
-    membership: Literal["energy-share", "energy-mean", "uniform"] = "energy-share"
-    """T layers: the scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
-    denom_bias: Literal["position", "head", "none"] = "position"
-    """T layers: learned bias of the scores. `position` has a number for each head and position, as published; `head` one for each head; `none` no bias."""
-    slots: int = Field(default=16, gt=0)
-    """S layers: slots of each head."""
-    slot_channels: int = Field(default=28, gt=0)
-    """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
-    kv_heads: int | None = Field(default=None, gt=0)
-    """A layers: heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
-    qk_norm: bool = False
-    """A layers: RMSNorm of the queries and keys of each head before the rotary embedding, which bounds the scores. All heads of a layer share its two scales."""
-    rope_theta: float = Field(default=10000.0, ge=0)
-    """A layers: base of the rotary embedding of queries and keys; 0: no rotary embedding."""
-    window: int = Field(default=0, ge=0)
-    """A layers: sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
+
+
+class ModelConfig(MixerSettings, ModelShape):
+    """A decoder-only transformer: pre-norm blocks of a token mixer and an MLP, and a head."""
+
     layer_scale: float = Field(default=1e-5, ge=0)
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
@@ -143,26 +121,20 @@ class ModelConfig(Section):
     @property
     def layer_kinds(self) -> str:
         """The mixers and their pattern, in words."""
-        window = f" over {self.window:,} tokens" if self.window else ""
-        kinds = {
-            "T": "token statistics (TSSA), linear in time",
-            "S": "slot memory, linear in time",
-            "A": f"softmax attention{window}",
-        }
-        used = [f"{letter} {kind}" for letter, kind in kinds.items() if letter in self.pattern]
-        return kinds[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {', '.join(used)}"
+        used = {facts.letter: facts.description(self) for facts in facts_of(self.pattern)}
+        listed = ", ".join(f"{letter} {kind}" for letter, kind in used.items())
+        return used[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {listed}"
 
     @property
     def position_limit(self) -> int | None:
         """The longest sequence length that the model accepts; None: unlimited."""
-        by_bias = "T" in self.pattern and self.denom_bias == "position"
-        return self.max_positions if self.positions == "learned" or by_bias else None
+        in_mixers = any(facts.has_position_parameters(self) for facts in facts_of(self.pattern))
+        return self.max_positions if self.positions == "learned" or in_mixers else None
 
     def in_use(self) -> dict[str, Any]:
         """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
-        unused = {"preset"} | {
-            name for letter in set(MIXERS) - set(self.pattern) for name in SETTINGS_OF_MIXERS[letter]
-        }
+        absent = [facts.settings for letter, facts in FACTS.items() if letter not in self.pattern]
+        unused = {"preset"}.union(*(settings.model_fields for settings in absent))
         return self.model_dump(
             mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
         )
@@ -170,12 +142,7 @@ class ModelConfig(Section):
     @property
     def obstacle_to_tiles(self) -> str | None:
         """The reason why the model cannot be trained tile by tile, or None."""
-        if "A" not in self.pattern or self.window:
-            return None
-        return (
-            f"the A layers of model.pattern {self.pattern!r} attend to all earlier tokens, so their state grows with "
-            "the length; set model.window"
-        )
+        return next(filter(None, (facts.obstacle_to_tiles(self) for facts in facts_of(self.pattern))), None)
 
     @model_validator(mode="before")
     @classmethod
@@ -189,25 +156,17 @@ class ModelConfig(Section):
     @field_validator("pattern")
     @classmethod
     def _letters_are_mixers(cls, pattern: str) -> str:
-        if not pattern or set(pattern) - set(MIXERS):
-            raise ValueError(
-                f"invalid model.pattern: {pattern!r}; use the letters T (TSSA), S (slot memory) and A (softmax "
-                "attention)"
-            )
+        if not pattern or set(pattern) - set(FACTS):
+            *listed, last = (f"{facts.letter} ({facts.name})" for facts in FACTS.values())
+            raise ValueError(f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}")
         return pattern
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
         check_blocks(self.layers, self.heads, self.width, self.pattern)
-        if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; change one of them"
-            )
-        if "A" in self.pattern and self.rope_theta and self.width // self.heads % 2:
-            raise ValueError(
-                f"model.width {self.width} / model.heads {self.heads} is odd, but a rotary embedding rotates pairs of "
-                "channels; change one of them or set model.rope_theta=0"
-            )
+        for facts in facts_of(self.pattern):
+            if problem := facts.problem(self):
+                raise ValueError(problem)
         return self
 
 

@@ -16,12 +16,13 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.mixers.slots.memory import short_conv
+from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
 from tost_lm.mixers.tssa.bidirectional import tssa
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model.block import Block, build_norm
-from tost_lm.model.config import CONV_TAPS, EncoderConfig, ModelConfig
+from tost_lm.model.config import EncoderConfig, ModelConfig
 from tost_lm.ops.initialization import INITIAL_STD, InitialValue, draw_seed, initialize, set_own_constants
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.positions import SequenceInfo, sinusoidal

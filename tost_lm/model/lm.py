@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import MIXER_OF, STATE_OF, Block, LMOutput, LMState, build_norm
+from tost_lm.mixers.registry import facts_of, mixer_class
+from tost_lm.model.block import Block, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
@@ -62,7 +63,7 @@ class TostLM(nn.Module):
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
-            self.blocks = nn.ModuleList(Block(config, MIXER_OF[letter](config)) for letter in config.letters)
+            self.blocks = nn.ModuleList(Block(config, mixer_class(letter)(config)) for letter in config.letters)
             self.norm = build_norm(config)
             self.head: Any = Head(config)
         self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
@@ -118,7 +119,7 @@ class TostLM(nn.Module):
         elif self.config.positions == "sinusoidal":
             # Scaled to the initial size of learned positions, to be no larger than the token embeddings.
             x_BTC = x_BTC + INITIAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
-        if "A" in self.config.pattern and self.config.rope_theta:
+        if any(facts.is_rotary(self.config) for facts in facts_of(self.config.pattern)):
             channels = self.config.width // self.config.heads
             rotary = rotary_cos_sin(info.position, channels, self.config.rope_theta, x_BTC.dtype)
             info = replace(info, rotary=rotary)
@@ -147,7 +148,7 @@ class TostLM(nn.Module):
         return sum(p.numel() for p in self.parameters()) - positions
 
     def _check_layers(self, state: LMState) -> None:
-        kinds = [STATE_OF[letter] for letter in self.config.letters]
+        kinds = [mixer_class(letter).State for letter in self.config.letters]
         if [type(layer) for layer in state.layers] != kinds:
             raise ValueError(
                 f"the state is of another model: its {len(state.layers)} layers do not match model.pattern "

@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tost_lm.mixers.slots.layer import SlotState
-from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model.block import LMOutput, LMState
-from tost_lm.ops.precision import running_dtype
 
 TILE_TOKENS = 4096
 
@@ -129,17 +126,8 @@ def overlapping_tiles(tiles: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def to_running_dtype(state: LMState | None) -> LMState | None:
-    """The state with the sums of TSSA and slots in float64, for any number of further tokens."""
-    return state and state._replace(layers=tuple(_to_running_dtype(layer) for layer in state.layers))
-
-
-def _to_running_dtype(layer: Any) -> Any:
-    if not isinstance(layer, TssaState | SlotState):
-        return layer
-    dtype = running_dtype(layer.mass.device)
-    if isinstance(layer, SlotState):
-        return SlotState(layer.memory.to(dtype), layer.mass.to(dtype), layer.taps)
-    return TssaState(layer.energy.to(dtype), layer.weighted_energy.to(dtype), layer.mass.to(dtype), layer.count)
+    """The state with its sums in float64, for any number of further tokens."""
+    return state and state._replace(layers=tuple(layer.to_running_dtype() for layer in state.layers))
 
 
 def _tiles(arrays: Iterable[Any], size: int, first: int) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 
 ALL_GATHER_RANKS = 16
@@ -94,8 +95,9 @@ def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
-    if "A" in model.pattern and (model.kv_heads or model.heads) % ranks:
-        return f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+    for facts in facts_of(model.pattern):
+        if obstacle := facts.obstacle_to_tensor_ranks(model, ranks):
+            return obstacle
     if model.mlp_width % ranks:
         return (
             f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "

@@ -22,10 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.slots.layer import SlotMixer
-from tost_lm.mixers.softmax.layer import SoftmaxMixer
-from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.phases import UniformMemberships
+from tost_lm.mixers.layer import TokenMixer
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder import Encoder
@@ -73,11 +70,11 @@ def _replace_layers(model: TostLM | Encoder, residual: "Residual") -> None:
         model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
         model.residual_positions = residual.shard
     for name, module in list(model.named_modules()):
-        if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer):
-            _split_heads(module, residual)
-        if isinstance(module, TssaMixer | SlotMixer | SoftmaxMixer | Mlp):
-            groups = module.groups if isinstance(module, SoftmaxMixer | Mlp) else (1,)
-            model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, groups))
+        if isinstance(module, TokenMixer):
+            module.split_heads(residual.axis.size, SoftmaxOverRanks(residual.axis))
+            _set_slices(module, module, residual.axis, **dict.fromkeys(module.OF_HEADS, TensorSlice(0)))
+        if isinstance(module, TokenMixer | Mlp):
+            model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, module.groups))
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
 
 
@@ -218,7 +215,7 @@ class VocabularyOverRanks:
 
 
 class SoftmaxOverRanks:
-    """The softmax over the heads of all ranks (a `tost_lm.mixers.tssa.phases.HeadSoftmax`)."""
+    """The softmax over the heads of all ranks (a `tost_lm.mixers.layer.HeadSoftmax`)."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -242,18 +239,6 @@ class SoftmaxOverRanks:
         common_M = centre_RM.gather(0, mass_RM.argmax(0, keepdim=True))[0]
         mean_M = (product_RM + mass_RM * (centre_RM - common_M)).sum(0)
         return pi_MH * (d_pi_MH + (centre_M1 - common_M[:, None]) - mean_M[:, None])
-
-
-def _split_heads(mixer: TssaMixer | SlotMixer | SoftmaxMixer, residual: Residual) -> None:
-    whole, axis = mixer.heads, residual.axis
-    mixer.heads = whole // axis.size
-    if isinstance(mixer, SoftmaxMixer):
-        mixer.kv_heads //= axis.size
-    if isinstance(mixer, TssaMixer):
-        mixer.softmax = UniformMemberships(whole) if mixer.membership == "uniform" else SoftmaxOverRanks(axis)
-        _set_slices(mixer, mixer, axis, temp=TensorSlice(0), denom_bias=TensorSlice(0))
-    if isinstance(mixer, SlotMixer):
-        _set_slices(mixer, mixer, axis, **dict.fromkeys(SlotMixer.OF_HEADS, TensorSlice(0)))
 
 
 def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: TensorSlice | None) -> None:

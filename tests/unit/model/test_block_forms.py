@@ -120,7 +120,7 @@ def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
 
 def test_settings_that_do_not_fit_are_named():
     with pytest.raises(ConfigError, match=r"model\.heads 4 is not a multiple of model\.kv_heads 3; change one of them"):
-        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "kv_heads": 3}, "test")
+        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "kv_heads": 3, "pattern": "A"}, "test")
     three = validate(ModelConfig, {"layers": 1, "heads": 3, "width": 12, "mlp": "swiglu"}, "test")
     assert obstacle_to_tensor_ranks(three, 3) == (
         "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"

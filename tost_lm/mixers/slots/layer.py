@@ -4,19 +4,25 @@ Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value chan
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.slots.memory import SlotSums, short_conv, slot_memory, slot_memory_step
-from tost_lm.model.config import CONV_TAPS, ModelConfig
+from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
+from tost_lm.sizes import SLOT_CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
 
 INITIAL_TEMP = 2.0
 SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 4.0, 512.0
@@ -34,6 +40,11 @@ class SlotState(NamedTuple):
     taps: Tensor
     """The last K − 1 keys before the convolution, [N, K − 1, H·S]."""
 
+    def to_running_dtype(self) -> "SlotState":
+        """With sums for any number of further tokens."""
+        dtype = running_dtype(self.mass.device)
+        return SlotState(self.memory.to(dtype), self.mass.to(dtype), self.taps)
+
 
 class Projected(NamedTuple):
     """Memberships, values and gates of some tokens, and the last K − 1 keys of each document if they are asked for."""
@@ -50,14 +61,14 @@ class Projected(NamedTuple):
     """[N, K − 1, H·S]."""
 
 
-class SlotMixer(nn.Module):
+class SlotMixer(TokenMixer):
     """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
     selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
 
+    State = SlotState
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
-    """Parameters with a row for each head."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: "ModelConfig"):
         super().__init__()
         H, S, V = config.heads, config.slots, config.slot_channels
         self.heads, self.slots, self.channels = H, S, V
@@ -73,6 +84,10 @@ class SlotMixer(nn.Module):
         conv[..., -2] = 1
         temps = dict.fromkeys(("write_temp", "read_temp"), INITIAL_TEMP)
         return {"conv": conv, **temps, "log_rate": initial_log_rates(self.heads), "norm": 1.0}
+
+    @staticmethod
+    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
+        return sum(-(-length // SLOT_CHUNK_TOKENS) for length in local.lengths)
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
@@ -96,6 +111,9 @@ class SlotMixer(nn.Module):
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""
         return -self.log_rate.to(statistics_dtype(self.log_rate)).exp()
+
+
+MIXER = SlotMixer
 
 
 def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:

@@ -2,18 +2,23 @@
 memory linear in T.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from tost_lm.model.config import NORM_EPSILON, ModelConfig
+from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
+from tost_lm.ops.precision import NORM_EPSILON
 from tost_lm.ops.registered import Registered
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 
@@ -109,17 +114,31 @@ class KeyValueState(NamedTuple):
     key: Tensor
     value: Tensor
 
+    def to_running_dtype(self) -> "KeyValueState":
+        """Nothing is summed."""
+        return self
 
-class SoftmaxMixer(nn.Module):
-    def __init__(self, config: ModelConfig):
+
+class SoftmaxMixer(TokenMixer):
+    State = KeyValueState
+
+    def __init__(self, config: "ModelConfig"):
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
         self.groups = (self.heads // self.kv_heads, 1, 1)
-        """Relative sizes of the tensors that `in_proj` computes, in order: q, k and v."""
+        """Of q, k and v."""
         self.window = config.window
         self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+
+    def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
+        super().split_heads(ranks, softmax)
+        self.kv_heads //= ranks
+
+    @staticmethod
+    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
+        return local.lengths, min(local.before[0], config.window or local.before[0])
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
@@ -145,7 +164,10 @@ class SoftmaxMixer(nn.Module):
         return q, k, v
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
+MIXER = SoftmaxMixer
+
+
+def _head_norm(config: "ModelConfig") -> nn.Module:
     return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.qk_norm else nn.Identity()
 
 

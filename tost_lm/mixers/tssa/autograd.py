@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.function import once_differentiable
 
-from tost_lm.mixers.tssa.phases import HeadSoftmax, PhasedBackend, Scoring, Statistics
+from tost_lm.mixers.layer import HeadSoftmax
+from tost_lm.mixers.tssa.phases import PhasedBackend, Scoring, Statistics
 from tost_lm.ops.layout import Layout
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import chunked, naive
 from tost_lm.mixers.tssa.autograd import CausalTssa
 from tost_lm.mixers.tssa.naive import Membership, TssaState
-from tost_lm.mixers.tssa.phases import HeadSoftmax, PhasedBackend, UniformMemberships
+from tost_lm.mixers.tssa.phases import PhasedBackend, UniformMemberships
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout, int64_tensor
 
 

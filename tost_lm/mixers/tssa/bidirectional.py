@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import bidirectional_chunked
 from tost_lm.mixers.tssa.autograd import one_thread
 from tost_lm.mixers.tssa.backends import obstacle_to_triton
 from tost_lm.mixers.tssa.naive import NORM_FLOOR
-from tost_lm.mixers.tssa.phases import HeadSoftmax, LocalSoftmax
+from tost_lm.mixers.tssa.phases import LocalSoftmax
 from tost_lm.ops.layout import Layout, LocalDocuments, document_layout
 from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
 from tost_lm.mixers.tssa.backends import BACKENDS, CHUNKED, NUMBA, TRITON, Backend, Call
 from tost_lm.mixers.tssa.naive import Membership, TssaState, check_membership, check_state, memberships, token_scores
-from tost_lm.mixers.tssa.phases import HeadSoftmax
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 

@@ -1,23 +1,31 @@
 """The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
+from tost_lm.mixers.tssa.chunked import chunk_tokens
 from tost_lm.mixers.tssa.naive import Membership, TssaState
-from tost_lm.mixers.tssa.phases import HeadSoftmax
-from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
 
-class TssaMixer(nn.Module):
-    def __init__(self, config: ModelConfig):
+
+class TssaMixer(TokenMixer):
+    State = TssaState
+    OF_HEADS = ("temp", "denom_bias")
+
+    def __init__(self, config: "ModelConfig"):
         super().__init__()
         self.heads = config.heads
         self.membership: Membership = config.membership
@@ -34,6 +42,15 @@ class TssaMixer(nn.Module):
     def initial_values(self) -> dict[str, InitialValue]:
         return {"temp": 1.0, "denom_bias": 0.0}
 
+    def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
+        self.softmax = UniformMemberships(self.heads) if self.membership == "uniform" else softmax
+        super().split_heads(ranks, softmax)
+
+    @staticmethod
+    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
+        size = chunk_tokens(heads, config.width // config.heads, torch.device("cpu"))
+        return sum(-(-length // size) for length in local.lengths)
+
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
@@ -42,6 +59,9 @@ class TssaMixer(nn.Module):
         options = self.membership, info.wanted_state, recurrent
         y_BTHD, *new_state = TSSA(info, info.handle, tensors, *options, softmax=self.softmax)
         return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
+
+
+MIXER = TssaMixer
 
 
 def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:

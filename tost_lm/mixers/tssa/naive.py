@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
+from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
 Membership = Literal["energy-share", "energy-mean", "uniform"]
 
@@ -32,6 +32,11 @@ class TssaState(NamedTuple):
     """Σ Π, [N, H]."""
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Tokens so far, [N], int64."""
+
+    def to_running_dtype(self) -> "TssaState":
+        """With sums for any number of further tokens."""
+        dtype = running_dtype(self.mass.device)
+        return TssaState(self.energy.to(dtype), self.weighted_energy.to(dtype), self.mass.to(dtype), self.count)
 
     @staticmethod
     def empty(documents: int, heads: int, channels: int, like: Tensor) -> "TssaState":

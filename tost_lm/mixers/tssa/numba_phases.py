@@ -12,8 +12,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
-from tost_lm.mixers.tssa.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
+from tost_lm.mixers.tssa.phases import LocalSoftmax, Scoring, Sums
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.precision import MASS_FLOOR
 from tost_lm.sizes import NUMBA_CHUNK_TOKENS

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.naive import Membership
 from tost_lm.ops.exchange import Sum, exclusive_scan
 from tost_lm.ops.layout import Layout, LocalDocuments, SequenceShard
@@ -64,22 +65,6 @@ class Scoring(NamedTuple):
     def bias_scale(self, channels: int) -> int:
         """The factor of the bias: it is inside the published sum over channels, but outside the mean over them."""
         return 1 if self.membership == "energy-mean" else channels
-
-
-class HeadSoftmax(Protocol):
-    """The softmax over heads, of one rank or several."""
-
-    def forward(self, z_MH: Tensor) -> Tensor:
-        """Scores → memberships."""
-        ...
-
-    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        """Memberships and their gradient → gradient of the scores, Π·(dΠ − Σ_h Π·dΠ).
-
-        The result does not change when a number is subtracted from dΠ of all heads. Subtract dΠ of the largest Π:
-        where Π is nearly 1, as at a document's first token, the two terms are else equal, and float32 cancels.
-        """
-        ...
 
 
 class LocalSoftmax:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import (
     FlopsPerToken,
     block_matrices,
     flops_per_token,
-    layers_by_letter,
     mlp_weights,
     parameters,
     peak_flops,
@@ -23,17 +23,12 @@ from tost_lm.model.flops import (
 from tost_lm.parallel.settings import ALL_GATHER_RANKS
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
-    exchanged_rows,
-    gathered_tokens,
+    load_of,
     micro_batch_tokens,
-    slot_bytes_per_token,
-    slot_state_bytes,
 )
 from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 
-OPERATIONS = 80  # per layer and micro-batch, forward and backward: torch's dispatcher counts 74 in an A layer
-SLOT_OPERATIONS = 110  # in an S layer: 103 and the 6 kernels of slot memory
 NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
 
 
@@ -177,20 +172,14 @@ def recomputed_flops(config: PlanConfig) -> float:
 
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers: assumed, not counted."""
-    slots = layers_by_letter(config.model)["S"] / config.model.layers
-    return (1 - slots) * OPERATIONS + slots * SLOT_OPERATIONS
+    model = config.model
+    return sum(facts.layers(model) * facts.launches() for facts in facts_of(model.pattern)) / model.layers
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
-    """Bytes per token that the Triton kernels read and write, forward and backward (`tost_lm.mixers.tssa.triton`).
-
-    In S layers each stored tensor is written and read forward; the backward reads it, and writes and reads its
-    gradient.
-    """
-    e, C, H = ELEMENT_BYTES[config.train.dtype], config.model.width, config.model.heads
-    forward, backward, layers = 4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H, layers_by_letter(config.model)
-    slots = (2 * forwards(config) + 3) * slot_bytes_per_token(config)
-    return layers["T"] * (forwards(config) * forward + backward) + layers["S"] * slots
+    """Bytes per token that the Triton kernels read and write, forward and backward."""
+    model, load = config.model, load_of(config)
+    return sum(facts.layers(model) * facts.kernel_bytes(load, forwards(config)) for facts in facts_of(model.pattern))
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:
@@ -263,10 +252,15 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     """
     model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
-    layers, tssa, counts = model.layers, layers_by_letter(model)["T"], parameters(model)
+    layers, counts, load = model.layers, parameters(model), load_of(config)
     mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
-    replicated += 2 * layers_by_letter(model)["A"] if model.qk_norm else 0
+    calls_of_softmax, bytes_of_softmax = 0, 0.0
+    for facts in facts_of(model.pattern):
+        replicated += facts.layers(model) * facts.own_numbers(model).replicated_tensors
+        if of_layer := facts.head_softmax_bytes(load):
+            calls_of_softmax += 2 * facts.layers(model)
+            bytes_of_softmax += facts.layers(model) * of_layer
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
@@ -274,7 +268,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     whole_rows, in_tiles = mixers + layers + 2, mlps + layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
-    yield Collectives("softmax over heads", "all-gather", k * 2 * tssa, k * tssa * 16 * M, ranks, 1)
+    yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)
     yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
     yield Collectives(
         "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
@@ -287,33 +281,40 @@ def sends_again(config: PlanConfig) -> bool:
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
-    """Statistics of T layers, 8·(2C + H) bytes per row and tile for any length, states of S layers forward and their
-    gradients backward (`slot_state_bytes`), and keys and values of A layers (with a window of a shard's last tokens).
+    """Statistics and states of mixers, in two exchanges a layer and pass for any length, and gathered keys and values
+    (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
     results for other ranks in a second one.
     """
-    parallel, model, k = config.parallel, config.model, config.micro_batches
-    ranks, tensor, layers = parallel.sequence, parallel.tensor, layers_by_letter(model)
+    parallel, model, k, load = config.parallel, config.model, config.micro_batches, load_of(config)
+    ranks, tensor, mixers = parallel.sequence, parallel.tensor, facts_of(config.model.pattern)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     # In one pass, by two exchanges a layer.
-    in_layers = layers["T"] * 4 * (2 * model.width + model.heads) + layers["S"] * slot_state_bytes(config)
+    exchanging = [facts for facts in mixers if facts.exchanged_bytes(load)]
+    in_layers = sum(facts.layers(model) * facts.exchanged_bytes(load) for facts in exchanging)
     passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
     again = sends_again(config)
     passes += again * tiles(config)
-    calls, statistics = 2 * passes * k * (layers["T"] + layers["S"]), k * passes * rows * in_layers / tensor
+    calls = 2 * passes * k * sum(facts.layers(model) for facts in exchanging)
+    statistics = k * passes * rows * in_layers / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     else:
-        sent = exchanged_rows(config) * statistics
+        sent = load.exchanged_rows * statistics
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
-    if layers["A"]:
+    for facts in mixers:
         starts = range(0, config.row_tokens, config.tile_tokens)
-        of_tiles = [gathered_tokens(config, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
+        of_tiles = [facts.gathered_tokens(load, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
+        if not of_tiles[0].channels:
+            continue
         twice = of_tiles[:-1] if fraction_computed_twice(config) else []
         twice += of_tiles * again
-        times = k * layers["A"] * micro_batch_tokens(config) * ranks / config.row_tokens
-        e, calls = ELEMENT_BYTES[config.train.dtype], k * layers["A"]
-        once, sent = (times * 2 * sum(tokens) * model.kv_width / tensor for tokens in (of_tiles, [*of_tiles, *twice]))
+        times = k * facts.layers(model) * micro_batch_tokens(config) * ranks / config.row_tokens
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * facts.layers(model)
+        once, sent = (
+            times * sum(one.tokens for one in tokens) * of_tiles[0].channels / tensor
+            for tokens in (of_tiles, [*of_tiles, *twice])
+        )
         yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
         yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)

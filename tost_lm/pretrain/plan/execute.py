@@ -21,7 +21,7 @@ import torch
 from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.mixers.tssa.chunked import chunk_tokens
+from tost_lm.mixers.registry import mixer_class
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.parallel.agreement import rank_numbers
 from tost_lm.parallel.fake_rank import FakeRank, fake_world, ranks_of_group
@@ -32,7 +32,6 @@ from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.step import build_batches, tiling_of, train_step
 from tost_lm.pretrain.tiled import Tile, tile, tile_batches
-from tost_lm.sizes import SLOT_CHUNK_TOKENS
 from tost_lm.testing.ranks import Sent
 
 AXES = ("rank", "tensor", "sequence", "data", "replicas", "world")
@@ -336,16 +335,13 @@ def mesh_of(layout: RankLayout, rank: int) -> Mesh:
 def _shapes(config: PlanConfig, batch: Batch, tiles: tuple[Tile, ...]) -> Iterator[Hashable]:
     model, tensor = config.model, config.parallel.tensor
     heads = model.heads // tensor
-    chunks = {"T": chunk_tokens(heads, model.width // model.heads, CPU), "S": SLOT_CHUNK_TOKENS}
-    sizes = [tokens for letter, tokens in chunks.items() if letter in model.pattern]
+    mixers = [mixer_class(letter) for letter in sorted(set(model.pattern))]
     for micro_batch in micro_batches(batch, CPU):
         for one in tile_batches(micro_batch.tokens, micro_batch.labels, micro_batch.cu_seqlens, 1.0, tiles):
             B, L = one.tokens_BL.shape
             local = LocalDocuments.of(one.cu_seqlens, B, L, one.shard.split if one.shard else None)
-            counts = tuple(sum(-(-length // size) for length in local.lengths) for size in sizes)
-            before = min(local.before[0], model.window or local.before[0])
-            attended = (local.lengths, before) if "A" in model.pattern else ()
-            yield B, L, len(local.lengths), len(local.whole_lengths), counts, attended
+            keys = tuple(mixer.shape_key(model, heads, local) for mixer in mixers)
+            yield B, L, len(local.lengths), len(local.whole_lengths), keys
 
 
 def _message(sent: Sent, axis: str) -> Message:

@@ -18,9 +18,8 @@ a matrix in place of two moments: 4 bytes less for each number.
 **Activations** are described in `plan_activations`.
 
 `memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the sums of gradients
-over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state for each tile. The state is 4·(2C + H)
-bytes in a T layer, 8·H·S·(V + 1) + 3·e·H·S in an S layer (M, N and the convolution's last 3 keys), and a window of keys
-and values in an A layer.
+over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state of each mixer for each tile
+(`tost_lm/mixers/*/facts.py`).
 
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
@@ -40,13 +39,14 @@ import math
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import block_matrices, layers_by_letter, parameters
+from tost_lm.mixers.registry import facts_of
+from tost_lm.model.flops import block_matrices, parameters
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
     activation_bytes_per_token,
     block_bytes,
+    load_of,
     micro_batch_tokens,
-    slot_state_bytes,
     tokens_in_memory,
 )
 from tost_lm.pretrain.settings import PretrainConfig
@@ -148,13 +148,10 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     """Bytes of the states between tiles on the device."""
     if config.memory.offload_tile_states or config.train.truncate_tokens:
         return 0.0
-    model, e = config.model, ELEMENT_BYTES[config.train.dtype]
-    layers, tokens = layers_by_letter(model), config.train.micro_batch_size * config.train.seq_len
-    statistics = 4 * (2 * model.width + model.heads) * layers["T"]
-    slots = slot_state_bytes(config) * layers["S"]
-    keys_and_values = 2 * e * model.kv_width * max(0, model.window - 1) * layers["A"]
-    tiles = math.ceil(config.row_tokens / config.tile_tokens)
-    return tiles * (statistics + slots + keys_and_values) / config.parallel.tensor * (tokens / config.row_tokens)
+    model, load = config.model, load_of(config)
+    states = sum(facts.layers(model) * facts.state_bytes(load) for facts in facts_of(model.pattern))
+    rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
+    return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 
 
 def stage_of(config: PretrainConfig, ranks: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.model.block import MIXER_OF
+from tost_lm.mixers.registry import mixer_class
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
@@ -219,7 +219,7 @@ def layer_adapter(
     return MixerAdapter(
         name=letter,
         channels=config.width,
-        build=partial(MIXER_OF[letter], config),
+        build=partial(mixer_class(letter), config),
         call=partial(_call, config),
         shard=shard,
         concatenate_states=concatenate_aligned,

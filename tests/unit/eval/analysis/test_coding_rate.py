@@ -142,17 +142,18 @@ def test_rates_of_a_model_use_the_input_of_its_layers(make_model, settings: dict
     # The first layer, by hand.
     block = model.blocks[0]
     assert isinstance(block, Block)
-    assert isinstance(block.mixer, TssaMixer)
-    w = lambda x_TC: block.mixer.in_proj(block.mixer_norm(x_TC)).unflatten(-1, (4, -1))
-    bias, kind, temp = block.mixer.denom_bias, model.config.membership, block.mixer.temp
+    mixer, norm = block.mixer, block.mixer_norm
+    assert isinstance(mixer, TssaMixer)
+    w = lambda x_TC: mixer.in_proj(norm(x_TC)).unflatten(-1, (4, -1))
+    bias, kind, temp = mixer.denom_bias, model.config.membership, mixer.temp
     bias = None if bias is None else bias.T[None, :33]
     with torch.no_grad():
         w_sq, count = w(x)[None].square(), torch.arange(1, 34)[None]
         pi = memberships(token_scores(w_sq, w_sq.cumsum(1), count, temp, bias, kind), kind)[0]
         mixed, _ = causal_tssa(w(x)[None], temp, bias, kind, TssaState.empty(1, 4, 8, like=x))
-        after = x + block.mixer_scale(block.mixer.out_proj(mixed.flatten(-2))[0])
-        z = block.mixer_norm(x)
-        bases = orthonormal(block.mixer.in_proj.weight.unflatten(0, (4, -1)))
+        after = x + block.mixer_scale(mixer.out_proj(mixed.flatten(-2))[0])
+        z = norm(x)
+        bases = orthonormal(mixer.in_proj.weight.unflatten(0, (4, -1)))
     names, rate = ("coding", "variational"), found[0]
     for measured, of in (([rate[x] for x in names], w(x)), ([rate[x] + rate[f"{x}_change"] for x in names], w(after))):
         torch.testing.assert_close(tuple(map(float, measured)), written_out(of.detach(), pi))

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tost_lm.mixers.tssa.phases import HeadSoftmax, Scoring, Sums
+from tost_lm.mixers.layer import HeadSoftmax
+from tost_lm.mixers.tssa.phases import Scoring, Sums
 from tost_lm.mixers.tssa.triton.forward import new_sums
 from tost_lm.mixers.tssa.triton.tiles import (
     ENERGY_FLOOR,

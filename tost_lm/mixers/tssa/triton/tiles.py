@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import naive
-from tost_lm.mixers.tssa.phases import HeadSoftmax, LocalSoftmax, Scoring, Sums
+from tost_lm.mixers.tssa.phases import LocalSoftmax, Scoring, Sums
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS

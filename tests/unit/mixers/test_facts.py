@@ -1,0 +1,53 @@
+"""The facts of each mixer against its layer."""
+
+import pytest
+import torch
+
+from tost_lm.mixers.facts import MixerFacts
+from tost_lm.mixers.layer import TokenMixer
+from tost_lm.mixers.registry import FACTS, MixerSettings, mixer_class
+from tost_lm.model import ModelConfig
+
+SETTINGS = [
+    {},
+    {"bias": True, "denom_bias": "head", "kv_heads": 2, "qk_norm": True},
+    {"denom_bias": "none", "slots": 3, "slot_channels": 5, "window": 4, "rope_theta": 0.0},
+]
+
+
+def layer(letter: str, settings: dict) -> tuple[ModelConfig, TokenMixer]:
+    config = ModelConfig(layers=1, heads=4, width=32, vocab_size=8, max_positions=16, pattern=letter, **settings)
+    with torch.device("meta"):
+        return config, mixer_class(letter)(config)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("letter", FACTS)
+def test_numbers_are_those_of_the_layer(letter: str, settings: dict):
+    facts, (config, mixer) = FACTS[letter], layer(letter, settings)
+    assert mixer.in_proj.weight.shape == (facts.channels_in(config), config.width)
+    assert mixer.out_proj.weight.shape == (config.width, facts.channels_out(config))
+    own = {name: p for name, p in mixer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
+    count, whole = facts.own_numbers(config), [p for name, p in own.items() if name not in mixer.OF_HEADS]
+    assert count.decayed + count.vectors + count.replicated == sum(p.numel() for p in own.values())
+    assert (count.replicated, count.replicated_tensors) == (sum(p.numel() for p in whole), len(whole))
+    assert all(p.shape[0] == config.heads for name, p in own.items() if name in mixer.OF_HEADS)
+
+
+@pytest.mark.parametrize("letter", FACTS)
+def test_each_mixer_owns_its_settings_and_what_others_ask(letter: str):
+    facts, kind = FACTS[letter], mixer_class(letter)
+    assert issubclass(kind, TokenMixer)
+    assert issubclass(MixerSettings, facts.settings)
+    assert {"split_heads", "shape_key"} <= set(dir(kind))
+    assert kind.shape_key is not TokenMixer.shape_key
+    assert all(hasattr(kind.State, name) for name in ("_fields", "to_running_dtype"))
+    others = [other.settings.model_fields.keys() for other in FACTS.values() if other is not facts]
+    assert all(facts.settings.model_fields.keys().isdisjoint(names) for names in others)
+
+
+def test_a_mixer_without_a_fact_cannot_be_made():
+    names = {name for name in MixerFacts.__abstractmethods__ if name != "launches"}
+    incomplete = type("Incomplete", (MixerFacts,), {name: lambda *_: None for name in names})
+    with pytest.raises(TypeError, match=r"abstract method '?launches'?"):
+        incomplete()

@@ -1,0 +1,177 @@
+"""The facts that the rest of the package asks of a token mixer. A mixer without one of them cannot be imported.
+
+Facts need no torch: settings, the resource plan and `--help` read them. Symbols: C channels, H heads, B sequences,
+T tokens, e bytes of an element.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+from tost_lm.config import Section
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
+
+
+class Flops(NamedTuple):
+    """Operations per token."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+NO_FLOPS = Flops(0, 0)
+
+
+class OwnNumbers(NamedTuple):
+    """Numbers of a layer's parameters beside its two projections."""
+
+    decayed: int
+    """Matrices, with weight decay; tensor ranks split them."""
+    vectors: int
+    """Without weight decay; tensor ranks split them."""
+    replicated: int
+    """Scales of norms, whole on every tensor rank."""
+    replicated_tensors: int
+    """Their number of tensors."""
+
+
+class Load(NamedTuple):
+    """A micro-batch of a rank in training."""
+
+    model: "ModelConfig"
+    element_bytes: int
+    """2 in bfloat16, 4 in float32."""
+    on_cpu: bool
+    tokens: float
+    """Tokens on a sequence rank."""
+    row_tokens: int
+    """Tokens of a whole row."""
+    tile_tokens: int
+    """Tokens of a row that are processed at once."""
+    sequence: int
+    """Sequence ranks."""
+    tensor: int
+    """Tensor ranks."""
+    exchanged_rows: int
+    """Rows of statistics that a rank receives in an exchange, its own included."""
+
+    @property
+    def tokens_here(self) -> float:
+        """Tokens of a tile on a sequence rank."""
+        return self.tile_tokens / self.sequence
+
+
+class GatheredTokens(NamedTuple):
+    """What sequence ranks receive of each other's tokens."""
+
+    tokens: float
+    """Of those on each rank."""
+    channels: int
+
+
+NOT_GATHERED = GatheredTokens(0.0, 0)
+
+
+class MixerFacts(ABC):
+    """Everything that is known of a mixer without its code."""
+
+    letter: str
+    """In `model.pattern`."""
+    folder: str
+    """Below tost_lm/mixers; its `layer.py` has the class `MIXER`."""
+    name: str
+    """In messages."""
+    tag: str
+    """On the hub, in model cards."""
+    settings: type[Section]
+    """Its own settings, a part of `ModelConfig`."""
+
+    def layers(self, model: "ModelConfig") -> int:
+        """The number of layers of a model that have this mixer."""
+        return model.letters.count(self.letter)
+
+    def weights(self, model: "ModelConfig") -> int:
+        """Numbers of the two projections."""
+        return model.width * (self.channels_in(model) + self.channels_out(model))
+
+    @abstractmethod
+    def description(self, model: "ModelConfig") -> str:
+        """The mixer of this model, in words."""
+
+    @abstractmethod
+    def problem(self, model: "ModelConfig") -> str | None:
+        """Settings of a model with this mixer that do not fit each other; None: they do."""
+
+    @abstractmethod
+    def has_position_parameters(self, model: "ModelConfig") -> bool:
+        """Whether parameters have the size `model.max_positions`."""
+
+    @abstractmethod
+    def is_rotary(self, model: "ModelConfig") -> bool:
+        """Whether the layer reads the angles of a rotary embedding."""
+
+    @abstractmethod
+    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
+        """Why the state after a tile does not have a constant size; None: it has."""
+
+    @abstractmethod
+    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
+
+    @abstractmethod
+    def channels_in(self, model: "ModelConfig") -> int:
+        """Channels that the first projection computes."""
+
+    @abstractmethod
+    def channels_out(self, model: "ModelConfig") -> int:
+        """Channels that the last projection reads."""
+
+    @abstractmethod
+    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+        """Parameters beside the projections."""
+
+    @abstractmethod
+    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+        """Products between tokens of a document of `tokens` tokens."""
+
+    @abstractmethod
+    def operator_flops(self, model: "ModelConfig") -> Flops:
+        """The arithmetic between the projections that is no such product."""
+
+    @abstractmethod
+    def launches(self) -> int:
+        """Operations of a layer for a tile of a micro-batch, forward and backward."""
+
+    @abstractmethod
+    def stored_bytes(self, load: Load) -> float:
+        """Bytes per token that autograd stores between the projections, the input of the last one included, for all
+        tensor ranks together."""
+
+    @abstractmethod
+    def received_bytes(self, load: Load) -> float:
+        """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
+
+    @abstractmethod
+    def state_bytes(self, load: Load) -> float:
+        """Bytes of the state of a row between tiles, for all tensor ranks together."""
+
+    @abstractmethod
+    def exchanged_bytes(self, load: Load) -> float:
+        """Bytes of a row's statistics that a sequence rank sends in one exchange, for all tensor ranks together."""
+
+    @abstractmethod
+    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
+        """Channels of tokens that sequence ranks receive of a tile of `tokens` tokens."""
+
+    @abstractmethod
+    def head_softmax_bytes(self, load: Load) -> float:
+        """Bytes that tensor ranks exchange in a forward and a backward for a softmax over all heads."""
+
+    @abstractmethod
+    def kernel_bytes(self, load: Load, forwards: float) -> float:
+        """Bytes per token that Triton kernels read and write in `forwards` forwards and a backward."""

@@ -1,0 +1,59 @@
+"""The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.positions import SequenceInfo
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
+
+
+class HeadSoftmax(Protocol):
+    """The softmax over heads, of one rank or several."""
+
+    def forward(self, z_MH: Tensor) -> Tensor:
+        """Scores → memberships."""
+        ...
+
+    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
+        """Memberships and their gradient → gradient of the scores, Π·(dΠ − Σ_h Π·dΠ).
+
+        The result does not change when a number is subtracted from dΠ of all heads. Subtract dΠ of the largest Π:
+        where Π is nearly 1, as at a document's first token, the two terms are else equal, and float32 cancels.
+        """
+        ...
+
+
+class TokenMixer(nn.Module):
+    """A layer between two projections, `in_proj` and `out_proj`. It is built from a `ModelConfig`."""
+
+    State: ClassVar[type[Any]]
+    """A NamedTuple of tensors, [N, …]; its method `to_running_dtype` prepares it for any number of further tokens."""
+    OF_HEADS: ClassVar[tuple[str, ...]] = ()
+    """Parameters with a row for each head, beside the projections."""
+    heads: int
+    groups: tuple[int, ...] = (1,)
+    """Relative sizes of the tensors that `in_proj` computes one after the other, each with channels of all heads."""
+    in_proj: Any
+    out_proj: Any
+
+    def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, Any]:
+        """Mix the tokens, given the state after earlier tokens; the new state is None unless `info` asks for it."""
+        raise NotImplementedError
+
+    def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
+        """Keep a rank's part of the heads; the projections and `OF_HEADS` are split by the caller.
+
+        Args:
+            softmax: a softmax over the heads of all ranks.
+        """
+        self.heads //= ranks
+
+    @staticmethod
+    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
+        """Equal for calls whose operations have equal shapes on a CPU, apart from sizes that all mixers share."""
+        raise NotImplementedError

@@ -1,0 +1,29 @@
+"""All token mixers, and the only list of them: a new one adds its folder, its settings and its facts here."""
+
+from importlib import import_module
+from typing import Any
+
+from tost_lm.mixers.facts import MixerFacts
+from tost_lm.mixers.slots.facts import SLOTS
+from tost_lm.mixers.slots.settings import SlotsSettings
+from tost_lm.mixers.softmax.facts import SOFTMAX
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
+from tost_lm.mixers.tssa.facts import TSSA
+from tost_lm.mixers.tssa.settings import TssaSettings
+
+FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, SLOTS, SOFTMAX)}
+"""By letter, in the order of tables and messages."""
+
+
+class MixerSettings(SoftmaxSettings, SlotsSettings, TssaSettings):
+    """The settings of all mixers."""
+
+
+def mixer_class(letter: str) -> Any:
+    """The layer of a mixer: a module with `State`, the type of its state, `groups` and `split_heads`."""
+    return import_module(f"tost_lm.mixers.{FACTS[letter].folder}.layer").MIXER
+
+
+def facts_of(letters: str) -> list[MixerFacts]:
+    """The facts of the mixers in a pattern, each once."""
+    return [facts for letter, facts in FACTS.items() if letter in letters]

@@ -1,0 +1,125 @@
+"""Facts of slot memory layers: see `tost_lm.mixers.facts`.
+
+Operations one token at a time, for each head with S slots of V channels and a convolution of K taps:
+
+    forward                                S·V   S           backward                               S·V   S
+    convolution of the key                       2·K − 1     dr: Σ_v dy·M/N′                        2     0
+    w, r: times temp, softmax                    10     −2   −dr·r/N′; RN, running sum                    3
+    M = ρ·M + w·u                          3                 RM = ρ·RM + r/N′·dy                    3
+    N = ρ·N + w; N′                              3           du = Σ_s w·RM                          2          −V
+    r/N′                                         1           dw = Σ_v u·RM + RN                     2     0
+    y = Σ_s r/N′·M                         2            −V   d log ρ, summed over tokens            2     2
+                                                             softmaxes, d temp, times temp                14   −2
+                                                             dx and d weight of the convolution           4·K − 1
+                                           5   13 + 2·K      11  18 + 4·K
+
+The sum is H·(5·S·V + (13 + 2·K)·S − V − 2) forward and H·(11·S·V + (18 + 4·K)·S − V − 2) backward. The products
+of chunks execute more.
+
+Autograd stores, in bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
+value channel: what was read 4, and e each for norm, scale, gate and the output projection's input. Values and, in
+float32, read scores keep the memory of the input projection's output, 2·e·H·(S + V); in bfloat16 the scores' copy takes
+4·H·S. On a GPU there are also float32 values, 4·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
+1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks they are
+stored twice. The norm stores 4·H.
+
+A state is 8·H·S·(V + 1) + 3·e·H·S bytes: M and N in float64, and the convolution's last 3 keys. Sequence ranks send it
+forward and its gradient backward. Recomputation keeps up to 16 of them for each row.
+"""
+
+from typing import TYPE_CHECKING
+
+from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsSettings
+from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS, TRITON_SLOT_CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
+
+
+class SlotsFacts(MixerFacts):
+    letter = "S"
+    folder = "slots"
+    name = "slot memory"
+    tag = "slot-memory"
+    settings = SlotsSettings
+
+    def description(self, model: "ModelConfig") -> str:
+        return "slot memory, linear in time"
+
+    def problem(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def has_position_parameters(self, model: "ModelConfig") -> bool:
+        return False
+
+    def is_rotary(self, model: "ModelConfig") -> bool:
+        return False
+
+    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        return None
+
+    def channels_in(self, model: "ModelConfig") -> int:
+        """Two keys and two values."""
+        return 2 * model.heads * (model.slots + model.slot_channels)
+
+    def channels_out(self, model: "ModelConfig") -> int:
+        return model.heads * model.slot_channels
+
+    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+        """The convolution and the norm; two temperatures and a decay for each head."""
+        H = model.heads
+        return OwnNumbers(H * (model.slots * CONV_TAPS + model.slot_channels), 3 * H, 0, 0)
+
+    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+        return NO_FLOPS
+
+    def operator_flops(self, model: "ModelConfig") -> Flops:
+        H, S, V = model.heads, model.slots, model.slot_channels
+        forward = H * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
+        return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
+
+    def launches(self) -> int:
+        """103 that torch's dispatcher counts, and the 6 kernels of slot memory."""
+        return 110
+
+    def stored_bytes(self, load: Load) -> float:
+        model, e = load.model, load.element_bytes
+        slots, values = model.heads * model.slots, model.heads * model.slot_channels
+        projected = 2 * e * (slots + values) + (4 * slots if e == 2 else 0)
+        state = slots * (model.slot_channels + 1)
+        states = (2 if load.sequence > 1 else 1) * state
+        if load.on_cpu:
+            at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
+            in_operator = 8 * (states / min(at_once, load.tokens) + state / load.tokens_here)
+        else:
+            in_operator = 4 * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, load.tokens_here)
+        return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
+
+    def received_bytes(self, load: Load) -> float:
+        if load.sequence == 1:
+            return 0.0
+        return load.exchanged_rows * self.state_bytes(load) / load.tokens_here / load.tensor
+
+    def state_bytes(self, load: Load) -> float:
+        model = load.model
+        return model.heads * model.slots * (8 * (model.slot_channels + 1) + load.element_bytes * (CONV_TAPS - 1))
+
+    def exchanged_bytes(self, load: Load) -> float:
+        return self.state_bytes(load)
+
+    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
+        return NOT_GATHERED
+
+    def head_softmax_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def kernel_bytes(self, load: Load, forwards: float) -> float:
+        """Each stored tensor is written and read forward; the backward reads it, and writes and reads its gradient."""
+        return (2 * forwards + 3) * self.stored_bytes(load)
+
+
+SLOTS = SlotsFacts()

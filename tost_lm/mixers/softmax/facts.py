@@ -1,0 +1,136 @@
+"""Facts of softmax attention layers: see `tost_lm.mixers.facts`.
+
+Products: 4·C·p forward for a token that attends to p tokens (q·k and Π·v), and twice that backward. Over a document of
+T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T).
+
+Autograd stores q, k and v, in units of e·C bytes per token: 3. With rotary embedding 5, because v keeps the memory of
+all three, and without a window on one sequence rank 6: the kernel's output and a copy of it. The input of the output
+projection adds 1. With `model.kv_heads`, k and v are narrower. With `model.qk_norm` it stores q and k before and after
+the norm, and 4 bytes for each of their heads. With several sequence ranks it stores k and v of the whole sequence; with
+a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also stores 4·H.
+
+A state has the keys and values of a window. Sequence ranks gather keys and values of all tokens, or of the last w − 1
+of each rank; recomputation keeps what was received.
+"""
+
+from typing import TYPE_CHECKING
+
+from tost_lm.mixers.facts import NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
+
+
+class SoftmaxFacts(MixerFacts):
+    letter = "A"
+    folder = "softmax"
+    name = "softmax attention"
+    tag = "softmax-attention"
+    settings = SoftmaxSettings
+
+    def description(self, model: "ModelConfig") -> str:
+        return "softmax attention" + (f" over {model.window:,} tokens" if model.window else "")
+
+    def problem(self, model: "ModelConfig") -> str | None:
+        if model.kv_heads and model.heads % model.kv_heads:
+            return f"model.heads {model.heads} is not a multiple of model.kv_heads {model.kv_heads}; change one of them"
+        if model.rope_theta and model.width // model.heads % 2:
+            return (
+                f"model.width {model.width} / model.heads {model.heads} is odd, but a rotary embedding rotates pairs "
+                "of channels; change one of them or set model.rope_theta=0"
+            )
+        return None
+
+    def has_position_parameters(self, model: "ModelConfig") -> bool:
+        return False
+
+    def is_rotary(self, model: "ModelConfig") -> bool:
+        return model.rope_theta > 0
+
+    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
+        if model.window:
+            return None
+        return (
+            f"the A layers of model.pattern {model.pattern!r} attend to all earlier tokens, so their state grows with "
+            "the length; set model.window"
+        )
+
+    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        if (model.kv_heads or model.heads) % ranks:
+            return (
+                f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+            )
+        return None
+
+    def channels_in(self, model: "ModelConfig") -> int:
+        return model.width + 2 * model.kv_width
+
+    def channels_out(self, model: "ModelConfig") -> int:
+        return model.width
+
+    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+        """The scales of the norms of queries and keys."""
+        return OwnNumbers(0, 0, 2 * (model.width // model.heads), 2) if model.qk_norm else OwnNumbers(0, 0, 0, 0)
+
+    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+        window = min(model.window or tokens, tokens)
+        forward = 4 * model.width * (window - window * (window - 1) / (2 * tokens))
+        return Flops(forward, 2 * forward)
+
+    def operator_flops(self, model: "ModelConfig") -> Flops:
+        return NO_FLOPS
+
+    def launches(self) -> int:
+        """Torch's dispatcher counts 74."""
+        return 80
+
+    def stored_bytes(self, load: Load) -> float:
+        model, e, ranks = load.model, load.element_bytes, load.sequence
+        C, kv = model.width, model.kv_width
+        read = C + kv  # queries and keys
+        changed = self.is_rotary(model) or model.qk_norm
+        if ranks > 1:
+            # Gathered keys and values, with a window also a copy.
+            relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
+            gathered = 2 * (relative + 1 if model.window else relative)
+            kept = C + 2 * kv if model.qk_norm or not self.is_rotary(model) else 0
+            attention = (C if changed else 0) + kept + gathered * kv
+        else:
+            # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
+            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not model.window else 0)
+        normed = (4 * read * model.heads / C + self._norm_bytes(load) * read) if model.qk_norm else 0
+        return e * (C + attention) + 4 * model.heads + normed
+
+    def _norm_bytes(self, load: Load) -> int:
+        """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway:
+        on a CPU the input in float32, and normalized."""
+        if not load.on_cpu:
+            return 0
+        return 4 if load.element_bytes == 4 else 8
+
+    def received_bytes(self, load: Load) -> float:
+        if load.sequence == 1:
+            return 0.0
+        gathered = self.gathered_tokens(load, load.tile_tokens)
+        relative = load.sequence * gathered.tokens / load.tokens_here
+        return gathered.channels * relative * load.element_bytes / load.tensor
+
+    def state_bytes(self, load: Load) -> float:
+        return 2 * load.element_bytes * load.model.kv_width * max(0, load.model.window - 1)
+
+    def exchanged_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
+        window, here = load.model.window, tokens / load.sequence
+        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * load.model.kv_width)
+
+    def head_softmax_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def kernel_bytes(self, load: Load, forwards: float) -> float:
+        return 0.0
+
+
+SOFTMAX = SoftmaxFacts()

@@ -1,0 +1,117 @@
+"""Facts of TSSA layers: see `tost_lm.mixers.facts`.
+
+Operations for each token and layer, for any length (`chunked.py`; signs and comparisons are not counted):
+
+    forward                                          C    H         backward                            C    H
+    w²                                               1              dy·a                                2
+    S1, running sum                                  1              dy·w·a                              1
+    Σ_d w²/S1                                        2   −1         q = dy·w·Π·a²/N′                    2
+    z: times temp                                         1         R2, running sum                     1
+       times t/D (energy-mean)                           (1)        RN: Σ_d q·S2/N′, running sum        2    1
+       plus bias                                         (1)        dΠ = Σ_d (R2·w² − dy·w·a) + RN      3
+       … times D (energy-share)                          (1)        dz = Π·(dΠ − Σ_h Π·dΠ)                   4 − 1/H
+    Π, softmax over heads                                 4 − 1/H   d temp, summed over tokens               2
+    Π·w²                                             1              u = temp·dz                              1
+    S2, running sum                                  1                times t/D (energy-mean)               (1)
+    N, running sum; N′                                    2         r = −u·w²/S1²                       2
+    y = −Π·N′·w / (S2 + N′)                          3    1         −u/S1 − r; R1, running sum          2
+                                                                    dw = −Π·dy·a + 2w·(Π·R2 + … + R1)   7
+                                                                    d bias, summed over rows                (1)
+                                                                    … times D (energy-share)                (1)
+                                                     9    7         22   8
+
+The sum is 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, plus H for each parenthesis that applies. For tost-base
+this is less than 0.1 % of the products. `uniform` computes the scores of `energy-share` and does not use them.
+
+Autograd stores w, e·C bytes per token, the memberships Π, 4·H, the sums before each chunk, 4·(2C + H) per chunk, and
+the input of the output projection, e·C (in both cases for all tensor ranks together). Recomputation keeps the log-sums
+of other tensor ranks, 4 bytes a rank. A state, and what sequence ranks exchange, is 2C + H numbers in float32. Tensor
+ranks exchange one number per token for the softmax over all heads, and three in its backward.
+"""
+
+from typing import TYPE_CHECKING
+
+from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.tssa.settings import TssaSettings
+from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
+
+
+class TssaFacts(MixerFacts):
+    letter = "T"
+    folder = "tssa"
+    name = "TSSA"
+    tag = "token-statistics-self-attention"
+    settings = TssaSettings
+
+    def description(self, model: "ModelConfig") -> str:
+        return "token statistics (TSSA), linear in time"
+
+    def problem(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def has_position_parameters(self, model: "ModelConfig") -> bool:
+        return model.denom_bias == "position"
+
+    def is_rotary(self, model: "ModelConfig") -> bool:
+        return False
+
+    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        return None
+
+    def channels_in(self, model: "ModelConfig") -> int:
+        return model.width
+
+    def channels_out(self, model: "ModelConfig") -> int:
+        return model.width
+
+    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+        """temp and denom_bias; neither has weight decay."""
+        biases = {"position": model.heads * model.max_positions, "head": model.heads, "none": 0}
+        return OwnNumbers(0, model.heads + biases[model.denom_bias], 0, 0)
+
+    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+        return NO_FLOPS
+
+    def operator_flops(self, model: "ModelConfig") -> Flops:
+        C, H = model.width, model.heads
+        mean, biased = model.membership == "energy-mean", model.denom_bias != "none"
+        extra = H * (mean + biased * (1 if mean else 2))
+        return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
+
+    def launches(self) -> int:
+        """Assumed: as in an A layer, of which torch's dispatcher counts 74."""
+        return 80
+
+    def stored_bytes(self, load: Load) -> float:
+        C, H = load.model.width, load.model.heads
+        on_cpu = min(load.tokens_here, max(32, CPU_CHUNK_ELEMENTS // C))
+        chunk = on_cpu if load.on_cpu else TRITON_CHUNK_TOKENS
+        return 2 * load.element_bytes * C + 4 * H + self.state_bytes(load) / chunk
+
+    def received_bytes(self, load: Load) -> float:
+        return 4.0 * load.tensor if load.tensor > 1 else 0.0
+
+    def state_bytes(self, load: Load) -> float:
+        return 4 * (2 * load.model.width + load.model.heads)
+
+    def exchanged_bytes(self, load: Load) -> float:
+        return self.state_bytes(load)
+
+    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
+        return NOT_GATHERED
+
+    def head_softmax_bytes(self, load: Load) -> float:
+        return 16 * load.tokens
+
+    def kernel_bytes(self, load: Load, forwards: float) -> float:
+        e, C, H = load.element_bytes, load.model.width, load.model.heads
+        return forwards * (4 * e * C + C + 8 * H) + 7 * e * C + 1.75 * C + 20 * H
+
+
+TSSA = TssaFacts()
