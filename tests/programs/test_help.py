@@ -34,7 +34,7 @@ PATHS = {
     "tost convert": ["ckpt.pt", "convert.folder=x"],
     "python -m benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
 }
-HEAVY = {"torch", "numpy", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"}
+HEAVY = {"torch", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"}
 
 
 ASK = f"""

@@ -13,16 +13,15 @@ from functools import lru_cache
 from itertools import accumulate, chain, count, takewhile
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from tost_lm.data.samples import ConcatenatedSamples, Order, PackedSamples, Samples, Segments, permuted
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 CYCLE = 10_000
 """Number of samples in which each corpus has its exact fraction, rounded to whole samples."""
@@ -45,8 +44,6 @@ def context_shares(
     `lengths`: tokens of each document of each shard, including end-of-text ids. Exact, except that a document that
     best-fit packing cuts because it fits in no gap counts as whole.
     """
-    import numpy as np
-
     length_D = np.concatenate([np.empty(0, np.int64), *lengths])
     end_D = np.cumsum(length_D) if packing == "concatenated" else length_D  # best-fit: a document starts a sample
     shares = []
@@ -136,8 +133,6 @@ class Mixture:
 
     def locate(self, sample_N: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
         """The corpus of each sample of the run, and the number of the sample within that corpus, both int64 [N]."""
-        import numpy as np
-
         corpus_N, number_N = np.empty_like(sample_N), np.empty_like(sample_N)
         cycle_N, position_N = np.divmod(sample_N, CYCLE)
         for cycle in np.unique(cycle_N).tolist():
@@ -148,8 +143,6 @@ class Mixture:
 
     def _shuffle_cycle(self, cycle: int) -> "tuple[np.ndarray, np.ndarray]":
         """The corpus at each position of a cycle, and the number of earlier samples of that corpus, both [CYCLE]."""
-        import numpy as np
-
         position_P, end_C = np.arange(CYCLE), np.cumsum(self._samples)
         corpus_P = np.searchsorted(end_C, permuted(position_P, CYCLE, Order.MIXTURE, cycle, self._seed), "right")
         earlier_P = np.empty_like(position_P)
@@ -159,8 +152,6 @@ class Mixture:
 
 def _samples_per_cycle(weights: Sequence[float]) -> "np.ndarray":
     """Samples of each corpus in a cycle, int64 [C], by the largest remainder method."""
-    import numpy as np
-
     quota_C = np.array(weights) * CYCLE
     samples_C = np.floor(quota_C).astype(np.int64)
     missing = CYCLE - int(samples_C.sum())
@@ -216,8 +207,6 @@ class TrainingBatches:
         documents: Literal["train", "valid"] = "train",
     ) -> None:
         """Raises ConfigError if a corpus is shorter than a sample, DataError if one is damaged."""
-        import numpy as np
-
         shards_of = [one.token_arrays(documents) for one in corpora.shards]
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
         for one, tokens in zip(corpora.shards, tokens_of, strict=True):
@@ -264,8 +253,6 @@ class TrainingBatches:
 
     def __getitem__(self, step: int) -> Batch:
         """Raises IndexError for steps before the first, DataError as `TokenShard`."""
-        import numpy as np
-
         if step < 0:
             raise IndexError(f"step {step}")
         samples = self._global_batch_size // self._shard.data_ranks
@@ -285,8 +272,6 @@ class TrainingBatches:
 
     def _segments(self, sample_N: "np.ndarray") -> Segments:
         """The segments of these samples of the run, in order, as ranges of `_tokens`; a sample −1 is padding."""
-        import numpy as np
-
         corpus_N, number_N = self._mixture.locate(np.maximum(sample_N, 0))
         corpus_N[sample_N < 0] = -1
         found, numbers = [], []
@@ -309,8 +294,6 @@ class TrainingBatches:
 
     def _read(self, segments: Segments) -> "tuple[np.ndarray, np.ndarray]":
         """Tokens and labels, both flat int32; reads nothing else from the shards."""
-        import numpy as np
-
         labels = self._tokens.read(segments.start, segments.length, np.int32)
         first_S = np.cumsum(segments.length) - segments.length
         tokens = np.empty_like(labels)
@@ -325,8 +308,6 @@ class TrainingBatches:
 
 def _within_columns(segments: Segments, row_tokens: int, first: int, end: int) -> Segments:
     """The segments cut to the columns [first, end) of the rows that they fill."""
-    import numpy as np
-
     column_S = (np.cumsum(segments.length) - segments.length) % row_tokens
     before_S = np.maximum(first - column_S, 0)
     length_S = np.minimum(segments.length, end - column_S) - before_S

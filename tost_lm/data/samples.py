@@ -20,12 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from tost_lm.data.shards import Concatenation
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ROUNDS = 8
 
@@ -46,8 +45,6 @@ def permuted(index_N: "np.ndarray", n: int, *key: int) -> "np.ndarray":
     A Feistel network over the smallest power of two ≥ n, applied again to values outside [0, n) (cycle walking). The
     numbers of a key are non-negative.
     """
-    import numpy as np
-
     bits = max((n - 1).bit_length(), 2)
     value_N = index_N.astype(np.uint64)
     outside_N = np.ones(len(value_N), dtype=bool)
@@ -58,8 +55,6 @@ def permuted(index_N: "np.ndarray", n: int, *key: int) -> "np.ndarray":
 
 
 def _shuffle_bits(value_N: "np.ndarray", bits: int, round_keys: "np.ndarray") -> "np.ndarray":
-    import numpy as np
-
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
     low_N, high_N = value_N & low_mask, value_N >> low_bits
@@ -71,8 +66,6 @@ def _shuffle_bits(value_N: "np.ndarray", bits: int, round_keys: "np.ndarray") ->
 
 def _mixed(x_N: "np.ndarray") -> "np.ndarray":
     """The finalizer of SplitMix64: every output bit depends on every input bit."""
-    import numpy as np
-
     x_N = (x_N ^ x_N >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ x_N >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x_N ^ x_N >> np.uint64(31)
@@ -80,8 +73,6 @@ def _mixed(x_N: "np.ndarray") -> "np.ndarray":
 
 @lru_cache(maxsize=256)
 def _round_keys(key: tuple[int, ...]) -> "np.ndarray":
-    import numpy as np
-
     # NumPy guarantees the same SeedSequence output in every version.
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     keys.flags.writeable = False
@@ -125,8 +116,6 @@ class ConcatenatedSamples:
         return -(-self._tokens // self._seq_len)
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
-        import numpy as np
-
         epoch_N, position_N = np.divmod(sample_N, len(self))
         window_N = np.empty_like(position_N)
         for epoch, chosen in runs(epoch_N):
@@ -141,8 +130,6 @@ class ConcatenatedSamples:
 
 def runs(x_N: "np.ndarray") -> Iterator[tuple[int, slice]]:
     """Each run of equal neighbours: the value and its slice."""
-    import numpy as np
-
     edges = [0, *(np.flatnonzero(np.diff(x_N)) + 1).tolist(), len(x_N)]
     for start, end in pairwise(edges):
         yield int(x_N[start]), slice(start, end)
@@ -161,8 +148,6 @@ class PackedSamples:
 
     def __init__(self, lengths: "Sequence[np.ndarray]", seq_len: int, corpus: int, seed: int) -> None:
         """`lengths`: tokens of each document of each shard, including end-of-text ids, [D]."""
-        import numpy as np
-
         self._lengths = Concatenation(lengths)
         self._seq_len, self._corpus, self._seed = seq_len, corpus, seed
         self._blocks = Blocks.of(lengths)
@@ -186,8 +171,6 @@ class PackedSamples:
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
         """Implements `Samples.segments`. Each epoch has its own order of groups, and of the samples in each group."""
-        import numpy as np
-
         found = []
         epoch_N, position_N = np.divmod(sample_N, len(self))
         for epoch, in_epoch in runs(epoch_N):
@@ -202,16 +185,12 @@ class PackedSamples:
 
     def _order_groups(self, epoch: int) -> "tuple[np.ndarray, np.ndarray]":
         """The groups in the order of an epoch, and the first sample of each in that order, both [G]."""
-        import numpy as np
-
         count = len(self._samples)
         group_G = permuted(np.arange(count), count, Order.GROUPS, self._corpus, epoch, self._seed)
         samples_G = self._samples[group_G]
         return group_G, np.cumsum(samples_G) - samples_G
 
     def _pack_group(self, group: int) -> "Packing":
-        import numpy as np
-
         block_K = self._block_order[self._first_block[group] : self._first_block[group + 1]]
         first_K = self._blocks.first_document[block_K]
         documents_K = self._blocks.first_document[block_K + 1] - first_K
@@ -243,8 +222,6 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, lengths: "Iterable[np.ndarray]") -> "Blocks":
         """The blocks of documents with these lengths, [D] for each shard."""
-        import numpy as np
-
         documents, tokens, last_block = 0, 0, -1
         first_documents, first_tokens = [], []
         for length_D in lengths:
@@ -267,8 +244,6 @@ class Packing(NamedTuple):
 
     def segments_of(self, number_N: "np.ndarray") -> Segments:
         """The segments of these samples, in order."""
-        import numpy as np
-
         first_N = self.first_segment[number_N]
         count_N = self.first_segment[number_N + 1] - first_N
         before_N = np.cumsum(count_N) - count_N
@@ -282,8 +257,6 @@ def pack(start_D: "np.ndarray", length_D: "np.ndarray", seq_len: int) -> Packing
     Documents that fit in no gap are cut to fill the largest gaps. Only a segment at the first token of a document is
     fresh; the first input of any other segment is the token before it.
     """
-    import numpy as np
-
     whole_D, rest_D = np.divmod(length_D, seq_len)
     full = int(whole_D.sum())
     samples = -(-int(length_D.sum()) // seq_len)
@@ -316,8 +289,6 @@ class _Placed(NamedTuple):
 
 def _best_fit(sizes: list[int], bins: int, room: int, padding: int) -> _Placed:
     """Place items, largest first, into bins of `room`; the last bin keeps `padding` free. All bins become full."""
-    import numpy as np
-
     gaps = _Gaps(bins, room, padding)
     placed: list[tuple[int, int, int, int]] = []
     too_large = []

@@ -13,17 +13,15 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
+import numpy as np
 import xxhash
 from pydantic import Field, ValidationError, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import DataError, first_problem
 from tost_lm.files import manifest_content
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FORMAT = "tost_lm.shards.v3"
 MANIFEST = "manifest.json"
@@ -153,8 +151,6 @@ def index_size(documents: int) -> int:
 
 def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
     """Megatron's .idx file for documents of these lengths in tokens [documents]."""
-    import numpy as np
-
     ends = np.cumsum(lengths, dtype=np.int64)
     offsets = (ends - lengths) * np.dtype(dtype).itemsize
     header = INDEX_HEADER.pack(INDEX_MAGIC, 1, DTYPE_CODES[dtype], len(lengths), len(lengths) + 1)
@@ -168,8 +164,6 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
     Raises:
         DataError: its hash differs, or the lengths are not those of the shard's tokens.
     """
-    import numpy as np
-
     data = path.read_bytes()
     if xxhash.xxh3_128_hexdigest(data) != entry["idx_xxh3"]:
         raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
@@ -193,8 +187,6 @@ class SplitWriter:
         Raises:
             DataError: the files are shorter than the commit records.
         """
-        import numpy as np
-
         self._folder = folder
         self._split = split
         self._dtype = np.dtype(dtype)
@@ -214,8 +206,6 @@ class SplitWriter:
 
     def add(self, tokens: "np.ndarray", lengths: "np.ndarray", text_bytes: "np.ndarray") -> None:
         """Append documents: tokens [Σ lengths]; tokens and bytes of text of each document [documents]."""
-        import numpy as np
-
         while len(lengths):
             shard = self._open or self._begin_shard()
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -260,8 +250,6 @@ class SplitWriter:
         return self._open
 
     def _close_shard(self) -> None:
-        import numpy as np
-
         assert self._open is not None
         self.commit()
         for file in self._files.values():

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from tost_lm.data.shard_format import (
@@ -19,9 +20,6 @@ from tost_lm.data.shard_format import (
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_bytes, sha256_file
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Shards:
@@ -46,8 +44,6 @@ class Shards:
         Raises:
             DataError: not a shard folder, an unknown format, a missing or truncated file, or another tokenizer.
         """
-        import numpy as np
-
         shards = cls(folder, read_manifest(folder))
         itemsize = np.dtype(shards.manifest["dtype"]).itemsize
         for split in SPLITS:
@@ -98,8 +94,6 @@ class Shards:
         Raises:
             DataError: a damaged .idx file, or as `TokenShard`.
         """
-        import numpy as np
-
         for entry, tokens in zip(self.entries(split), self.token_arrays(split), strict=True):
             lengths = self._lengths(entry)
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -137,8 +131,6 @@ class TokenShard:
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
         """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
-        import numpy as np
-
         self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
         self._bytes, self._vocab_size = self._tokens * np.dtype(dtype).itemsize, vocab_size
         self.check_size()
@@ -186,8 +178,6 @@ class Concatenation:
     """Concatenated arrays or shards [n]; only `read` copies."""
 
     def __init__(self, arrays: "Sequence[np.ndarray | TokenShard]") -> None:
-        import numpy as np
-
         self._arrays = arrays
         self._ends = np.cumsum([len(array) for array in arrays])
 
@@ -196,8 +186,6 @@ class Concatenation:
 
     def read(self, start_S: "np.ndarray", length_S: "np.ndarray", dtype: "type[np.generic]") -> "np.ndarray":
         """The elements [start, start + length) of each segment, concatenated, as `dtype`. No segment may be empty."""
-        import numpy as np
-
         number_S = np.searchsorted(self._ends, start_S, "right")
         left_S = self._ends[number_S] - start_S
         views = []
@@ -225,8 +213,6 @@ class Bucket(NamedTuple):
 
 def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
     """Buckets by powers of 2, from the shortest document to the longest. `lengths` [documents] ≥ 1."""
-    import numpy as np
-
     exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
     counts = np.bincount(exponents)
     return [Bucket(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
@@ -234,8 +220,6 @@ def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
 
 def token_counts(shards: Shards, split: str) -> "np.ndarray":
     """Occurrences of each token id, int64 [vocab_size]. Raises DataError as `TokenShard`."""
-    import numpy as np
-
     counts = np.zeros(shards.vocab_size, np.int64)
     for tokens in shards.token_arrays(split):
         for start in range(0, len(tokens), COUNTED_TOKENS):

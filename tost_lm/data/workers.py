@@ -14,16 +14,15 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
 from tost_lm.data.sources import BadRow, Block, Document, Splitter, parse
 from tost_lm.data.tokenizers import read_tokenizer
 from tost_lm.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 IN_FLIGHT = 3  # items per worker: keeps workers busy and bounds memory
 
@@ -133,8 +132,6 @@ class _Encoder:
         self._checked = 0
 
     def encode(self, block: Block) -> Encoded:
-        import numpy as np
-
         dtype = dtype_for(self._tokenizer.vocab_size)
         eot = np.array([self._tokenizer.eot], dtype)
         documents_of: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+import numpy as np
 import xxhash
 
 from tost_lm.data.settings import CorpusConfig
@@ -285,7 +286,6 @@ def _nanogpt_rows(rows: int) -> frozenset[int]:
         import datasets
     except ImportError:
         raise DataError("corpus.split nanogpt: needs the package datasets: pip install datasets") from None
-    import numpy as np
     import pyarrow
 
     numbers = datasets.Dataset(pyarrow.table({"row": np.arange(rows)}), fingerprint=f"rows-{rows}")

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
@@ -97,8 +99,6 @@ def column_blocks(
     A block ends with the text that brings it to `block_bytes`, wherever the arrays end, so reading may resume at the
     end of any block. `consumed` maps a row to the amount read before it.
     """
-    import numpy as np
-
     arrays, size, rows = [], 0, 0
     for column in columns:
         lengths = _lengths(column)

@@ -6,14 +6,13 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tost_lm.data.tokenizers.interface import Tokenizer
 from tost_lm.errors import DataError, install_hint
 from tost_lm.files import sha256_file
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RANKS = 50_256
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -60,8 +59,6 @@ class Gpt2Tokenizer(Tokenizer):
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> "np.ndarray":
-        import numpy as np
-
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # its regular expression fails on a long run of spaces before other text

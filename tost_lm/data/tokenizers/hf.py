@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.errors import DataError, install_hint
-
-if TYPE_CHECKING:
-    import numpy as np
 
 BREAK = ESCAPE + "2"  # decodes to nothing
 UNESCAPED = {**SENTENCEPIECE_UNESCAPED, BREAK: ""}
@@ -86,8 +85,6 @@ class HfTokenizer(Tokenizer):
         return self._encode(self._escape(text) if self._escapes else text)
 
     def encode_array(self, text: str) -> "np.ndarray":
-        import numpy as np
-
         return np.frombuffer(array("I", self.encode(text)), np.uint32)  # np.array takes three times as long
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -7,13 +7,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Tokenizer(ABC):
@@ -79,8 +77,6 @@ class CharacterTokenizer(Tokenizer):
             ) from None
 
     def encode_array(self, text: str) -> "np.ndarray":
-        import numpy as np
-
         return np.array(self.encode(text), dtype=np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -136,8 +132,6 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> "np.ndarray":
-        import numpy as np
-
         text = escape(text)
         short = (found[0] for found in SHORT_TEXTS.finditer(text)) if self._cuts_at_spaces else iter([text])
         arrays = [np.empty(0, np.uint32)]

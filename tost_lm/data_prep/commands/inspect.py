@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn, get_args
 
+import numpy as np
+
 from tost_lm.config import run_program
 from tost_lm.data.loader import Packing, context_shares, context_sizes
 from tost_lm.data.settings import InspectConfig, InspectShardsConfig
@@ -49,8 +51,6 @@ def main(folder: Path, config: InspectShardsConfig) -> None:
 
 
 def show_split(shards: Shards, config: InspectConfig) -> None:
-    import numpy as np
-
     split, tokenizer = config.split, shards.tokenizer()
     lengths = np.concatenate(shards.lengths(split))
     print(
