@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, 
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tost_lm.errors import ConfigError, TostError, did_you_mean
+from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
@@ -392,7 +392,7 @@ def _exit_with_lines(error: TostError) -> NoReturn:
         time.sleep(ALONE_S)
     if error.printed_here is not False:
         for line in str(error).splitlines():
-            print(f"error: {f'rank {rank}: ' if alone else ''}{line}", file=sys.stderr, flush=True)
+            print(f"error: {f'rank {rank}: ' if alone else ''}{printable(line)}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -64,7 +64,7 @@ class Launch:
 
     def errors(self) -> list[str]:
         """The lines `error: …` of all ranks, without the prefix."""
-        lines = self.output().replace("\0", "").splitlines()  # torch prints one after the bus error of a worker
+        lines = self.output().splitlines()
         return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
 
     def heartbeat(self, rank: int = 0) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def test_a_shard_that_is_truncated_during_a_run(workplace: Path, folder: Path):
         for path in checked:
             os.truncate(path, 0)
         assert_ends_in_one_line(running, f"shards/{checked[0].name}: damaged, 0 bytes instead of {size}", FIX)
+        assert "shared memory" not in running.output()
 
 
 def test_a_token_id_beyond_the_vocabulary(workplace: Path, folder: Path):

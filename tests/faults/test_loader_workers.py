@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import Launch, launch, train
@@ -94,7 +95,9 @@ def is_waiting(running: Launch) -> bool:
     return running.step() == HUNG and running.heartbeat()["phase"] == "reading"
 
 
-def test_a_silent_worker_ends_a_run_of_one_rank_after_the_timeout(workplace: Path, record_fault: RecordFault):
+def test_a_silent_worker_ends_a_run_of_one_rank_after_the_timeout(
+    workplace: Path, record_fault: RecordFault, pace: Any
+):
     started = time.monotonic()
     train(workplace, 1, "train.steps=1", "run.name=short")
     timeout_s = 3 + time.monotonic() - started  # much longer than a step
@@ -102,7 +105,12 @@ def test_a_silent_worker_ends_a_run_of_one_rank_after_the_timeout(workplace: Pat
         running.until(lambda: running.step() > 3 and worker_of(running, 0))
         worker = worker_of(running, 0)
         assert worker
-        worker.suspend()
+        with pace() as machine:
+            worker.suspend()
+            since = time.monotonic()
+            running.until(running.errors)
+            took = time.monotonic() - since
+        assert took < timeout_s + 2 * machine.slowest
         assert running.wait() == [2], running.output()
         (line,) = running.errors()
         name = rf"rank 0 \({os.uname().nodename}, pid {running.pids[0]}\)"

@@ -189,6 +189,10 @@ class StoredTensors(Mapping[str, "Tensor"]):
         file, stored = self._files[name]
         return file.get_slice(stored).get_shape()
 
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of all tensors by name."""
+        return {name: self.shape(name) for name in self}
+
 
 def write_checkpoint(
     folder: Path,

@@ -31,7 +31,8 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.run_folder import find_checkpoint
-from tost_lm.errors import DamagedCheckpointError
+from tost_lm.errors import CheckpointError, DamagedCheckpointError
+from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM, parameter_shapes
 from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import all_gather_object, communication_device, error_of_all_ranks
@@ -51,13 +52,29 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
     """Load a model in evaluation mode from a run folder (its newest valid checkpoint), a step folder or a model folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, or one of its files does not match the manifest.
+        CheckpointError: there is no checkpoint, one of its files does not match the manifest, or its settings are not
+            those of its weights.
     """
     folder = find_checkpoint(Path(path))
-    with torch.device("meta"):
-        model = TostLM(read_model_config(folder))
-    model.to_empty(device="cpu").load_state_dict(dict(StoredTensors(folder, "model")))
+    config, stored = read_model_config(folder), StoredTensors(folder, "model")
+    # Before anything is allocated. A model with more layers than tensors would take long to build.
+    model = _without_values(config, folder) if config.layers <= len(stored) else None
+    if model is None or {name: list(x.shape) for name, x in model.state_dict().items()} != stored.shapes():
+        raise CheckpointError(_other_sizes(folder))
+    model.to_empty(device="cpu").load_state_dict(dict(stored))
     return model.to(device).eval()
+
+
+def _without_values(config: ModelConfig, folder: Path) -> TostLM:
+    try:
+        with torch.device("meta"):
+            return TostLM(config)
+    except (RuntimeError, TypeError):  # sizes that 64 bits do not hold
+        raise CheckpointError(_other_sizes(folder)) from None
+
+
+def _other_sizes(folder: Path) -> str:
+    return f"{folder}: its settings are not those of its weights; {REPLACE}"
 
 
 def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
@@ -68,8 +85,7 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
     folder = find_checkpoint(checkpoint, verify=partial(verify_checkpoint, hash_shards=False))
-    with torch.device("meta"):
-        model = TostLM(read_model_config(folder))
+    model = _without_values(read_model_config(folder), folder)
     parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
     with torch.no_grad():
         for name, local in _read(model, folder, mesh):

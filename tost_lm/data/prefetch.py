@@ -220,6 +220,7 @@ def _exit_with_parent(write_reason: int, worker: int) -> None:
     A worker that outlives its rank keeps the rank's connections open, and the other ranks wait.
     """
     sys.excepthook = _report_unless_disconnected
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler prints that shared memory is too small
     handle_failed_sends(partial(_exit_with_reason, write_reason))
     if ON_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

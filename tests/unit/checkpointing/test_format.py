@@ -152,6 +152,17 @@ def test_crafted_settings_and_progress_are_refused_in_one_line(
     assert all(line.isprintable() for line in str(caught.value).splitlines())
 
 
+@pytest.mark.parametrize(
+    "changed", [{"width": 16}, {"layers": 2}, {"layers": 9999}, {"vocab_size": 1 << 40}, {"vocab_size": 10**20}]
+)
+def test_settings_of_other_weights_are_refused_before_they_are_allocated(tmp_path: Path, changed: dict[str, int]):
+    """In a file with the hash in the manifest."""
+    settings = json.dumps(CONFIG.model_dump() | changed).encode()
+    write(tmp_path / "export", files={"model.json": settings})
+    with pytest.raises(CheckpointError, match=r"export: its settings are not those of its weights; delete the checkpo"):
+        tost_lm.load(tmp_path / "export")
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such folder"):
         tost_lm.load(tmp_path / "nowhere")

@@ -170,6 +170,7 @@ def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFi
     ("error", "code", "said"),
     [
         (DataError("one\ntwo"), 2, "error: one\nerror: two\n"),
+        (DataError("naïve \x1b]0;a\x07"), 2, "error: naïve \\x1b]0;a\\x07\n"),  # a terminal would obey it
         (NotADirectoryError(20, "Not a directory", "runs/x"), 2, "error: runs/x: Not a directory\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted; run the same command to resume\n"),
     ],
