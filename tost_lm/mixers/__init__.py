@@ -1,0 +1,1 @@
+"""Token mixers, a folder each."""
