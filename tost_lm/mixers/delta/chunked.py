@@ -1,19 +1,19 @@
-"""The gated delta rule in PyTorch, chunk by chunk, with its closed-form backward; it stores its inputs and few states.
+"""The gated delta rule in PyTorch, chunk by chunk, with its closed-form backward.
 
 Within a chunk that starts with the state S₀, and with the decay E_ij = α_{j+1} … α_i between two tokens:
 
     A = E ∘ K Kᵀ below the diagonal      (I + A diag(β)) X = V − diag(E_i0) K S₀      U = diag(β) X
     Y = diag(E_i0) Q S₀ + (E ∘ Q Kᵀ) U   S_L = E_L0 S₀ + Kᵀ diag(E_Lj) U
 
-X is what the state lacks of each value. The triangular system is solved; nothing is divided by a decay. All documents
-advance together, as many chunks of them at once as a core's cache holds. The backward computes these again, last group
-of chunks first, from the state before the group.
+X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. All documents
+advance together, some chunks of them at a time, which fit a core's cache. For the backward, the inputs, X and the state
+before each such group of chunks are stored.
 
-In the columns of a state the recurrence is affine: S_N = M S₀ + C for the tokens of a document. Values 0 and an initial
-state I give M [K, K]; an initial state 0 gives C [K, V].
+In the columns of a state the recurrence is affine: S = M S₀ + C after the tokens of a document. M [K, K] is the state
+that values 0 and S₀ = I lead to, C [K, V] the one of S₀ = 0.
 
-Shapes: M = B·T tokens, h key heads of size K, G value heads for each (H = h·G) of size V, W = G·V columns of the states
-of a key head; n documents, c chunks of L tokens.
+Shapes: M = B·T tokens, h key heads of size K, G value heads for each (H = h·G) of size V; n documents, c chunks of L
+tokens.
 """
 
 from collections.abc import Sequence
@@ -42,14 +42,13 @@ def delta_rule_chunks(
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
-    h = key_MhK.shape[1]
-    value_MhW, log_decay_MhG, beta_MhG = (x.reshape(len(x), h, -1) for x in (value_MHV, log_decay_MH, beta_MH))
-    initial_nhKW = initial_nHKV.unflatten(1, (h, -1)).transpose(2, 3).flatten(3)
-    y_MhW, final_nhKW = _DeltaRule.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        query_MhK, key_MhK, value_MhW, log_decay_MhG, beta_MhG, initial_nhKW, lengths
+    per_key = key_MhK.shape[1], -1
+    value_MhGV, log_decay_MhG, beta_MhG = (x.unflatten(1, per_key) for x in (value_MHV, log_decay_MH, beta_MH))
+    initial_nhKGV = initial_nHKV.unflatten(1, per_key).transpose(2, 3)
+    y_MhGV, final_nhKGV = _DeltaRule.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        query_MhK, key_MhK, value_MhGV, log_decay_MhG, beta_MhG, initial_nhKGV, lengths
     )
-    final_nHKV = final_nhKW.unflatten(3, (-1, value_MHV.shape[-1])).transpose(2, 3).flatten(1, 2)
-    return y_MhW.reshape(value_MHV.shape), final_nHKV
+    return y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -58,42 +57,45 @@ class _DeltaRule(torch.autograd.Function):
         ctx,
         query_MhK: Tensor,
         key_MhK: Tensor,
-        value_MhW: Tensor,
+        value_MhGV: Tensor,
         log_decay_MhG: Tensor,
         beta_MhG: Tensor,
-        initial_nhKW: Tensor,
+        initial_nhKGV: Tensor,
         lengths: Sequence[int],
     ):
-        inputs = query_MhK, key_MhK, value_MhW, log_decay_MhG, beta_MhG
-        y_MhW, final_nhKW, states = torch.empty_like(value_MhW), torch.empty_like(initial_nhKW), []
+        inputs = query_MhK, key_MhK, log_decay_MhG, beta_MhG
+        y_MhGV, final_nhKGV, stored = torch.empty_like(value_MhGV), torch.empty_like(initial_nhKGV), []
         ctx.sets = _sets(lengths, log_decay_MhG[0].numel(), key_MhK.device)
         for documents, groups in ctx.sets:
-            state_nhKW = initial_nhKW[documents]
+            state_nhKGV = initial_nhKGV[documents].contiguous()
             for group in groups:
-                some_nhKW = state_nhKW[: len(group.rows)]
-                states.append(some_nhKW.clone())
+                some_nhKGV = state_nhKGV[: len(group.rows)]
+                before_nhKGV = some_nhKGV.clone()
                 chunks = _Chunks(group, *inputs)
-                chunks.scan(some_nhKW)
-                group.join(y_MhW, chunks.output())
-            final_nhKW[documents] = state_nhKW
-        ctx.save_for_backward(*inputs, *states)
-        return y_MhW, final_nhKW
+                y, lacking = chunks.forward(group.split(value_MhGV), some_nhKGV)
+                group.join(y_MhGV, y)
+                stored += [before_nhKGV, lacking]
+            final_nhKGV[documents] = state_nhKGV
+        ctx.save_for_backward(*inputs, *stored)
+        return y_MhGV, final_nhKGV
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_MhW: Tensor, d_final_nhKW: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, states = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        d_inputs, d_initial_nhKW = [torch.empty_like(x) for x in inputs], torch.empty_like(d_final_nhKW)
+    def backward(ctx, dy_MhGV: Tensor, d_final_nhKGV: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs, stored = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
+        d_query, d_key, d_log_decay, d_beta = (torch.empty_like(x) for x in inputs)
+        d_inputs = d_query, d_key, torch.empty_like(dy_MhGV), d_log_decay, d_beta
+        d_initial_nhKGV = torch.empty_like(d_final_nhKGV)
         for documents, groups in reversed(ctx.sets):
-            d_state_nhKW = d_final_nhKW[documents]
+            d_state_nhKGV = d_final_nhKGV[documents].contiguous()
             for group in reversed(groups):
                 chunks = _Chunks(group, *inputs)
-                chunks.scan(states.pop().clone())
-                found = chunks.backward(group.split(dy_MhW), d_state_nhKW[: len(group.rows)])
+                chunks.restore(lacking=stored.pop(), state=stored.pop().clone())
+                found = chunks.backward(group, dy_MhGV, d_state_nhKGV[: len(group.rows)])
                 for d_x, part in zip(d_inputs, found, strict=True):
                     group.join(d_x, part)
-            d_initial_nhKW[documents] = d_state_nhKW
-        return *d_inputs, d_initial_nhKW, None
+            d_initial_nhKGV[documents] = d_state_nhKGV
+        return *d_inputs, d_initial_nhKGV, None
 
 
 @dataclass(frozen=True)
@@ -105,41 +107,42 @@ class _Group:
     chunks: int
     chunk_tokens: int
 
-    def split(self, x_MhX: Tensor) -> Tensor:
-        """[c, n, h, L, X] in the statistics dtype; zeros behind the last token of a document."""
-        documents = [x_MhX[row] for row in self.rows]
-        x_nmhX = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
-        missing = self.chunks * self.chunk_tokens - x_nmhX.shape[1]
-        x_nmhX = pad(x_nmhX, (0, 0, 0, 0, 0, missing)) if missing else x_nmhX
-        x_cnhLX = x_nmhX.unflatten(1, (self.chunks, -1)).permute(1, 0, 3, 2, 4)
-        return x_cnhLX.to(statistics_dtype(x_MhX), memory_format=torch.contiguous_format).contiguous()
+    def split(self, x_Mh: Tensor, out: Tensor | None = None) -> Tensor:
+        """[c, n, h, L, …] in the statistics dtype, contiguous; zeros behind the last token of a document."""
+        documents = [x_Mh[row] for row in self.rows]
+        x_nmh = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
+        missing = self.chunks * self.chunk_tokens - x_nmh.shape[1]
+        x_nmh = pad(x_nmh, (0, 0) * (x_nmh.dim() - 2) + (0, missing)) if missing else x_nmh
+        x_cnhL = x_nmh.unflatten(1, (self.chunks, -1)).transpose(0, 1).transpose(2, 3)
+        out = torch.empty(x_cnhL.shape, dtype=statistics_dtype(x_Mh), device=x_Mh.device) if out is None else out
+        return out.copy_(x_cnhL)
 
-    def join(self, x_MhX: Tensor, x_cnhLX: Tensor) -> None:
+    def join(self, x_Mh: Tensor, x_cnhL: Tensor) -> None:
         """Write them back into x."""
-        for row, x_cLhX in zip(self.rows, x_cnhLX.permute(1, 0, 3, 2, 4), strict=True):
-            tokens = x_MhX[row]
+        for row, x_cLh in zip(self.rows, x_cnhL.transpose(2, 3).unbind(1), strict=True):
+            tokens = x_Mh[row]
             if len(tokens) == self.chunks * self.chunk_tokens:
-                tokens.unflatten(0, (self.chunks, -1)).copy_(x_cLhX)
+                tokens.unflatten(0, (self.chunks, -1)).copy_(x_cLh)
             else:
-                tokens.copy_(x_cLhX.flatten(0, 1)[: len(tokens)])
+                tokens.copy_(x_cLh.flatten(0, 1)[: len(tokens)])
 
 
 def _sets(lengths: Sequence[int], heads: int, device: torch.device) -> list[tuple[Tensor, list[_Group]]]:
-    """Documents that are computed together, [n], and the groups of their chunks.
+    """Documents that are computed together, longest first, [n], and the groups of their chunks.
 
-    In later groups the first of them are left: they are sorted, longest first.
+    A group has the first of the documents: those with tokens left.
     """
     elements = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
-    L = min(CHUNK_TOKENS, max(lengths))
-    at_once = max(1, elements // (heads * L * L))
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    starts = [0, *accumulate(lengths)]
-    some, found = max(1, at_once // GROUP_CHUNKS), []
-    for first in range(0, len(order), some):
-        documents, groups, chunk = order[first : first + some], [], 0
+    starts, found = [0, *accumulate(lengths)], []
+    while order:
+        L = min(CHUNK_TOKENS, lengths[order[0]])
+        at_once = max(GROUP_CHUNKS, elements // (heads * L * L))
+        some = at_once // GROUP_CHUNKS
+        documents, order, groups, chunk = order[:some], order[some:], [], 0
         counts = [-(-lengths[n] // L) for n in documents]
         while left := sum(count > chunk for count in counts):
-            last = min(counts[left - 1], chunk + max(GROUP_CHUNKS, at_once // left))
+            last = min(counts[left - 1], chunk + at_once // left)
             rows = (slice(starts[n] + chunk * L, min(starts[n] + last * L, starts[n + 1])) for n in documents[:left])
             groups.append(_Group(tuple(rows), last - chunk, L))
             chunk = last
@@ -148,108 +151,106 @@ def _sets(lengths: Sequence[int], heads: int, device: torch.device) -> list[tupl
 
 
 class _Chunks:
-    """The chunks of a group, with the tensors that both passes need."""
+    """The chunks of a group, with the tensors that both passes need.
 
-    def __init__(self, group: _Group, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor):
-        self.query, self.key, self.value, self.beta = map(group.split, (query, key, value, beta))
+    What is computed of queries and of keys alike is stored as 2L rows, keys second.
+    """
+
+    def __init__(self, group: _Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor):
+        self.beta_cnhLG, L = group.split(beta), group.chunk_tokens
+        self.both = self.beta_cnhLG.new_empty(*self.beta_cnhLG.shape[:3], 2 * L, key.shape[-1])
+        self.key = group.split(key, out=self.both[..., L:, :])
+        group.split(query, out=self.both[..., :L, :])
         since_cnhLG = group.split(log_decay.to(running_dtype(key.device))).cumsum(-2)
-        self.dtype, L = self.key.dtype, since_cnhLG.shape[-2]
-        later_LL = since_cnhLG.new_full((L, L), -torch.inf).triu(1)
+        self.from_start_cnhLG1 = since_cnhLG.exp().to(self.key.dtype)[..., None]
+        self.to_end_cnhLG1 = (since_cnhLG[..., -1:, :] - since_cnhLG).exp().to(self.key.dtype)[..., None]
+        self.total_cnh1G1 = since_cnhLG[..., -1:, :].exp()[..., None]
         log_cnhGL = since_cnhLG.mT
+        later_LL = log_cnhGL.new_full((L, L), -torch.inf).triu(1)
         log_cnhGLL = (log_cnhGL[..., None] - log_cnhGL[..., None, :]).add_(later_LL)
-        self.decay_cnhGLL = log_cnhGLL.to(self.dtype).exp_()
-        self.from_start_cnhLG = since_cnhLG.exp().to(self.dtype)
-        self.to_end_cnhLG = (since_cnhLG[..., -1:, :] - since_cnhLG).exp().to(self.dtype)
-        self.total_cnh1G = since_cnhLG[..., -1:, :].exp()
-        self.read_cnhGLL = self.decay_cnhGLL * (self.query @ self.key.mT)[..., None, :, :]
-        self.known_cnhGLL = _below_diagonal(self.decay_cnhGLL * (self.key @ self.key.mT)[..., None, :, :])
+        self.decay_cnhG1LL = log_cnhGLL.to(self.key.dtype).exp_()[..., None, :, :]
+        products_cnh12LL = (self.both @ self.key.mT).unflatten(-2, (2, L))[:, :, :, None]
+        self.scores_cnhG2LL = _without_itself(products_cnh12LL * self.decay_cnhG1LL)
 
-    def scan(self, state_nhKW: Tensor) -> None:
-        """Solve for what is written, chunk by chunk. Changes the state to that after the group."""
-        system_cnhGLL = self.known_cnhGLL * self.beta.mT[..., None, :]
-        written_cnhLG = self.beta * self.to_end_cnhLG
-        self.before = self.key.new_empty(len(self.key), *state_nhKW.shape)
-        self.held, self.lacking = torch.empty_like(self.value), torch.empty_like(self.value)
-        for i, key_nhLK in enumerate(self.key):
-            self.before[i] = state_nhKW
-            self.held[i] = _scaled(key_nhLK @ self.before[i], self.from_start_cnhLG[i])
-            right = _heads(self.value[i] - self.held[i], self.beta)
-            solved = solve_triangular(system_cnhGLL[i].mT, right.mT, upper=True, left=False, unitriangular=True).mT
-            self.lacking[i] = _flat(solved)
-            added = key_nhLK.mT @ _scaled(self.lacking[i], written_cnhLG[i])
-            _decay(state_nhKW, self.total_cnh1G[i]).add_(added)
-        self.written = _scaled(self.lacking, self.beta)
+    def forward(self, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """y and X, [c, n, h, L, G, V]. Changes the state to that after the group, and the values."""
+        L, lacking = self.key.shape[-2], value
+        factor = self.beta_cnhLG[..., None] * self.to_end_cnhLG1
+        twice = self.from_start_cnhLG1.repeat(1, 1, 1, 2, 1, 1)
+        system = self.scores_cnhG2LL[..., 1, :, :] * self.beta_cnhLG.mT[..., None, :]
+        before, y = self.key.new_empty(state.shape), torch.empty_like(value)
+        for i, both in enumerate(self.both):
+            before.copy_(state)
+            reads = _times(both, before).mul_(twice[i])
+            y[i] = reads[..., :L, :, :]
+            right = _rows(lacking[i].sub_(reads[..., L:, :, :])).mT
+            solve_triangular(system[i].mT, right, upper=True, left=False, unitriangular=True, out=right)
+            state.mul_(self.total_cnh1G1[i]).add_(_times(self.key[i].mT, lacking[i] * factor[i]))
+        written = lacking * self.beta_cnhLG[..., None]
+        y += _rows(self.scores_cnhG2LL[..., 0, :, :] @ _rows(written))
+        return y, lacking
 
-    def output(self) -> Tensor:
-        """y, [c, n, h, L, W]."""
-        y_cnhLW = _scaled(self.query @ self.before, self.from_start_cnhLG)
-        return y_cnhLW.add_(_flat(self.read_cnhGLL @ _heads(self.written, self.beta)))
+    def restore(self, lacking: Tensor, state: Tensor) -> None:
+        """Compute again what the backward needs, from X and the state before the group, which is changed."""
+        self.lacking, self.written = lacking, lacking * self.beta_cnhLG[..., None]
+        self.ended = self.written * self.to_end_cnhLG1
+        self.before = self.key.new_empty(len(self.key), *state.shape)
+        for i, key in enumerate(self.key):
+            self.before[i] = state
+            if i + 1 < len(self.key):
+                state.mul_(self.total_cnh1G1[i]).add_(_times(key.mT, self.ended[i]))
 
-    def backward(self, dy: Tensor, d_state_nhKW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, group: _Group, dy_MhGV: Tensor, d_state: Tensor) -> tuple[Tensor, ...]:
         """The gradients of query, key, value, log decay and β. Changes that of the state after to that before."""
-        written_cnhGLV, dy_cnhGLV = _heads(self.written, self.beta), _heads(dy, self.beta)
-        d_read_cnhGLL = dy_cnhGLV @ written_cnhGLV.mT
-        faded_dy = _scaled(dy, self.from_start_cnhLG)
-        d_written, after = _flat(self.read_cnhGLL.mT @ dy_cnhGLV), torch.empty_like(self.before)
-        d_right, noted = torch.empty_like(d_written), torch.empty_like(d_written)
-        d_before, system_cnhGLL = self.query.mT @ faded_dy, self.known_cnhGLL * self.beta.mT[..., None]
-        factor_cnhLG = self.beta * self.from_start_cnhLG
-        for i, key_nhLK in reversed(list(enumerate(self.key))):
-            after[i] = d_state_nhKW
-            noted[i] = _scaled(key_nhLK @ after[i], self.to_end_cnhLG[i])
-            right = _heads(d_written[i] + noted[i], self.beta)
-            solved = solve_triangular(system_cnhGLL[i], right.mT, upper=False, left=False, unitriangular=True).mT
-            d_right[i] = _flat(solved)
-            d_held = key_nhLK.mT @ _scaled(d_right[i], factor_cnhLG[i])
-            _decay(d_state_nhKW, self.total_cnh1G[i]).add_(d_before[i] - d_held)
-        d_beta, d_value = _dot(d_right, self.lacking, self.beta), _scaled(d_right, self.beta)
-        d_known_cnhGLL = _below_diagonal(_heads(d_value, self.beta) @ written_cnhGLV.mT).neg_()
-        faded_d_value = _scaled(d_value, self.from_start_cnhLG)
-        d_query_cnhGLK = _heads(faded_dy, self.beta) @ _heads(self.before, self.beta).mT
+        L, beta = self.key.shape[-2], self.beta_cnhLG[..., None]
+        d_rows = beta.new_empty(*self.both.shape[:-1], *self.written.shape[-2:])
+        dy, faded = group.split(dy_MhGV, out=d_rows[..., :L, :, :]), torch.empty_like(d_rows)
+        torch.mul(dy, self.from_start_cnhLG1, out=faded[..., :L, :, :])
+        d_right = _rows(self.scores_cnhG2LL[..., 0, :, :].mT @ _rows(dy)).contiguous()
+        system = self.scores_cnhG2LL[..., 1, :, :] * beta.transpose(-3, -2)
+        d_after, factor = torch.empty_like(self.before), beta * self.from_start_cnhLG1
+        for i in reversed(range(len(self.key))):
+            d_after[i] = d_state
+            d_right[i].addcmul_(_times(self.key[i], d_after[i]), self.to_end_cnhLG1[i])
+            right = _rows(d_right[i]).mT
+            solve_triangular(system[i], right, upper=False, left=False, unitriangular=True, out=right)
+            torch.mul(d_right[i], -factor[i], out=faded[i, ..., L:, :, :])
+            state = d_state.mul_(self.total_cnh1G1[i])
+            state.add_(_times(self.both[i].mT, faded[i]))
+        d_value, d_beta = d_right * beta, vecdot(d_right, self.lacking)
+        torch.neg(d_value, out=d_rows[..., L:, :, :])
 
-        aged_cnhGLL = _below_diagonal(d_read_cnhGLL * self.read_cnhGLL + d_known_cnhGLL * self.known_cnhGLL)
-        d_since = (aged_cnhGLL.sum(-1) - aged_cnhGLL.sum(-2)).mT + vecdot(self.query[..., None, :, :], d_query_cnhGLK).mT
-        passed = _dot(self.written, noted, self.beta)
-        d_since -= _dot(d_value, self.held, self.beta) + passed
-        d_total = (self.before * after).sum(-2).unflatten(-1, (self.beta.shape[-1], -1)).sum(-1)
-        d_since[..., -1, :] += passed.sum(-2) + d_total * self.total_cnh1G[..., 0, :]
-        d_log_decay = d_since.to(self.total_cnh1G.dtype).flip(-2).cumsum(-2).flip(-2)
+        d_scores = _without_itself((_rows(d_rows) @ _rows(self.written).mT).unflatten(-2, (2, L)))
+        aged_cnhGLL = (d_scores * self.scores_cnhG2LL).sum(-3)
+        aged_cnhGLL.diagonal(dim1=-2, dim2=-1).zero_()
+        d_read, d_known = d_scores.mul_(self.decay_cnhG1LL).sum(3).unbind(-3)
+        d_both_of_heads = _rows(faded) @ _rows(self.before).mT
+        d_key_of_heads = _rows(self.ended) @ _rows(d_after).mT
+        d_both = d_both_of_heads.sum(3)
+        d_query, d_key = d_both[..., :L, :], d_both[..., L:, :]
+        d_query += d_read @ self.key
+        d_key += d_key_of_heads.sum(3)
+        d_key += torch.cat([d_read.mT, d_known + d_known.mT], -1) @ self.both
 
-        d_read_cnhLL = (d_read_cnhGLL * self.decay_cnhGLL).sum(-3)
-        d_known_cnhLL = (d_known_cnhGLL * self.decay_cnhGLL).sum(-3)
-        d_query = (d_read_cnhLL @ self.key).add_(d_query_cnhGLK.sum(-3))
-        d_key = (d_read_cnhLL.mT @ self.query).add_((d_known_cnhLL + d_known_cnhLL.mT) @ self.key)
-        d_key -= faded_d_value @ self.before.mT
-        d_key += _scaled(self.written, self.to_end_cnhLG) @ after.mT
-        return d_query, d_key, d_value, d_log_decay, d_beta
-
-
-def _heads(x_LW: Tensor, like_LG: Tensor) -> Tensor:
-    """[…, G, L, V]."""
-    return x_LW.unflatten(-1, (like_LG.shape[-1], -1)).transpose(-3, -2)
+        d_since = vecdot(d_both_of_heads, self.both[:, :, :, None]).unflatten(-1, (2, L)).sum(-2)
+        d_since += aged_cnhGLL.sum(-1) - aged_cnhGLL.sum(-2)
+        passed = vecdot(d_key_of_heads, self.key[:, :, :, None])[..., :-1]
+        d_total = (self.before * d_after).sum((3, 5))[..., None] * self.total_cnh1G1[:, :, :, 0]
+        d_log_decay = d_since.flip(-1).cumsum(-1).flip(-1) + pad(passed.cumsum(-1), (1, 0)) + d_total
+        return d_query, d_key, d_value, d_log_decay.mT, d_beta
 
 
-def _flat(x_GLV: Tensor) -> Tensor:
-    """[…, L, W]."""
-    return x_GLV.transpose(-3, -2).flatten(-2)
+def _times(x_LK: Tensor, state_KGV: Tensor) -> Tensor:
+    """[…, L, G, V]."""
+    return (x_LK @ state_KGV.flatten(-2)).unflatten(-1, state_KGV.shape[-2:])
 
 
-def _scaled(x_LW: Tensor, factor_LG: Tensor) -> Tensor:
-    return (x_LW.unflatten(-1, (factor_LG.shape[-1], -1)) * factor_LG[..., None]).flatten(-2)
+def _rows(x_LGV: Tensor) -> Tensor:
+    """[…, G, L, V], or back."""
+    return x_LGV.transpose(-3, -2)
 
 
-def _decay(state_KW: Tensor, factor_1G: Tensor) -> Tensor:
-    """The state itself, changed."""
-    state_KW.unflatten(-1, (factor_1G.shape[-1], -1)).mul_(factor_1G[..., None])
-    return state_KW
-
-
-def _dot(x_LW: Tensor, y_LW: Tensor, like_LG: Tensor) -> Tensor:
-    """The sums of products over V, […, L, G]."""
-    return vecdot(*(x.unflatten(-1, (like_LG.shape[-1], -1)) for x in (x_LW, y_LW)))
-
-
-def _below_diagonal(x_LL: Tensor) -> Tensor:
-    """x itself, whose diagonal becomes 0."""
-    x_LL.diagonal(dim1=-2, dim2=-1).zero_()
-    return x_LL
+def _without_itself(scores_2LL: Tensor) -> Tensor:
+    """The scores themselves: a token's key does not read what the token writes."""
+    scores_2LL[..., 1, :, :].diagonal(dim1=-2, dim2=-1).zero_()
+    return scores_2LL
