@@ -44,11 +44,11 @@ def delta_rule_chunks(
     """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
     per_key = key_MhK.shape[1], -1
     value_MhGV, log_decay_MhG, beta_MhG = (x.unflatten(1, per_key) for x in (value_MHV, log_decay_MH, beta_MH))
-    initial_nhKGV = initial_nHKV.unflatten(1, per_key).transpose(2, 3)
+    initial_nhKGV = initial_nHKV.to(statistics_dtype(value_MHV)).unflatten(1, per_key).transpose(2, 3).contiguous()
     y_MhGV, final_nhKGV = _DeltaRule.apply(  # pyright: ignore[reportGeneralTypeIssues]
         query_MhK, key_MhK, value_MhGV, log_decay_MhG, beta_MhG, initial_nhKGV, lengths
     )
-    return y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2)
+    return y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2).to(initial_nHKV.dtype)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -67,14 +67,13 @@ class _DeltaRule(torch.autograd.Function):
         y_MhGV, final_nhKGV, stored = torch.empty_like(value_MhGV), torch.empty_like(initial_nhKGV), []
         ctx.sets = _sets(lengths, log_decay_MhG[0].numel(), key_MhK.device)
         for documents, groups in ctx.sets:
-            state_nhKGV = initial_nhKGV[documents].contiguous()
+            state_nhKGV = initial_nhKGV[documents]
             for group in groups:
-                some_nhKGV = state_nhKGV[: len(group.rows)]
-                before_nhKGV = some_nhKGV.clone()
-                chunks = _Chunks(group, *inputs)
-                y, lacking = chunks.forward(group.split(value_MhGV), some_nhKGV)
+                state_bKGV = state_nhKGV[: len(group.rows)].flatten(0, 1)
+                before_bKGV, chunks = state_bKGV.clone(), _Chunks(group, *inputs)
+                y, lacking = chunks.forward(group.split(value_MhGV), state_bKGV)
                 group.join(y_MhGV, y)
-                stored += [before_nhKGV, lacking]
+                stored += [before_bKGV, lacking]
             final_nhKGV[documents] = state_nhKGV
         ctx.save_for_backward(*inputs, *stored)
         return y_MhGV, final_nhKGV
@@ -85,13 +84,15 @@ class _DeltaRule(torch.autograd.Function):
         inputs, stored = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
         d_query, d_key, d_log_decay, d_beta = (torch.empty_like(x) for x in inputs)
         d_inputs = d_query, d_key, torch.empty_like(dy_MhGV), d_log_decay, d_beta
+        d_final_nhKGV = d_final_nhKGV.contiguous()
         d_initial_nhKGV = torch.empty_like(d_final_nhKGV)
         for documents, groups in reversed(ctx.sets):
-            d_state_nhKGV = d_final_nhKGV[documents].contiguous()
+            d_state_nhKGV = d_final_nhKGV[documents]
             for group in reversed(groups):
                 chunks = _Chunks(group, *inputs)
-                chunks.restore(lacking=stored.pop(), state=stored.pop().clone())
-                found = chunks.backward(group, dy_MhGV, d_state_nhKGV[: len(group.rows)])
+                chunks.restore(stored.pop(), stored.pop())
+                d_state_bKGV = d_state_nhKGV[: len(group.rows)].flatten(0, 1)
+                found = chunks.backward(group, dy_MhGV, d_state_bKGV)
                 for d_x, part in zip(d_inputs, found, strict=True):
                     group.join(d_x, part)
             d_initial_nhKGV[documents] = d_state_nhKGV
@@ -100,7 +101,7 @@ class _DeltaRule(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Group:
-    """The same chunks of some documents."""
+    """The same chunks of some documents; b = n·h pairs of a document and a key head."""
 
     rows: tuple[slice, ...]
     """The tokens of each document in the flat sequence, longest documents first, [n]."""
@@ -108,17 +109,20 @@ class _Group:
     chunk_tokens: int
 
     def split(self, x_Mh: Tensor, out: Tensor | None = None) -> Tensor:
-        """[c, n, h, L, …] in the statistics dtype, contiguous; zeros behind the last token of a document."""
+        """[c, b, L, …] in the statistics dtype, contiguous; zeros behind the last token of a document."""
         documents = [x_Mh[row] for row in self.rows]
         x_nmh = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
         missing = self.chunks * self.chunk_tokens - x_nmh.shape[1]
         x_nmh = pad(x_nmh, (0, 0) * (x_nmh.dim() - 2) + (0, missing)) if missing else x_nmh
         x_cnhL = x_nmh.unflatten(1, (self.chunks, -1)).transpose(0, 1).transpose(2, 3)
-        out = torch.empty(x_cnhL.shape, dtype=statistics_dtype(x_Mh), device=x_Mh.device) if out is None else out
-        return out.copy_(x_cnhL)
+        if out is None:
+            out = torch.empty(x_cnhL.flatten(1, 2).shape, dtype=statistics_dtype(x_Mh), device=x_Mh.device)
+        out.unflatten(1, x_cnhL.shape[1:3]).copy_(x_cnhL)
+        return out
 
-    def join(self, x_Mh: Tensor, x_cnhL: Tensor) -> None:
+    def join(self, x_Mh: Tensor, x_cbL: Tensor) -> None:
         """Write them back into x."""
+        x_cnhL = x_cbL.unflatten(1, (len(self.rows), -1))
         for row, x_cLh in zip(self.rows, x_cnhL.transpose(2, 3).unbind(1), strict=True):
             tokens = x_Mh[row]
             if len(tokens) == self.chunks * self.chunk_tokens:
@@ -157,97 +161,103 @@ class _Chunks:
     """
 
     def __init__(self, group: _Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor):
-        self.beta_cnhLG, L = group.split(beta), group.chunk_tokens
-        self.both = self.beta_cnhLG.new_empty(*self.beta_cnhLG.shape[:3], 2 * L, key.shape[-1])
-        self.key = group.split(key, out=self.both[..., L:, :])
-        group.split(query, out=self.both[..., :L, :])
-        since_cnhLG = group.split(log_decay.to(running_dtype(key.device))).cumsum(-2)
-        self.from_start_cnhLG1 = since_cnhLG.exp().to(self.key.dtype)[..., None]
-        self.to_end_cnhLG1 = (since_cnhLG[..., -1:, :] - since_cnhLG).exp().to(self.key.dtype)[..., None]
-        self.total_cnh1G1 = since_cnhLG[..., -1:, :].exp()[..., None]
-        log_cnhGL = since_cnhLG.mT
-        later_LL = log_cnhGL.new_full((L, L), -torch.inf).triu(1)
-        log_cnhGLL = (log_cnhGL[..., None] - log_cnhGL[..., None, :]).add_(later_LL)
-        self.decay_cnhG1LL = log_cnhGLL.to(self.key.dtype).exp_()[..., None, :, :]
-        products_cnh12LL = (self.both @ self.key.mT).unflatten(-2, (2, L))[:, :, :, None]
-        self.scores_cnhG2LL = _without_itself(products_cnh12LL * self.decay_cnhG1LL)
+        self.beta_cbLG1, L = group.split(beta)[..., None], group.chunk_tokens
+        self.both = self.beta_cbLG1.new_empty(*self.beta_cbLG1.shape[:2], 2 * L, key.shape[-1])
+        self.key = group.split(key, out=self.both[:, :, L:])
+        group.split(query, out=self.both[:, :, :L])
+        since_cbLG = group.split(log_decay.to(running_dtype(key.device))).cumsum(2)
+        self.from_start_cbLG1 = since_cbLG.exp().to(self.key.dtype)[..., None]
+        self.to_end_cbLG1 = (since_cbLG[:, :, -1:] - since_cbLG).exp().to(self.key.dtype)[..., None]
+        self.total_cb1G1 = self.from_start_cbLG1[:, :, -1:]
+        log_cbGL = since_cbLG.mT
+        later_LL = log_cbGL.new_full((L, L), -torch.inf).triu(1)
+        log_cbGLL = (log_cbGL[..., None] - log_cbGL[..., None, :]).add_(later_LL)
+        self.decay_cbG1LL = log_cbGLL.to(self.key.dtype).exp_()[:, :, :, None]
+        products_cb12LL = (self.both @ self.key.mT).unflatten(2, (2, L))[:, :, None]
+        self.scores_cbG2LL = _without_itself(products_cb12LL * self.decay_cbG1LL)
 
-    def forward(self, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """y and X, [c, n, h, L, G, V]. Changes the state to that after the group, and the values."""
-        L, lacking = self.key.shape[-2], value
-        factor = self.beta_cnhLG[..., None] * self.to_end_cnhLG1
-        twice = self.from_start_cnhLG1.repeat(1, 1, 1, 2, 1, 1)
-        system = self.scores_cnhG2LL[..., 1, :, :] * self.beta_cnhLG.mT[..., None, :]
-        before, y = self.key.new_empty(state.shape), torch.empty_like(value)
+    def forward(self, value: Tensor, state_bKGV: Tensor) -> tuple[Tensor, Tensor]:
+        """y and X, [c, b, L, G, V]. Changes the state to that after the group, and the values."""
+        L, lacking = self.key.shape[2], value
+        factor = self.beta_cbLG1 * self.to_end_cbLG1
+        twice = self.from_start_cbLG1.repeat(1, 1, 2, 1, 1)
+        system = self.scores_cbG2LL[..., 1, :, :] * self.beta_cbLG1[..., 0].mT[..., None, :]
+        y, state_bKW = torch.empty_like(value), state_bKGV.flatten(2)
+        reads = self.both.new_empty(*self.both.shape[1:3], *value.shape[3:])
+        added = torch.empty_like(reads[:, L:])
         for i, both in enumerate(self.both):
-            before.copy_(state)
-            reads = _times(both, before).mul_(twice[i])
-            y[i] = reads[..., :L, :, :]
-            right = _rows(lacking[i].sub_(reads[..., L:, :, :])).mT
+            torch.bmm(both, state_bKW, out=reads.flatten(2))
+            reads.mul_(twice[i])
+            y[i] = reads[:, :L]
+            right = _rows(lacking[i].sub_(reads[:, L:])).mT
             solve_triangular(system[i].mT, right, upper=True, left=False, unitriangular=True, out=right)
-            state.mul_(self.total_cnh1G1[i]).add_(_times(self.key[i].mT, lacking[i] * factor[i]))
-        written = lacking * self.beta_cnhLG[..., None]
-        y += _rows(self.scores_cnhG2LL[..., 0, :, :] @ _rows(written))
+            torch.mul(lacking[i], factor[i], out=added)
+            state_bKGV.mul_(self.total_cb1G1[i])
+            state_bKW.baddbmm_(self.key[i].mT, added.flatten(2))
+        y += _rows(self.scores_cbG2LL[..., 0, :, :] @ _rows(lacking * self.beta_cbLG1))
         return y, lacking
 
-    def restore(self, lacking: Tensor, state: Tensor) -> None:
-        """Compute again what the backward needs, from X and the state before the group, which is changed."""
-        self.lacking, self.written = lacking, lacking * self.beta_cnhLG[..., None]
-        self.ended = self.written * self.to_end_cnhLG1
-        self.before = self.key.new_empty(len(self.key), *state.shape)
-        for i, key in enumerate(self.key):
-            self.before[i] = state
-            if i + 1 < len(self.key):
-                state.mul_(self.total_cnh1G1[i]).add_(_times(key.mT, self.ended[i]))
+    def restore(self, lacking: Tensor, state_bKGV: Tensor) -> None:
+        """Compute again what the backward needs, from X and the state before the group."""
+        self.lacking, self.written = lacking, lacking * self.beta_cbLG1
+        self.ended = self.written * self.to_end_cbLG1
+        self.before = self.key.new_empty(len(self.key), *state_bKGV.shape)
+        self.before[0] = state_bKGV
+        for i in range(len(self.key) - 1):
+            torch.mul(self.before[i], self.total_cb1G1[i], out=self.before[i + 1])
+            self.before[i + 1].flatten(2).baddbmm_(self.key[i].mT, self.ended[i].flatten(2))
 
-    def backward(self, group: _Group, dy_MhGV: Tensor, d_state: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, group: _Group, dy_MhGV: Tensor, d_state_bKGV: Tensor) -> tuple[Tensor, ...]:
         """The gradients of query, key, value, log decay and β. Changes that of the state after to that before."""
-        L, beta = self.key.shape[-2], self.beta_cnhLG[..., None]
-        d_rows = beta.new_empty(*self.both.shape[:-1], *self.written.shape[-2:])
-        dy, faded = group.split(dy_MhGV, out=d_rows[..., :L, :, :]), torch.empty_like(d_rows)
-        torch.mul(dy, self.from_start_cnhLG1, out=faded[..., :L, :, :])
-        d_right = _rows(self.scores_cnhG2LL[..., 0, :, :].mT @ _rows(dy)).contiguous()
-        system = self.scores_cnhG2LL[..., 1, :, :] * beta.transpose(-3, -2)
-        d_after, factor = torch.empty_like(self.before), beta * self.from_start_cnhLG1
+        L, beta = self.key.shape[2], self.beta_cbLG1
+        d_rows = beta.new_empty(*self.both.shape[:3], *self.written.shape[3:])
+        dy, faded = group.split(dy_MhGV, out=d_rows[:, :, :L]), torch.empty_like(d_rows)
+        torch.mul(dy, self.from_start_cbLG1, out=faded[:, :, :L])
+        d_right = _rows(self.scores_cbG2LL[..., 0, :, :].mT @ _rows(dy)).contiguous()
+        system = self.scores_cbG2LL[..., 1, :, :] * _rows(beta)
+        d_after, minus_factor = torch.empty_like(self.before), -beta * self.from_start_cbLG1
+        read = torch.empty_like(d_right[0])
         for i in reversed(range(len(self.key))):
-            d_after[i] = d_state
-            d_right[i].addcmul_(_times(self.key[i], d_after[i]), self.to_end_cnhLG1[i])
-            right = _rows(d_right[i]).mT
+            d_after[i] = d_state_bKGV
+            torch.bmm(self.key[i], d_state_bKGV.flatten(2), out=read.flatten(2))
+            right = _rows(d_right[i].addcmul_(read, self.to_end_cbLG1[i])).mT
             solve_triangular(system[i], right, upper=False, left=False, unitriangular=True, out=right)
-            torch.mul(d_right[i], -factor[i], out=faded[i, ..., L:, :, :])
-            state = d_state.mul_(self.total_cnh1G1[i])
-            state.add_(_times(self.both[i].mT, faded[i]))
-        d_value, d_beta = d_right * beta, vecdot(d_right, self.lacking)
-        torch.neg(d_value, out=d_rows[..., L:, :, :])
+            torch.mul(d_right[i], minus_factor[i], out=faded[i, :, L:])
+            d_state_bKGV.mul_(self.total_cb1G1[i])
+            d_state_bKGV.flatten(2).baddbmm_(self.both[i].mT, faded[i].flatten(2))
+        d_beta = vecdot(d_right, self.lacking)
+        d_value = d_right.mul_(beta)
+        torch.neg(d_value, out=d_rows[:, :, L:])
 
-        d_scores = _without_itself((_rows(d_rows) @ _rows(self.written).mT).unflatten(-2, (2, L)))
-        aged_cnhGLL = (d_scores * self.scores_cnhG2LL).sum(-3)
-        aged_cnhGLL.diagonal(dim1=-2, dim2=-1).zero_()
-        d_read, d_known = d_scores.mul_(self.decay_cnhG1LL).sum(3).unbind(-3)
-        d_both_of_heads = _rows(faded) @ _rows(self.before).mT
-        d_key_of_heads = _rows(self.ended) @ _rows(d_after).mT
-        d_both = d_both_of_heads.sum(3)
-        d_query, d_key = d_both[..., :L, :], d_both[..., L:, :]
+        d_scores = _without_itself((_rows(d_rows) @ _rows(self.written).mT).unflatten(3, (2, L)))
+        aged_cbGLL = self.scores_cbG2LL.mul_(d_scores).sum(3)
+        aged_cbGLL.diagonal(dim1=-2, dim2=-1).zero_()
+        d_read, d_known = _over_heads(d_scores.mul_(self.decay_cbG1LL)).unbind(2)
+        d_both = _rows(faded) @ _rows(self.before).mT
+        d_since_cbGL = vecdot(d_both, self.both[:, :, None]).unflatten(-1, (2, L)).sum(-2)
+        d_both = _over_heads(d_both)
+        d_query, d_key = d_both[:, :, :L], d_both[:, :, L:]
+        d_ended_key = _rows(self.ended) @ _rows(d_after).mT
+        passed_cbGL = vecdot(d_ended_key, self.key[:, :, None])
         d_query += d_read @ self.key
-        d_key += d_key_of_heads.sum(3)
+        d_key += _over_heads(d_ended_key)
         d_key += torch.cat([d_read.mT, d_known + d_known.mT], -1) @ self.both
 
-        d_since = vecdot(d_both_of_heads, self.both[:, :, :, None]).unflatten(-1, (2, L)).sum(-2)
-        d_since += aged_cnhGLL.sum(-1) - aged_cnhGLL.sum(-2)
-        passed = vecdot(d_key_of_heads, self.key[:, :, :, None])[..., :-1]
-        d_total = (self.before * d_after).sum((3, 5))[..., None] * self.total_cnh1G1[:, :, :, 0]
-        d_log_decay = d_since.flip(-1).cumsum(-1).flip(-1) + pad(passed.cumsum(-1), (1, 0)) + d_total
+        d_since_cbGL += aged_cbGLL.sum(-1) - aged_cbGLL.sum(-2)
+        d_total_cbG1 = d_after.mul_(self.before).sum((2, 4))[..., None] * self.total_cb1G1[:, :, 0]
+        d_log_decay = d_since_cbGL.flip(-1).cumsum(-1).flip(-1) + d_total_cbG1
+        d_log_decay[..., 1:] += passed_cbGL[..., :-1].cumsum(-1)
         return d_query, d_key, d_value, d_log_decay.mT, d_beta
-
-
-def _times(x_LK: Tensor, state_KGV: Tensor) -> Tensor:
-    """[…, L, G, V]."""
-    return (x_LK @ state_KGV.flatten(-2)).unflatten(-1, state_KGV.shape[-2:])
 
 
 def _rows(x_LGV: Tensor) -> Tensor:
     """[…, G, L, V], or back."""
     return x_LGV.transpose(-3, -2)
+
+
+def _over_heads(x_cbG: Tensor) -> Tensor:
+    """The sum over the value heads of a key head."""
+    return x_cbG.squeeze(2) if x_cbG.shape[2] == 1 else x_cbG.sum(2)
 
 
 def _without_itself(scores_2LL: Tensor) -> Tensor:
