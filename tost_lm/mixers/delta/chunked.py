@@ -5,9 +5,9 @@ Within a chunk that starts with the state S₀, and with the decay E_ij = α_{j+
     A = E ∘ K Kᵀ below the diagonal      (I + A diag(β)) X = V − diag(E_i0) K S₀      U = diag(β) X
     Y = diag(E_i0) Q S₀ + (E ∘ Q Kᵀ) U   S_L = E_L0 S₀ + Kᵀ diag(E_Lj) U
 
-X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. All documents
-advance together, some chunks of them at a time, which fit a core's cache. For the backward, the inputs, X and the state
-before each such group of chunks are stored.
+X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. Documents
+advance together, a group of chunks at a time that fits a core's cache. The backward reads the inputs, X and the state
+before each group.
 
 In the columns of a state the recurrence is affine: S = M S₀ + C after the tokens of a document. M [K, K] is the state
 that values 0 and S₀ = I lead to, C [K, V] the one of S₀ = 0.
@@ -42,13 +42,34 @@ def delta_rule_chunks(
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
-    per_key = key_MhK.shape[1], -1
-    value_MhGV, log_decay_MhG, beta_MhG = (x.unflatten(1, per_key) for x in (value_MHV, log_decay_MH, beta_MH))
-    initial_nhKGV = initial_nHKV.to(statistics_dtype(value_MHV)).unflatten(1, per_key).transpose(2, 3).contiguous()
+    h, dtype = key_MhK.shape[1], statistics_dtype(value_MHV)
+    broken_MH = _broken(key_MhK, value_MHV, log_decay_MH, beta_MH)
+    if broken_MH is not None:
+        finite = (x.where(x.isfinite(), 0) for x in (key_MhK, value_MHV, log_decay_MH, beta_MH))
+        key_MhK, value_MHV, log_decay_MH, beta_MH = finite
+    value_MhGV, log_decay_MhG, beta_MhG = (x.unflatten(1, (h, -1)) for x in (value_MHV, log_decay_MH, beta_MH))
+    initial_nhKGV = initial_nHKV.to(dtype).unflatten(1, (h, -1)).transpose(2, 3).contiguous()
     y_MhGV, final_nhKGV = _DeltaRule.apply(  # pyright: ignore[reportGeneralTypeIssues]
         query_MhK, key_MhK, value_MhGV, log_decay_MhG, beta_MhG, initial_nhKGV, lengths
     )
-    return y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2).to(initial_nHKV.dtype)
+    y_MHV, final_nHKV = y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2).to(initial_nHKV.dtype)
+    if broken_MH is not None:
+        since_MH = torch.cat([tokens.cumsum(0) for tokens in broken_MH.split(lengths)])
+        last_n = int64_tensor(tuple(accumulate(lengths)), since_MH.device) - 1
+        y_MHV, final_nHKV = y_MHV + since_MH[..., None].to(y_MHV.dtype), final_nHKV + since_MH[last_n, :, None, None]
+    return y_MHV, final_nHKV
+
+
+def _broken(key_MhK: Tensor, value_MHV: Tensor, *scalars_MH: Tensor) -> Tensor | None:
+    """NaN for each token and head with an input that is not finite, else 0, [M, H]; None: all of them are finite.
+
+    The products of a chunk would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
+    """
+    with torch.no_grad():
+        sums_MH = sum(scalars_MH, value_MHV.sum(-1))
+        broken_MH = 0 * (sums_MH.unflatten(1, (key_MhK.shape[1], -1)) + key_MhK.sum(-1, keepdim=True)).flatten(1)
+        # Other devices would have to be waited for.
+        return None if broken_MH.is_cpu and bool(broken_MH.sum().isfinite()) else broken_MH
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -81,7 +102,8 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MhGV: Tensor, d_final_nhKGV: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, stored = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
+        query, key, log_decay, beta, *stored = ctx.saved_tensors
+        inputs = query, key, log_decay, beta
         d_query, d_key, d_log_decay, d_beta = (torch.empty_like(x) for x in inputs)
         d_inputs = d_query, d_key, torch.empty_like(dy_MhGV), d_log_decay, d_beta
         d_final_nhKGV = d_final_nhKGV.contiguous()

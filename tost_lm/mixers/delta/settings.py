@@ -28,13 +28,13 @@ class DeltaConfig(Section):
     key_heads: int = Field(default=4, gt=0)
     """Heads of queries and keys."""
     value_heads: int | None = Field(default=None, gt=0)
-    """Heads of values, each with a state of its own: a multiple of key_heads, each of which serves as many consecutive value heads; without it key_heads."""
+    """Heads of values, each with a state: a multiple of key_heads; without it key_heads."""
     key_size: int = Field(default=128, gt=0)
     """Channels of a query and of a key."""
     value_size: int = Field(default=128, gt=0)
     """Channels of the values of a head."""
     beta_to_two: bool = False
-    """Write strengths between 0 and 2 instead of 1. Above 1, a write reverses what the state returns for its key (arXiv 2411.12537)."""
+    """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
     norm_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the mean square in the norm of the outputs."""
 
