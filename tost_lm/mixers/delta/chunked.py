@@ -33,14 +33,9 @@ from tost_lm.ops.naive import running_dtype, statistics_dtype
 
 
 def delta_rule_chunks(
-    query_MhK: Tensor,
-    key_MhK: Tensor,
-    value_MHV: Tensor,
-    log_decay_MH: Tensor,
-    beta_MH: Tensor,
-    initial_nHKV: Tensor,
-    lengths: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+    query_MhK: Tensor, key_MhK: Tensor, value_MHV: Tensor, log_decay_MH: Tensor, beta_MH: Tensor,
+    initial_nHKV: Tensor, lengths: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
     h, dtype = key_MhK.shape[1], statistics_dtype(value_MHV)
     broken_MH = _broken(key_MhK, value_MHV, log_decay_MH, beta_MH)
@@ -75,15 +70,9 @@ def _broken(key_MhK: Tensor, value_MHV: Tensor, *scalars_MH: Tensor) -> Tensor |
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        query_MhK: Tensor,
-        key_MhK: Tensor,
-        value_MhGV: Tensor,
-        log_decay_MhG: Tensor,
-        beta_MhG: Tensor,
-        initial_nhKGV: Tensor,
-        lengths: Sequence[int],
-    ):
+        ctx, query_MhK: Tensor, key_MhK: Tensor, value_MhGV: Tensor, log_decay_MhG: Tensor, beta_MhG: Tensor,
+        initial_nhKGV: Tensor, lengths: Sequence[int],
+    ):  # fmt: skip
         inputs = query_MhK, key_MhK, log_decay_MhG, beta_MhG
         y_MhGV, final_nhKGV, stored = torch.empty_like(value_MhGV), torch.empty_like(initial_nhKGV), []
         ctx.sets = _sets(lengths, log_decay_MhG[0].numel(), key_MhK.device)

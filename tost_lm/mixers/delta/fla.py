@@ -31,15 +31,12 @@ def delta_rule(
 
     Queries and keys are rounded to the dtype of the values.
     """
-    from fla.ops.gated_delta_rule import (  # an optional package, and slow to import
-        chunk_gated_delta_rule,
-        fused_recurrent_gated_delta_rule,
-    )
+    from fla.ops import gated_delta_rule as kernels  # an optional package, and slow to import
 
     inputs = query, key, value, log_decay, beta, initial
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     recurrent = not needs_gradient and max(local.lengths) <= RECURRENT_TOKENS
-    kernel: Any = fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule
+    kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
     y, final = kernel(
         q=query.to(value.dtype).contiguous(),
         k=key.to(value.dtype).contiguous(),

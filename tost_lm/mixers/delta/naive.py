@@ -13,15 +13,9 @@ from tost_lm.ops.naive import statistics_dtype
 
 
 def delta_rule_naive(
-    query_BThK: Tensor,
-    key_BThK: Tensor,
-    value_BTHV: Tensor,
-    log_decay_BTH: Tensor,
-    beta_BTH: Tensor,
-    *,
-    local: LocalDocuments,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    query_BThK: Tensor, key_BThK: Tensor, value_BTHV: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor, *,
+    local: LocalDocuments, initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, V] and the final state [N, H, K, V] of documents that start from `initial_state`, or empty.
 
     Computed and returned in the statistics dtype of the values, differentiable by autograd.

@@ -9,16 +9,16 @@ from tost_lm.config import Section
 CONV_TAPS = 4
 """Tokens that the convolution of queries, keys and values reads."""
 
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 32
 """Tokens of a chunk: a system of as many equations is solved for each head."""
 
-GROUP_ELEMENTS = 1 << 17
+GROUP_ELEMENTS = 1 << 16
 """Elements of the [L, L] scores of chunks that a CPU computes at once: what is computed of them stays in its cache."""
 
 DEVICE_GROUP_ELEMENTS = 1 << 24
 """The same on other devices: enough to hide the overhead of calls."""
 
-GROUP_CHUNKS = 4
+GROUP_CHUNKS = 8
 """Chunks of a document that are computed at once, at least: a state is stored for each group of them."""
 
 
