@@ -1,0 +1,316 @@
+"""The gated delta rule in chunks and in steps against the formula: float64, float32, bfloat16, packed, extreme gates.
+
+Shapes as in `tost_lm.mixers.delta`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tost_lm.mixers.delta import chunked, delta_rule, delta_rule_naive, delta_rule_step
+from tost_lm.ops.layout import LocalDocuments
+from tost_lm.testing import assert_as_accurate
+
+NAMES = ("query", "key", "value", "log_decay", "beta", "state")
+Results = dict[str, Tensor]
+
+
+@dataclass
+class Call:
+    """Random inputs. Documents are packed into a row, or rows of equal length."""
+
+    lengths: tuple[int, ...]
+    h: int = 2
+    G: int = 1
+    K: int = 8
+    V: int = 5
+    packed: bool = True
+    log_decay: float | None = None
+    """None: drawn between −1 and 0."""
+    beta: float | None = None
+    """None: drawn between 0 and 1."""
+
+    @property
+    def local(self) -> LocalDocuments:
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0)
+        B, T = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
+        return LocalDocuments.of(offsets if self.packed else None, B, T, None)
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        """Leaves in `dtype`, whose numbers float32 represents exactly."""
+        generator = torch.Generator().manual_seed(0)
+        B, T = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
+        H, share = self.h * self.G, (lambda *shape: torch.rand(shape, generator=generator))
+        draw = lambda *shape: torch.randn(shape, generator=generator)
+        query, key = (normalize(draw(B, T, self.h, self.K), dim=-1) for _ in range(2))
+        log_decay = -share(B, T, H) if self.log_decay is None else torch.full((B, T, H), self.log_decay)
+        beta = share(B, T, H) if self.beta is None else torch.full((B, T, H), self.beta)
+        state = draw(len(self.lengths), H, self.K, self.V)
+        drawn = query, key, draw(B, T, H, self.V), log_decay, beta, state
+        return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def naive(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
+    return delta_rule_naive(*inputs[:5], local=local, initial_state=inputs[5])  # pyright: ignore[reportCallIssue]
+
+
+def in_chunks(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
+    y, final = delta_rule(*inputs[:5], local=local, initial_state=inputs[5], output_final_state=True)  # pyright: ignore[reportCallIssue]
+    assert final is not None
+    return y, final
+
+
+def results(rule: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], local: LocalDocuments) -> Results:
+    """Outputs, final states, and the gradients of all inputs, of a loss on both."""
+    y, final = rule(*inputs, local=local)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (y, final)]
+    gradients = torch.autograd.grad([y, final], inputs, weights)
+    return {"y": y, "final": final} | {f"d_{name}": d for name, d in zip(NAMES, gradients, strict=True)}
+
+
+def assert_equal(found: Results, expected: Results, bound: float = 1e-10) -> None:
+    for name, x in expected.items():
+        torch.testing.assert_close(
+            found[name], x, rtol=bound, atol=bound, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Chunks of 16 tokens, and several groups of them: a few tokens have several."""
+    monkeypatch.setattr(chunked, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(chunked, "GROUP_ELEMENTS", 3 * 16 * 16)
+    monkeypatch.setattr(chunked, "GROUP_CHUNKS", 2)
+
+
+CASES = {
+    "one token": Call((1,)),
+    "one token of each row": Call((1, 1, 1), packed=False),
+    "whole chunks": Call((64,), G=1),
+    "rows, not a multiple of a chunk": Call((37, 37), packed=False),
+    "several borders in a chunk": Call((3, 1, 40, 2, 5, 1, 17), G=2),
+    "five value heads for a key head": Call((40,), h=1, G=5),
+    "sizes of 1": Call((20,), K=1, V=1),
+    "more values than keys": Call((20, 7), K=3, V=12, G=2),
+    "strong decay": Call((37, 3), log_decay=-50.0, G=2),
+    "no decay": Call((37, 3), log_decay=0.0, beta=1.0),
+    "nothing written": Call((37,), beta=0.0),
+    "all replaced": Call((37,), beta=1.0),
+    "reflections": Call((37, 20), beta=2.0, log_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("call", CASES.values(), ids=CASES)
+def test_chunks_equal_the_formula(call: Call):
+    inputs = call.inputs()
+    assert_equal(results(in_chunks, inputs, call.local), results(naive, inputs, call.local))
+
+
+def test_the_reference_is_the_published_recurrence():
+    """With its matrices written out."""
+    call = Call((9,), h=1, G=2, K=4, V=3)
+    query, key, value, log_decay, beta, state = (x[0].detach() for x in call.inputs())
+    y, final = naive(*(x.detach() for x in call.inputs()), local=call.local)
+    for head in range(2):
+        S = state[head]
+        for t in range(9):
+            k, b = key[t, 0], beta[t, head]
+            S = log_decay[t, head].exp() * (torch.eye(4) - b * torch.outer(k, k)) @ S + b * torch.outer(
+                k, value[t, head]
+            )
+            torch.testing.assert_close(y[0, t, head], S.T @ query[t, 0])
+        torch.testing.assert_close(final[0, head], S)
+
+
+def mutated(mutation: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The recurrence with an error."""
+
+    def rule(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
+        query, key, value, log_decay, beta, states = inputs
+        group, ys, finals, S = value.shape[2] // key.shape[2], [], [], states[0]
+        for n, (start, end) in enumerate(pairwise(local.offsets)):
+            S = S if mutation == "state of the document before" else states[n]
+            for t in range(start, end):
+                q, k = (x[0, t].repeat_interleave(group, 0) for x in (query, key))
+                if mutation == "groups interleaved":
+                    q, k = (x[0, t].repeat(group, 1) for x in (query, key))
+                decayed = log_decay[0, t].exp()[:, None, None] * S
+                b = beta[0, t][:, None]
+                seen = S if mutation == "decay outside the projection" else decayed
+                error = value[0, t] - torch.einsum("hk,hkv->hv", k, seen)
+                written = b * value[0, t] - (
+                    error * 0 if mutation == "nothing is erased" else b * (value[0, t] - error)
+                )
+                before, S = S, decayed + k[:, :, None] * written[:, None]
+                if mutation == "decay of what is written":
+                    S = log_decay[0, t].exp()[:, None, None] * (before + k[:, :, None] * written[:, None])
+                ys.append(torch.einsum("hk,hkv->hv", q, before if mutation == "read before written" else S))
+            finals.append(S)
+        return torch.stack(ys)[None], torch.stack(finals)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    ["decay outside the projection", "decay of what is written", "nothing is erased", "read before written",
+     "state of the document before", "groups interleaved"],
+)  # fmt: skip
+def test_planted_errors_would_be_found(mutation: str):
+    call = Call((3, 20, 5), G=2)
+    inputs = [x.detach() for x in call.inputs()]
+    y, _ = in_chunks(*inputs, local=call.local)
+    torch.testing.assert_close(mutated("none")(*inputs, local=call.local)[0], y)
+    wrong, _ = mutated(mutation)(*inputs, local=call.local)
+    assert (wrong - y).norm() > 1e-2 * y.norm()
+
+
+@pytest.mark.parametrize(("tokens", "elements", "chunks"), [(1, 1, 1), (5, 1, 3), (16, 1 << 20, 4), (64, 1 << 20, 1)])
+def test_sizes_of_chunks_and_groups_change_nothing(
+    tokens: int, elements: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+):
+    call = Call((3, 37, 1, 30), G=2)
+    expected = results(in_chunks, call.inputs(), call.local)
+    for name, value in (("CHUNK_TOKENS", tokens), ("GROUP_ELEMENTS", elements), ("GROUP_CHUNKS", chunks)):
+        monkeypatch.setattr(chunked, name, value)
+    assert_equal(results(in_chunks, call.inputs(), call.local), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(Call((100, 30, 3), K=32, V=16, G=2), id="drawn"),
+        pytest.param(Call((100, 30), K=32, V=16, beta=2.0, log_decay=0.0), id="reflections"),
+        pytest.param(Call((60, 30), log_decay=-50.0), id="strong decay"),
+    ],
+)
+def test_float32_is_as_accurate_as_the_formula_in_float32(call: Call):
+    truth = results(naive, call.inputs(), call.local)
+    ours, theirs = (results(rule, call.inputs(torch.float32), call.local) for rule in (in_chunks, naive))
+    for name in truth:
+        assert_as_accurate(ours[name].to(theirs[name].dtype), theirs[name], truth[name], name)
+
+
+def test_bfloat16_costs_one_rounding():
+    """The errors of y and of all gradients, by norm, are at most 1.1 times those of exact values that are rounded."""
+    call = Call((100, 30, 3), K=32, V=16, G=2)
+    inputs = [x.detach().requires_grad_() for x in call.inputs(torch.bfloat16)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    # The weights of the loss are rounded, too: y is bfloat16, the final state float64.
+    ours, truth = results(in_chunks, inputs, call.local), results(rounded_weights(naive), exact, call.local)
+    for name in ("y", "d_query", "d_key", "d_value", "d_log_decay", "d_beta"):
+        assert ours[name].dtype == torch.bfloat16
+        error, rounding = (x.double() - truth[name] for x in (ours[name], truth[name].bfloat16()))
+        assert error.norm() <= 1.1 * rounding.norm(), (name, error.norm(), rounding.norm())
+
+
+def rounded_weights(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The gradient that reaches y is rounded to bfloat16."""
+
+    def apply(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
+        y, final = rule(*inputs, local=local)
+        y = y.clone()
+        y.register_hook(lambda d: d.bfloat16().double())
+        return y, final
+
+    return apply
+
+
+@pytest.mark.parametrize("call", [Call((30, 30), packed=False, G=2), Call((25,), beta=2.0)])
+def test_steps_equal_one_call(call: Call):
+    *inputs, state = call.inputs()
+    y, final = in_chunks(*inputs, state, local=call.local)
+    steps = []
+    for tokens in zip(*(x.unbind(1) for x in inputs), strict=True):
+        y_t, state = delta_rule_step(*tokens, state)  # pyright: ignore[reportCallIssue]
+        steps.append(y_t)
+    torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
+
+
+def test_a_float32_state_is_resumed_exactly():
+    """States between chunks are float32, and float64 at the ends: tiles of whole chunks have the bits of one call."""
+    call = Call((64, 64), packed=False, G=2)
+    *inputs, state = (x.detach() for x in call.inputs(torch.float32))
+    y, final = in_chunks(*inputs, state, local=call.local)
+    tiles, half = [], LocalDocuments.of(None, 2, 32, None)
+    for tile in zip(*(x.split(32, 1) for x in inputs), strict=True):
+        y_tile, state = in_chunks(*tile, state, local=half)
+        tiles.append(y_tile)
+    assert state.dtype == torch.float64
+    assert torch.equal(torch.cat(tiles, 1), y)
+    assert torch.equal(state, final)
+
+
+def test_the_tokens_of_a_document_are_an_affine_map():
+    """S = M S₀ + C, with M and C from one call of more columns, as the chunked form states."""
+    call = Call((37, 5), h=2, G=2, K=6, V=3)
+    *inputs, state = (x.detach() for x in call.inputs())
+    _, final = in_chunks(*inputs, state, local=call.local)
+    query, key, value, log_decay, beta = inputs
+    eye = torch.eye(6, dtype=torch.float64).expand(2, 4, 6, 6)
+    both = torch.cat([torch.zeros_like(value).repeat(1, 1, 1, 2), value], -1)
+    _, maps = in_chunks(query, key, both, log_decay, beta, torch.cat([eye, 0 * state], -1), local=call.local)
+    torch.testing.assert_close(maps[..., :6] @ state + maps[..., 6:], final, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "log_decay", "beta"])
+def test_a_nan_reaches_later_tokens_of_its_head_and_document_alone(name: str):
+    call = Call((5, 40, 7), G=2)
+    clean, broken = ([x.detach() for x in call.inputs()] for _ in range(2))
+    y, final = in_chunks(*clean, local=call.local)
+    for number in (torch.nan, torch.inf):
+        broken[NAMES.index(name)][0, 25, 1] = number
+        after, states = in_chunks(*broken, local=call.local)
+        heads, tokens = ([2, 3] if name in ("query", "key") else [1]), slice(25, 26 if name == "query" else 45)
+        assert not after[0, tokens][:, heads].isfinite().any()
+        after[0, tokens, heads] = y[0, tokens, heads]
+        torch.testing.assert_close(after, y)
+        if name != "query":
+            assert states[1, heads].isnan().all()
+            states[1, heads] = final[1, heads]
+        torch.testing.assert_close(states, final)
+
+
+def test_what_is_stored_is_linear_in_the_tokens():
+    """Inputs, X and a state for each group of chunks."""
+
+    def stored(T: int) -> int:
+        call, bytes_of = Call((T,), h=1, K=16, V=16), {}
+
+        def pack(x: Tensor) -> Tensor:
+            bytes_of[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            in_chunks(*call.inputs(torch.float32), local=call.local)
+        return sum(bytes_of.values())
+
+    short, long = stored(512), stored(1024)
+    assert long <= 2.1 * short
+    a_token = (4 * 16 + 2 + 16 * 16 / 32) * 4
+    assert long <= 1.1 * 1024 * a_token
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({1: (2, 9, 3, 8)}, r"query and key must be \[B, T, h, K\] = \[2, 9, 'a divisor of 2', 'K'\]"),
+        ({0: (2, 9, 2, 7)}, "query and key must be"),
+        ({2: (2, 9, 2)}, r"value must be floating point \[B, T, H, V\]"),
+        ({3: (2, 9, 3)}, r"log_decay must be \[B, T, H\] = \[2, 9, 2\]"),
+        ({4: (2, 8, 2)}, r"beta must be \[B, T, H\]"),
+        ({5: (1, 2, 8, 5)}, r"the state must be \[N, H, K, V\] = \[2, 2, 8, 5\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(change: dict[int, tuple[int, ...]], message: str):
+    call = Call((9, 9), packed=False)
+    inputs = [torch.zeros(change[n]) if n in change else x for n, x in enumerate(call.inputs())]
+    with pytest.raises(ValueError, match=message):
+        in_chunks(*inputs, local=call.local)

@@ -1,0 +1,161 @@
+"""The delta layer against those of transformers with the same weights: outputs, gradients, states and decoding.
+
+Their layers run in PyTorch. They compute the recurrence in float32 for any dtype of their inputs; for float64 results,
+float64 takes its place in their modules.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tost_lm.mixers.delta import DeltaConfig, DeltaMixer, DeltaState
+from tost_lm.ops.positions import SequenceInfo
+from tost_lm.testing import assert_as_accurate
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, HEADS, SIZES, TOKENS = 24, (2, 4), (6, 10), 150
+LAYERS = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextGatedDeltaNet"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5GatedDeltaNet"),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridGatedDeltaNet"),
+}
+Parameters = dict[str, Tensor]
+
+
+class Pair:
+    """A layer of transformers with drawn weights, and ours of the same shape."""
+
+    def __init__(self, kind: str, dtype: torch.dtype):
+        self.kind, self.dtype = kind, dtype
+        self.module: ModuleType = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        config_class, layer_class = LAYERS[kind]
+        self.config: Any = getattr(transformers, config_class)(
+            hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, vocab_size=16,
+            linear_num_key_heads=HEADS[0], linear_num_value_heads=HEADS[1], linear_key_head_dim=SIZES[0],
+            linear_value_head_dim=SIZES[1], pad_token_id=None,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.theirs: nn.Module = getattr(self.module, layer_class)(self.config, 0)
+        with torch.no_grad():
+            for parameter in self.theirs.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape)
+        self.theirs.to(dtype)
+        olmo = kind == "olmo_hybrid"
+        config = DeltaConfig(
+            key_heads=HEADS[0], value_heads=HEADS[1], key_size=SIZES[0], value_size=SIZES[1], beta_to_two=olmo,
+            norm_epsilon=1e-5 if olmo else 1e-6,
+        )  # fmt: skip
+        self.ours = DeltaMixer(WIDTH, config).to(dtype)
+        self.leaves = {name: p.detach().clone().requires_grad_() for name, p in self.theirs.named_parameters()}
+
+    def mix(self, x_BTC: Tensor, state: DeltaState | None = None, tokens: int = 0) -> tuple[Tensor, DeltaState]:
+        """Our layer with their weights, as functions of which the result is differentiable."""
+        info = SequenceInfo.of(x_BTC[..., 0], [tokens] * len(x_BTC), None)
+        return functional_call(self.ours, renamed(self.kind, self.leaves), (x_BTC, state, info))
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Their layer runs in PyTorch, and for float64 it uses float64 where it names float32."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+                patch.setattr(self.module, name, inspect.unwrap(getattr(self.module, name)))
+            if self.dtype == torch.float64:
+                patch.setattr(self.module, "torch", Float64())
+                patch.setattr(Tensor, "float", Tensor.double)
+            yield
+
+    def tokens(self, T: int) -> Tensor:
+        return torch.randn(2, T, WIDTH, generator=torch.Generator().manual_seed(1)).to(self.dtype)
+
+
+class Float64:
+    """torch, with another float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def renamed(kind: str, theirs: Parameters) -> Parameters:
+    """Our parameters from theirs; rows are regrouped by key heads."""
+    (h, H), (K, V) = HEADS, SIZES
+    by_head = lambda x: x.unflatten(0, (h, -1))
+    channels = [h * K, h * K, H * V]
+    if kind == "qwen3_next":
+        rows = [by_head(theirs["in_proj_qkvz.weight"]), by_head(theirs["in_proj_ba.weight"])]
+    elif kind == "qwen3_5":
+        qkv = theirs["in_proj_qkv.weight"].split(channels)
+        rows = [by_head(x) for x in (*qkv, *(theirs[f"in_proj_{name}.weight"] for name in "zba"))]
+    else:
+        rows = [by_head(theirs[f"{name}_proj.weight"]) for name in "qkvgba"]
+    conv = [by_head(x) for x in theirs["conv1d.weight"].squeeze(1).split(channels)]
+    olmo = kind == "olmo_hybrid"
+    return {
+        "in_proj.weight": torch.cat(rows, 1).flatten(0, 1),
+        "conv": torch.cat(conv, 1).flatten(0, 1),
+        "log_rate": theirs["A_log"],
+        "step_bias": theirs["dt_bias"],
+        "norm": theirs["o_norm.weight" if olmo else "norm.weight"],
+        "out_proj.weight": theirs["o_proj.weight" if olmo else "out_proj.weight"],
+    }
+
+
+def results(pair: Pair, theirs: bool) -> Parameters:
+    """Outputs, and gradients of the tokens and of the parameters by their names."""
+    x_BTC = pair.tokens(TOKENS).requires_grad_()
+    if theirs:
+        with pair.exact():
+            y_BTC = pair.theirs(x_BTC)
+            leaves = dict(pair.theirs.named_parameters())
+            gradients = torch.autograd.grad(y_BTC.square().sum(), [x_BTC, *leaves.values()])
+    else:
+        y_BTC, _ = pair.mix(x_BTC)
+        leaves = pair.leaves
+        gradients = torch.autograd.grad(y_BTC.square().sum(), [x_BTC, *leaves.values()])
+    return {"y": y_BTC, **dict(zip(("x", *leaves), gradients, strict=True))}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_outputs_and_gradients_are_those_of_transformers(kind: str):
+    pair = Pair(kind, torch.float64)
+    assert renamed(kind, pair.leaves).keys() == dict(pair.ours.named_parameters()).keys()
+    truth = results(pair, theirs=True)
+    ours = results(pair, theirs=False)
+    for name, x in truth.items():
+        torch.testing.assert_close(ours[name], x, rtol=1e-10, atol=1e-10 * x.abs().max().item(), msg=name)
+    narrow = Pair(kind, torch.float32)
+    ours, theirs = results(narrow, theirs=False), results(narrow, theirs=True)
+    for name, x in truth.items():
+        assert_as_accurate(ours[name], theirs[name], x, name)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@torch.no_grad()
+def test_states_and_decoded_tokens_are_those_of_transformers(kind: str):
+    pair = Pair(kind, torch.float64)
+    x_BTC = pair.tokens(TOKENS + 3)
+    cache = transformers.DynamicCache(config=pair.config)
+    y_BTC, state = pair.mix(x_BTC[:, :TOKENS])
+    with pair.exact():
+        expected = pair.theirs(x_BTC[:, :TOKENS], cache_params=cache)
+    torch.testing.assert_close(y_BTC, expected, rtol=1e-10, atol=1e-10)
+    for t in range(TOKENS, TOKENS + 3):
+        y_BTC, state = pair.mix(x_BTC[:, t : t + 1], state, t)
+        with pair.exact():
+            expected = pair.theirs(x_BTC[:, t : t + 1], cache_params=cache)
+        torch.testing.assert_close(y_BTC, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(state.memory, cache.get_recurrent_state(0), rtol=1e-10, atol=1e-10)
+    (h, H), (K, V) = HEADS, SIZES
+    taps = cache.get_conv_state(0)[..., -3:].mT.split([h * K, h * K, H * V], -1)
+    taps = torch.cat([x.unflatten(-1, (h, -1)) for x in taps], -1).flatten(-2)
+    torch.testing.assert_close(state.taps, taps, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,277 @@
+"""The gated delta rule in PyTorch, chunk by chunk, with its closed-form backward.
+
+Within a chunk that starts with the state S₀, and with the decay E_ij = α_{j+1} … α_i between two tokens:
+
+    A = E ∘ K Kᵀ below the diagonal      (I + A diag(β)) X = V − diag(E_i0) K S₀      U = diag(β) X
+    Y = diag(E_i0) Q S₀ + (E ∘ Q Kᵀ) U   S_L = E_L0 S₀ + Kᵀ diag(E_Lj) U
+
+X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. Documents
+advance together, a group of chunks at a time that fits a core's cache. The backward reads the inputs, X and the state
+before each group.
+
+In the columns of a state the recurrence is affine: S = M S₀ + C after the tokens of a document. M [K, K] is the state
+that values 0 and S₀ = I lead to, C [K, V] the one of S₀ = 0.
+
+Shapes: M = B·T tokens, h key heads of size K, G value heads for each (H = h·G) of size V; n documents, c chunks of L
+tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.linalg import solve_triangular, vecdot
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from tost_lm.mixers.delta.settings import CHUNK_TOKENS, DEVICE_GROUP_ELEMENTS, GROUP_CHUNKS, GROUP_ELEMENTS
+from tost_lm.ops.layout import int64_tensor
+from tost_lm.ops.precision import running_dtype, statistics_dtype
+
+
+def delta_rule_chunks(
+    query_MhK: Tensor, key_MhK: Tensor, value_MHV: Tensor, log_decay_MH: Tensor, beta_MH: Tensor,
+    initial_nHKV: Tensor, lengths: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
+    h, dtype = key_MhK.shape[1], statistics_dtype(value_MHV)
+    broken_MH = _broken(key_MhK, value_MHV, log_decay_MH, beta_MH)
+    if broken_MH is not None:
+        finite = (x.where(x.isfinite(), 0) for x in (key_MhK, value_MHV, log_decay_MH, beta_MH))
+        key_MhK, value_MHV, log_decay_MH, beta_MH = finite
+    value_MhGV, log_decay_MhG, beta_MhG = (x.unflatten(1, (h, -1)) for x in (value_MHV, log_decay_MH, beta_MH))
+    initial_nhKGV = initial_nHKV.to(dtype).unflatten(1, (h, -1)).transpose(2, 3).contiguous()
+    y_MhGV, final_nhKGV = _DeltaRule.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        query_MhK, key_MhK, value_MhGV, log_decay_MhG, beta_MhG, initial_nhKGV, lengths
+    )
+    y_MHV, final_nHKV = y_MhGV.flatten(1, 2), final_nhKGV.transpose(2, 3).flatten(1, 2).to(initial_nHKV.dtype)
+    if broken_MH is not None:
+        since_MH = torch.cat([tokens.cumsum(0) for tokens in broken_MH.split(lengths)])
+        last_n = int64_tensor(tuple(accumulate(lengths)), since_MH.device) - 1
+        y_MHV, final_nHKV = y_MHV + since_MH[..., None].to(y_MHV.dtype), final_nHKV + since_MH[last_n, :, None, None]
+    return y_MHV, final_nHKV
+
+
+def _broken(key_MhK: Tensor, value_MHV: Tensor, *scalars_MH: Tensor) -> Tensor | None:
+    """NaN for each token and head with an input that is not finite, else 0, [M, H]; None: all of them are finite.
+
+    The products of a chunk would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
+    """
+    with torch.no_grad():
+        sums_MH = sum(scalars_MH, value_MHV.sum(-1))
+        broken_MH = 0 * (sums_MH.unflatten(1, (key_MhK.shape[1], -1)) + key_MhK.sum(-1, keepdim=True)).flatten(1)
+        # Other devices would have to be waited for.
+        return None if broken_MH.is_cpu and bool(broken_MH.sum().isfinite()) else broken_MH
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query_MhK: Tensor, key_MhK: Tensor, value_MhGV: Tensor, log_decay_MhG: Tensor, beta_MhG: Tensor,
+        initial_nhKGV: Tensor, lengths: Sequence[int],
+    ):  # fmt: skip
+        inputs = query_MhK, key_MhK, log_decay_MhG, beta_MhG
+        y_MhGV, final_nhKGV, stored = torch.empty_like(value_MhGV), torch.empty_like(initial_nhKGV), []
+        ctx.sets = _sets(lengths, log_decay_MhG[0].numel(), key_MhK.device)
+        for documents, groups in ctx.sets:
+            state_nhKGV = initial_nhKGV[documents]
+            for group in groups:
+                state_bKGV = state_nhKGV[: len(group.rows)].flatten(0, 1)
+                before_bKGV, chunks = state_bKGV.clone(), _Chunks(group, *inputs)
+                y, lacking = chunks.forward(group.split(value_MhGV), state_bKGV)
+                group.join(y_MhGV, y)
+                stored += [before_bKGV, lacking]
+            final_nhKGV[documents] = state_nhKGV
+        ctx.save_for_backward(*inputs, *stored)
+        return y_MhGV, final_nhKGV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_MhGV: Tensor, d_final_nhKGV: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, log_decay, beta, *stored = ctx.saved_tensors
+        inputs = query, key, log_decay, beta
+        d_query, d_key, d_log_decay, d_beta = (torch.empty_like(x) for x in inputs)
+        d_inputs = d_query, d_key, torch.empty_like(dy_MhGV), d_log_decay, d_beta
+        d_final_nhKGV = d_final_nhKGV.contiguous()
+        d_initial_nhKGV = torch.empty_like(d_final_nhKGV)
+        for documents, groups in reversed(ctx.sets):
+            d_state_nhKGV = d_final_nhKGV[documents]
+            for group in reversed(groups):
+                chunks = _Chunks(group, *inputs)
+                chunks.restore(stored.pop(), stored.pop())
+                d_state_bKGV = d_state_nhKGV[: len(group.rows)].flatten(0, 1)
+                found = chunks.backward(group, dy_MhGV, d_state_bKGV)
+                for d_x, part in zip(d_inputs, found, strict=True):
+                    group.join(d_x, part)
+            d_initial_nhKGV[documents] = d_state_nhKGV
+        return *d_inputs, d_initial_nhKGV, None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The same chunks of some documents; b = n·h pairs of a document and a key head."""
+
+    rows: tuple[slice, ...]
+    """The tokens of each document in the flat sequence, longest documents first, [n]."""
+    chunks: int
+    chunk_tokens: int
+
+    def split(self, x_Mh: Tensor, out: Tensor | None = None) -> Tensor:
+        """[c, b, L, …] in the statistics dtype, contiguous; zeros behind the last token of a document."""
+        documents = [x_Mh[row] for row in self.rows]
+        x_nmh = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
+        missing = self.chunks * self.chunk_tokens - x_nmh.shape[1]
+        x_nmh = pad(x_nmh, (0, 0) * (x_nmh.dim() - 2) + (0, missing)) if missing else x_nmh
+        x_cnhL = x_nmh.unflatten(1, (self.chunks, -1)).transpose(0, 1).transpose(2, 3)
+        if out is None:
+            out = torch.empty(x_cnhL.flatten(1, 2).shape, dtype=statistics_dtype(x_Mh), device=x_Mh.device)
+        out.unflatten(1, x_cnhL.shape[1:3]).copy_(x_cnhL)
+        return out
+
+    def join(self, x_Mh: Tensor, x_cbL: Tensor) -> None:
+        """Write them back into x."""
+        x_cnhL = x_cbL.unflatten(1, (len(self.rows), -1))
+        for row, x_cLh in zip(self.rows, x_cnhL.transpose(2, 3).unbind(1), strict=True):
+            tokens = x_Mh[row]
+            if len(tokens) == self.chunks * self.chunk_tokens:
+                tokens.unflatten(0, (self.chunks, -1)).copy_(x_cLh)
+            else:
+                tokens.copy_(x_cLh.flatten(0, 1)[: len(tokens)])
+
+
+def _sets(lengths: Sequence[int], heads: int, device: torch.device) -> list[tuple[Tensor, list[_Group]]]:
+    """Documents that are computed together, longest first, [n], and the groups of their chunks.
+
+    A group has the first of the documents: those with tokens left.
+    """
+    elements = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    starts, found = [0, *accumulate(lengths)], []
+    while order:
+        L = min(CHUNK_TOKENS, lengths[order[0]])
+        at_once = max(GROUP_CHUNKS, elements // (heads * L * L))
+        some = at_once // GROUP_CHUNKS
+        documents, order, groups, chunk = order[:some], order[some:], [], 0
+        counts = [-(-lengths[n] // L) for n in documents]
+        while left := sum(count > chunk for count in counts):
+            last = min(counts[left - 1], chunk + at_once // left)
+            rows = (slice(starts[n] + chunk * L, min(starts[n] + last * L, starts[n + 1])) for n in documents[:left])
+            groups.append(_Group(tuple(rows), last - chunk, L))
+            chunk = last
+        found.append((int64_tensor(tuple(documents), device), groups))
+    return found
+
+
+class _Chunks:
+    """The chunks of a group, with the tensors that both passes need.
+
+    What is computed of queries and of keys alike is stored as 2L rows, keys second.
+    """
+
+    def __init__(self, group: _Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor):
+        self.beta_cbLG1, L = group.split(beta)[..., None], group.chunk_tokens
+        self.both = self.beta_cbLG1.new_empty(*self.beta_cbLG1.shape[:2], 2 * L, key.shape[-1])
+        self.key = group.split(key, out=self.both[:, :, L:])
+        group.split(query, out=self.both[:, :, :L])
+        since_cbLG = group.split(log_decay.to(running_dtype(key.device))).cumsum(2)
+        self.from_start_cbLG1 = since_cbLG.exp().to(self.key.dtype)[..., None]
+        self.to_end_cbLG1 = (since_cbLG[:, :, -1:] - since_cbLG).exp().to(self.key.dtype)[..., None]
+        self.total_cb1G1 = self.from_start_cbLG1[:, :, -1:]
+        log_cbGL = since_cbLG.mT
+        later_LL = log_cbGL.new_full((L, L), -torch.inf).triu(1)
+        log_cbGLL = (log_cbGL[..., None] - log_cbGL[..., None, :]).add_(later_LL)
+        self.decay_cbG1LL = log_cbGLL.to(self.key.dtype).exp_()[:, :, :, None]
+        products_cb12LL = (self.both @ self.key.mT).unflatten(2, (2, L))[:, :, None]
+        self.scores_cbG2LL = _without_itself(products_cb12LL * self.decay_cbG1LL)
+
+    def forward(self, value: Tensor, state_bKGV: Tensor) -> tuple[Tensor, Tensor]:
+        """y and X, [c, b, L, G, V]. Changes the state to that after the group, and the values."""
+        L, lacking = self.key.shape[2], value
+        factor = self.beta_cbLG1 * self.to_end_cbLG1
+        twice = self.from_start_cbLG1.repeat(1, 1, 2, 1, 1)
+        system = self.scores_cbG2LL[..., 1, :, :] * self.beta_cbLG1[..., 0].mT[..., None, :]
+        y, state_bKW = torch.empty_like(value), state_bKGV.flatten(2)
+        reads = self.both.new_empty(*self.both.shape[1:3], *value.shape[3:])
+        added = torch.empty_like(reads[:, L:])
+        for i, both in enumerate(self.both):
+            torch.bmm(both, state_bKW, out=reads.flatten(2))
+            reads.mul_(twice[i])
+            y[i] = reads[:, :L]
+            right = _rows(lacking[i].sub_(reads[:, L:])).mT
+            solve_triangular(system[i].mT, right, upper=True, left=False, unitriangular=True, out=right)
+            torch.mul(lacking[i], factor[i], out=added)
+            state_bKGV.mul_(self.total_cb1G1[i])
+            state_bKW.baddbmm_(self.key[i].mT, added.flatten(2))
+        y += _rows(self.scores_cbG2LL[..., 0, :, :] @ _rows(lacking * self.beta_cbLG1))
+        return y, lacking
+
+    def restore(self, lacking: Tensor, state_bKGV: Tensor) -> None:
+        """Compute again what the backward needs, from X and the state before the group."""
+        self.lacking, self.written = lacking, lacking * self.beta_cbLG1
+        self.ended = self.written * self.to_end_cbLG1
+        self.before = self.key.new_empty(len(self.key), *state_bKGV.shape)
+        self.before[0] = state_bKGV
+        for i in range(len(self.key) - 1):
+            torch.mul(self.before[i], self.total_cb1G1[i], out=self.before[i + 1])
+            self.before[i + 1].flatten(2).baddbmm_(self.key[i].mT, self.ended[i].flatten(2))
+
+    def backward(self, group: _Group, dy_MhGV: Tensor, d_state_bKGV: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of query, key, value, log decay and β. Changes that of the state after to that before."""
+        L, beta = self.key.shape[2], self.beta_cbLG1
+        d_rows = beta.new_empty(*self.both.shape[:3], *self.written.shape[3:])
+        dy, faded = group.split(dy_MhGV, out=d_rows[:, :, :L]), torch.empty_like(d_rows)
+        torch.mul(dy, self.from_start_cbLG1, out=faded[:, :, :L])
+        d_right = _rows(self.scores_cbG2LL[..., 0, :, :].mT @ _rows(dy)).contiguous()
+        system = self.scores_cbG2LL[..., 1, :, :] * _rows(beta)
+        d_after, minus_factor = torch.empty_like(self.before), -beta * self.from_start_cbLG1
+        read = torch.empty_like(d_right[0])
+        for i in reversed(range(len(self.key))):
+            d_after[i] = d_state_bKGV
+            torch.bmm(self.key[i], d_state_bKGV.flatten(2), out=read.flatten(2))
+            right = _rows(d_right[i].addcmul_(read, self.to_end_cbLG1[i])).mT
+            solve_triangular(system[i], right, upper=False, left=False, unitriangular=True, out=right)
+            torch.mul(d_right[i], minus_factor[i], out=faded[i, :, L:])
+            d_state_bKGV.mul_(self.total_cb1G1[i])
+            d_state_bKGV.flatten(2).baddbmm_(self.both[i].mT, faded[i].flatten(2))
+        d_beta = vecdot(d_right, self.lacking)
+        d_value = d_right.mul_(beta)
+        torch.neg(d_value, out=d_rows[:, :, L:])
+
+        d_scores = _without_itself((_rows(d_rows) @ _rows(self.written).mT).unflatten(3, (2, L)))
+        aged_cbGLL = self.scores_cbG2LL.mul_(d_scores).sum(3)
+        aged_cbGLL.diagonal(dim1=-2, dim2=-1).zero_()
+        d_read, d_known = _over_heads(d_scores.mul_(self.decay_cbG1LL)).unbind(2)
+        d_both = _rows(faded) @ _rows(self.before).mT
+        d_since_cbGL = vecdot(d_both, self.both[:, :, None]).unflatten(-1, (2, L)).sum(-2)
+        d_both = _over_heads(d_both)
+        d_query, d_key = d_both[:, :, :L], d_both[:, :, L:]
+        d_ended_key = _rows(self.ended) @ _rows(d_after).mT
+        passed_cbGL = vecdot(d_ended_key, self.key[:, :, None])
+        d_query += d_read @ self.key
+        d_key += _over_heads(d_ended_key)
+        d_key += torch.cat([d_read.mT, d_known + d_known.mT], -1) @ self.both
+
+        d_since_cbGL += aged_cbGLL.sum(-1) - aged_cbGLL.sum(-2)
+        d_total_cbG1 = d_after.mul_(self.before).sum((2, 4))[..., None] * self.total_cb1G1[:, :, 0]
+        d_log_decay = d_since_cbGL.flip(-1).cumsum(-1).flip(-1) + d_total_cbG1
+        d_log_decay[..., 1:] += passed_cbGL[..., :-1].cumsum(-1)
+        return d_query, d_key, d_value, d_log_decay.mT, d_beta
+
+
+def _rows(x_LGV: Tensor) -> Tensor:
+    """[…, G, L, V], or back."""
+    return x_LGV.transpose(-3, -2)
+
+
+def _over_heads(x_cbG: Tensor) -> Tensor:
+    """The sum over the value heads of a key head."""
+    return x_cbG.squeeze(2) if x_cbG.shape[2] == 1 else x_cbG.sum(2)
+
+
+def _without_itself(scores_2LL: Tensor) -> Tensor:
+    """The scores themselves: a token's key does not read what the token writes."""
+    scores_2LL[..., 1, :, :].diagonal(dim1=-2, dim2=-1).zero_()
+    return scores_2LL

@@ -1,0 +1,51 @@
+"""The gated delta rule by the kernels of flash-linear-attention (package fla-core), for CUDA tensors."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tost_lm.ops.layout import LocalDocuments, int64_tensor
+
+LARGEST_KEY = 256
+RECURRENT_TOKENS = 64
+"""Tokens of a document up to which the recurrent kernel is used, where no gradient is needed."""
+
+
+def obstacle(key: Tensor, value: Tensor) -> str | None:
+    """The reason why the kernels are not used, or None."""
+    if not value.is_cuda:
+        return f"values are on {value.device}, but the kernels run on CUDA devices"
+    if value.dtype not in (torch.bfloat16, torch.float16):
+        return f"values are {value.dtype}, but the kernels round products to TF32"
+    if key.shape[-1] > LARGEST_KEY:
+        return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
+    return None if find_spec("fla") else "the package fla-core is not installed"
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, V] and the final state [N, H, K, V] in the dtype of `initial`; the kernels' states are float32.
+
+    Queries and keys are rounded to the dtype of the values.
+    """
+    from fla.ops import gated_delta_rule as kernels  # an optional package, and slow to import
+
+    inputs = query, key, value, log_decay, beta, initial
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    recurrent = not needs_gradient and max(local.lengths) <= RECURRENT_TOKENS
+    kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
+    y, final = kernel(
+        q=query.to(value.dtype).contiguous(),
+        k=key.to(value.dtype).contiguous(),
+        v=value.contiguous(),
+        g=log_decay.float().contiguous(),
+        beta=beta.float().contiguous(),
+        scale=1.0,
+        initial_state=initial.float().contiguous(),
+        output_final_state=True,
+        cu_seqlens=int64_tensor(local.offsets, value.device) if local.packed else None,
+    )
+    return y, final.to(initial.dtype)

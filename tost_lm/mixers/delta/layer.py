@@ -1,0 +1,142 @@
+"""The delta layer: projections, short convolutions, the gated delta rule, and a gated norm.
+
+Sources: arXiv 2412.06464 and its released layer. Shapes as in `tost_lm.mixers.delta`; G = H / h value heads of a key
+head, E = h·(2K + G·V) channels that are convolved.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu, softplus
+
+from tost_lm.errors import ConfigError
+from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
+from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaConfig
+from tost_lm.mixers.slots.layer import CONVOLUTION
+from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
+from tost_lm.ops.positions import SequenceInfo, state_rows
+from tost_lm.ops.precision import running_dtype, statistics_dtype
+from tost_lm.ops.registered import Registered
+
+LARGEST_RATE = 16.0
+SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
+UNIT_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class DeltaState(NamedTuple):
+    """The state of a delta layer after some tokens; zeros before the first one."""
+
+    memory: Tensor
+    """S, [N, H, K, V]."""
+    taps: Tensor
+    """The last tokens before the convolution, [N, CONV_TAPS − 1, E]."""
+
+
+class DeltaMixer(nn.Module):
+    """A state per value head, which forgets at a rate and is corrected with a strength that depend on the token.
+
+    The rows of `in_proj` are those of one key head after the other: its query, its key, the values and the output gates
+    of its value heads, their write strengths, and their decays. Those of `conv` likewise: query, key, values.
+    """
+
+    def __init__(self, width: int, config: DeltaConfig):
+        super().__init__()
+        self.config = config
+        h, H, K, V = config.key_heads, config.heads, config.key_size, config.value_size
+        group = H // h
+        self.sizes = [2 * K + group * V, group * V, group, group]
+        self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=False)
+        self.out_proj = nn.Linear(H * V, width, bias=False)
+        self.conv = nn.Parameter(torch.empty(h * self.sizes[0], CONV_TAPS).normal_(std=conv_std()))
+        self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
+        self.norm = nn.Parameter(torch.empty(V))
+        set_own_constants(self)
+
+    def initial_values(self) -> dict[str, InitialValue]:
+        log_rate, step_bias = initial_decays(self.config.heads)
+        return {"conv": Normal(conv_std()), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
+
+    def forward(self, x_BTC: Tensor, state: DeltaState | None, info: SequenceInfo) -> tuple[Tensor, DeltaState | None]:
+        """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form.
+
+        Raises:
+            ConfigError: the tokens are a sequence shard.
+        """
+        if info.shard is not None:
+            raise ConfigError("delta layers do not support sequence ranks; set parallel.sequence = 1")
+        config = self.config
+        projected = self.in_proj(x_BTC).unflatten(-1, (config.key_heads, -1))
+        tokens, gate, beta, step = projected.split(self.sizes, -1)
+        tensors = [tokens.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
+        tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
+        K, heads = config.key_size, (config.heads, config.value_size)
+        query, key, value = silu(tokens_BTE).unflatten(-1, (config.key_heads, -1)).split([K, K, self.sizes[1]], -1)
+        log_decay_BTH, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
+        tensors = [
+            unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
+            log_decay_BTH, beta_BTH, state.memory if state else None, info.state_offsets,
+        ]  # fmt: skip
+        y_BTHV, *memory = DELTA_RULE(info, info.handle, tensors, info.wanted_state)
+        y_BTHV = rms_norm(y_BTHV, heads[1:], eps=config.norm_epsilon) * self.norm
+        y_BTHV = y_BTHV * silu(gate.flatten(-2).unflatten(-1, heads))
+        return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
+
+    def rates(self, step_BTH: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """log α and β of the tokens, [B, T, H], in the statistics dtype."""
+        dtype = statistics_dtype(step_BTH)
+        with torch.autocast(step_BTH.device.type, enabled=False):
+            step_BTH = softplus(step_BTH.to(dtype) + self.step_bias.to(dtype))
+            strength = 2 if self.config.beta_to_two else 1
+            return -self.log_rate.to(dtype).exp() * step_BTH, strength * beta_BTH.to(dtype).sigmoid()
+
+
+def unit_length(x_BThK: Tensor, scale: float = 1) -> Tensor:
+    """`scale` · x / ‖x‖, in the statistics dtype."""
+    with torch.autocast(x_BThK.device.type, enabled=False):
+        x_BThK = x_BThK.to(statistics_dtype(x_BThK))
+        return x_BThK * (scale * (x_BThK.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt())
+
+
+def conv_std() -> float:
+    """The standard deviation of uniform draws from ±1/√CONV_TAPS, those of torch's convolutions."""
+    return (3 * CONV_TAPS) ** -0.5
+
+
+def initial_decays(heads: int) -> tuple[Tensor, Tensor]:
+    """log of the rates, and biases of the steps before the softplus, each [H].
+
+    As published, rates are uniform between 0 and 16 and the logarithms of steps between those of 0.001 and 0.1; here
+    evenly spread over the heads, and paired so that slow and fast rates have short and long steps.
+    """
+    head_H = torch.arange(heads, dtype=torch.float64, device="cpu") + 0.5
+    rate_H, share_H = LARGEST_RATE * head_H / heads, (head_H * (math.sqrt(5) - 1) / 2) % 1
+    step_H = SHORTEST_STEP * (LONGEST_STEP / SHORTEST_STEP) ** share_H
+    return rate_H.log(), step_H.expm1().log()
+
+
+def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    *inputs, memory, _ = tensors
+    memory = info.pad_rows(memory)
+    if memory is not None and info.recurrent:
+        query, key, value, log_decay, beta = (x.flatten(0, 1) for x in inputs)
+        y_NHV, memory = delta_rule_step(query, key, value, log_decay, beta, memory)
+        y_BTHV = y_NHV.view_as(inputs[2])
+    else:
+        y_BTHV, memory = delta_rule(
+            *inputs, local=info.local, initial_state=memory, output_final_state=bool(info.output_state)
+        )
+    return [y_BTHV, info.select_rows(memory)] if memory is not None and info.output_state else [y_BTHV]
+
+
+def _fake_apply(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    _, key_BThK, value_BTHV, *_, offsets = tensors
+    y_BTHV, (B, _, H, V) = value_BTHV.new_empty(value_BTHV.shape), value_BTHV.shape
+    shape = state_rows(B, offsets), H, key_BThK.shape[-1], V
+    return [y_BTHV, value_BTHV.new_empty(shape, dtype=running_dtype(value_BTHV.device))] if wanted_state else [y_BTHV]
+
+
+DELTA_RULE = Registered("delta_rule", _apply, _fake_apply)

@@ -1,0 +1,109 @@
+"""The gated delta rule as functions of tensors: any number of tokens with states in and out, and one token."""
+
+import torch
+from torch import Tensor
+
+from tost_lm.mixers.delta import fla
+from tost_lm.mixers.delta.chunked import delta_rule_chunks
+from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.precision import running_dtype, statistics_dtype
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    local: LocalDocuments,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Write each token to the state of its heads, and read the state, up to and including the token itself.
+
+    Kernels of fla-core for bfloat16 and float16 values on CUDA devices, where it is installed; else PyTorch, whose sums
+    and states are float32, or float64 for float64 values. Differentiable.
+
+    Args:
+        query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
+        value: [B, T, H, V], any floating dtype.
+        log_decay: log α, [B, T, H], at most 0.
+        beta: [B, T, H], between 0 and 2.
+        local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
+        initial_state: the states of N documents, [N, H, K, V]; None: empty.
+        output_final_state: return the state after the last token of each document; else None.
+
+    Returns:
+        y [B, T, H, V] in the dtype of `value`, and the final state [N, H, K, V] (float64; float32 on mps) or None.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(query, key, value, log_decay, beta)
+    (H, V), K, N = value.shape[2:], key.shape[-1], len(local.whole_lengths)
+    dtype = statistics_dtype(value)
+    with torch.autocast(value.device.type, enabled=False):
+        query, key, log_decay, beta = (
+            x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
+        )
+        inputs = query, key, value, log_decay, beta
+        initial = _running(initial_state, [N, H, K, V], like=value)
+        if fla.obstacle(key, value) is None:
+            y, final = fla.delta_rule(*inputs, initial, local)
+        else:
+            query, key, value_MHV, log_decay, beta = (x.flatten(0, 1) for x in inputs)
+            y, final = delta_rule_chunks(query, key, value_MHV, log_decay, beta, initial, local.lengths)
+    return y.view_as(value), final if output_final_state else None
+
+
+def delta_rule_step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token after those of `state`: the result of `delta_rule` for T = 1, differentiable.
+
+    It is computed in float64 (float32 on mps). No step enlarges an error of the state if keys have length 1, so that an
+    error fades like what was written, or adds up over all tokens where β is 0 or 2 and nothing decays.
+
+    Args:
+        query, key: [N, h, K].
+        value: [N, H, V].
+        log_decay, beta: [N, H].
+        state: [N, H, K, V].
+
+    Returns:
+        y [N, H, V] in the dtype of `value`, and the state that includes the token.
+    """
+    running, group = running_dtype(value.device), value.shape[1] // key.shape[1]
+    with torch.autocast(value.device.type, enabled=False):
+        query_NHK, key_NHK = (x.to(running).repeat_interleave(group, 1) for x in (query, key))
+        decayed_NHKV = log_decay.to(running).exp()[..., None, None] * state.to(running)
+        error_NHV = value.to(running) - (key_NHK[..., None, :] @ decayed_NHKV).squeeze(-2)
+        written_NHV = beta.to(running)[..., None] * error_NHV
+        state = torch.addcmul(decayed_NHKV, key_NHK[..., None], written_NHV[..., None, :])
+        y_NHV = (query_NHK[..., None, :] @ state).squeeze(-2)
+    return y_NHV.to(value.dtype), state
+
+
+def _running(state: Tensor | None, shape: list[int], like: Tensor) -> Tensor:
+    """The state in the dtype of running sums; zeros for None."""
+    running = running_dtype(like.device)
+    if state is None:
+        return like.new_zeros(shape, dtype=running)
+    if list(state.shape) != shape:
+        raise ValueError(f"the state must be [N, H, K, V] = {shape}, got {list(state.shape)}")
+    return state.to(running)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
+    if value.dim() != 4 or not value.is_floating_point():
+        raise ValueError(f"value must be floating point [B, T, H, V], got {value.dtype} {list(value.shape)}")
+    B, T, H, _ = value.shape
+    if key.dim() != 4 or key.shape[:2] != (B, T) or H % key.shape[2] or query.shape != key.shape:
+        raise ValueError(
+            f"query and key must be [B, T, h, K] = {[B, T, f'a divisor of {H}', 'K']}, got {list(query.shape)} and "
+            f"{list(key.shape)}"
+        )
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        if x.shape != (B, T, H):
+            raise ValueError(f"{name} must be [B, T, H] = {[B, T, H]}, got {list(x.shape)}")
