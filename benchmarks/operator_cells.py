@@ -14,13 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
 from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
 from tost_lm.mixers.slots.layer import initial_log_rates, memberships
-from tost_lm.mixers.slots.memory import short_conv, slot_memory
+from tost_lm.mixers.slots.memory import slot_memory
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.short_conv import short_conv
 
 WARM_UP_TOKENS = 64
 COPIED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}

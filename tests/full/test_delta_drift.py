@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tost_lm.mixers.delta import delta_rule, delta_rule_step
+from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.ops.layout import LocalDocuments
 
 T, LAST = 1 << 20, 1 << 10

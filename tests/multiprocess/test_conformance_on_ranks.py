@@ -19,8 +19,15 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
 
 @pytest.mark.parametrize(
     ("letter", "settings"),
-    [("T", {}), ("T", {"membership": "energy-mean", "denom_bias": "head"}), ("A", {"window": 5}), ("A", {}), ("S", {})],
-)
+    [
+        ("T", {}),
+        ("T", {"membership": "energy-mean", "denom_bias": "head"}),
+        ("A", {"window": 5}),
+        ("A", {}),
+        ("S", {}),
+        ("D", {}),
+    ],
+)  # fmt: skip
 def test_sequence_ranks_equal_one(letter: str, settings: dict[str, Any]):
     config = ModelConfig(pattern=letter, layers=1, heads=2, width=8, max_positions=40, **settings)
     report = check(layer_adapter(letter, config, rank_shard))

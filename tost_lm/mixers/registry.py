@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+from tost_lm.mixers.delta.facts import DELTA
+from tost_lm.mixers.delta.settings import DeltaSettings
 from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.slots.facts import SLOTS
 from tost_lm.mixers.slots.settings import SlotsSettings
@@ -11,11 +13,11 @@ from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.mixers.tssa.facts import TSSA
 from tost_lm.mixers.tssa.settings import TssaSettings
 
-FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, SLOTS, SOFTMAX)}
+FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, SLOTS, DELTA, SOFTMAX)}
 """By letter, in the order of tables and messages."""
 
 
-class MixerSettings(SoftmaxSettings, SlotsSettings, TssaSettings):
+class MixerSettings(SoftmaxSettings, DeltaSettings, SlotsSettings, TssaSettings):
     """The settings of all mixers."""
 
 

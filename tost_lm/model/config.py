@@ -68,7 +68,7 @@ class ModelShape(Section):
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, A softmax attention. With SSSA every fourth layer is softmax attention."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention. With SSSA every fourth layer is softmax attention."""
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)

@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.slots.layer import SlotMixer
-from tost_lm.mixers.slots.memory import short_conv
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
 from tost_lm.mixers.tssa.bidirectional import tssa
@@ -27,6 +26,7 @@ from tost_lm.ops.initialization import INITIAL_STD, InitialValue, draw_seed, ini
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.positions import SequenceInfo, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
+from tost_lm.ops.short_conv import short_conv
 
 
 class BidirectionalTssa(TssaMixer):

@@ -18,7 +18,7 @@ from torch.library import opcheck
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.slots.layer import CONVOLUTION, MEMORY
+from tost_lm.mixers.slots.layer import MEMORY
 from tost_lm.mixers.softmax.layer import ATTENTION
 from tost_lm.mixers.tssa.layer import TSSA
 from tost_lm.mixers.tssa.phases import LocalSoftmax
@@ -27,6 +27,7 @@ from tost_lm.model.transforms import apply_activation_checkpointing, compile_blo
 from tost_lm.ops import registered
 from tost_lm.ops.cross_entropy import OPERATOR as LOSS
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.short_conv import CONVOLUTION
 from tost_lm.pretrain.tiled import tiled_loss
 from tost_lm.testing import assert_close
 

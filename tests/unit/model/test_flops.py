@@ -12,12 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tost_lm.config import validate
 from tost_lm.mixers.slots.layer import memberships
-from tost_lm.mixers.slots.memory import short_conv, slot_memory
+from tost_lm.mixers.slots.memory import slot_memory
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import flops_per_token, parameters, peak_flops
 from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.short_conv import short_conv
 
 B, T = 2, 12
 

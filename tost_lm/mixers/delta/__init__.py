@@ -10,26 +10,3 @@ Keys have length 1. With β = 1 the state then returns v_t for k_t; with β = 2 
 Shapes: B sequences, T tokens, C channels of the model; h key heads with keys of size K, H value heads (a multiple of h)
 with values of size V; N documents (N = B unless packed). Value heads i·H/h to (i + 1)·H/h − 1 use key head i.
 """
-
-from typing import TYPE_CHECKING
-
-from tost_lm.mixers.delta.settings import DeltaConfig
-
-if TYPE_CHECKING:
-    from tost_lm.mixers.delta.layer import DeltaMixer as DeltaMixer
-    from tost_lm.mixers.delta.layer import DeltaState as DeltaState
-    from tost_lm.mixers.delta.naive import delta_rule_naive as delta_rule_naive
-    from tost_lm.mixers.delta.operator import delta_rule as delta_rule
-    from tost_lm.mixers.delta.operator import delta_rule_step as delta_rule_step
-
-__all__ = ["DeltaConfig", "DeltaMixer", "DeltaState", "delta_rule", "delta_rule_naive", "delta_rule_step"]
-MODULES = {"DeltaMixer": "layer", "DeltaState": "layer", "delta_rule_naive": "naive"}
-
-
-def __getattr__(name: str):
-    # The settings do not need torch.
-    if name in __all__:
-        from importlib import import_module
-
-        return getattr(import_module(f"{__name__}.{MODULES.get(name, 'operator')}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,24 +5,30 @@ head, E = h·(2K + G·V) channels that are convolved.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu, softplus
 
-from tost_lm.errors import ConfigError
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
-from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaConfig
-from tost_lm.mixers.slots.layer import CONVOLUTION
+from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, Sizes
+from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
+from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
+from tost_lm.ops.short_conv import CONVOLUTION
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
 
 LARGEST_RATE = 16.0
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
+NORM_EPSILON = 1e-6
+"""Added to the mean square in the norm of the outputs."""
 UNIT_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -35,53 +41,52 @@ class DeltaState(NamedTuple):
     taps: Tensor
     """The last tokens before the convolution, [N, CONV_TAPS − 1, E]."""
 
+    def to_running_dtype(self) -> "DeltaState":
+        """With a memory for any number of further tokens."""
+        return DeltaState(self.memory.to(running_dtype(self.memory.device)), self.taps)
 
-class DeltaMixer(nn.Module):
+
+class DeltaMixer(TokenMixer):
     """A state per value head, which forgets at a rate and is corrected with a strength that depend on the token.
 
     The rows of `in_proj` are those of one key head after the other: its query, its key, the values and the output gates
     of its value heads, their write strengths, and their decays. Those of `conv` likewise: query, key, values.
     """
 
-    def __init__(self, width: int, config: DeltaConfig):
+    State = DeltaState
+    OF_HEADS = ("conv", "log_rate", "step_bias")
+
+    def __init__(self, config: "ModelConfig"):
         super().__init__()
-        self.config = config
-        h, H, K, V = config.key_heads, config.heads, config.key_size, config.value_size
-        group = H // h
+        self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = Sizes.of(config)
+        self.strength, group, width = 2 if config.delta.beta_to_two else 1, H // h, config.width
         self.sizes = [2 * K + group * V, group * V, group, group]
-        self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=False)
-        self.out_proj = nn.Linear(H * V, width, bias=False)
+        self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=config.bias)
+        self.out_proj = nn.Linear(H * V, width, bias=config.bias)
         self.conv = nn.Parameter(torch.empty(h * self.sizes[0], CONV_TAPS).normal_(std=conv_std()))
         self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
         self.norm = nn.Parameter(torch.empty(V))
         set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
-        log_rate, step_bias = initial_decays(self.config.heads)
+        log_rate, step_bias = initial_decays(self.heads)
         return {"conv": Normal(conv_std()), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
 
     def forward(self, x_BTC: Tensor, state: DeltaState | None, info: SequenceInfo) -> tuple[Tensor, DeltaState | None]:
-        """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form.
-
-        Raises:
-            ConfigError: the tokens are a sequence shard.
-        """
-        if info.shard is not None:
-            raise ConfigError("delta layers do not support sequence ranks; set parallel.sequence = 1")
-        config = self.config
-        projected = self.in_proj(x_BTC).unflatten(-1, (config.key_heads, -1))
+        """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
+        projected = self.in_proj(x_BTC).unflatten(-1, (self.key_heads, -1))
         tokens, gate, beta, step = projected.split(self.sizes, -1)
         tensors = [tokens.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
         tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
-        K, heads = config.key_size, (config.heads, config.value_size)
-        query, key, value = silu(tokens_BTE).unflatten(-1, (config.key_heads, -1)).split([K, K, self.sizes[1]], -1)
+        K, heads = self.key_size, (self.heads, self.value_size)
+        query, key, value = silu(tokens_BTE).unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
         log_decay_BTH, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
         tensors = [
             unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
             log_decay_BTH, beta_BTH, state.memory if state else None, info.state_offsets,
         ]  # fmt: skip
         y_BTHV, *memory = DELTA_RULE(info, info.handle, tensors, info.wanted_state)
-        y_BTHV = rms_norm(y_BTHV, heads[1:], eps=config.norm_epsilon) * self.norm
+        y_BTHV = rms_norm(y_BTHV, heads[1:], eps=NORM_EPSILON) * self.norm
         y_BTHV = y_BTHV * silu(gate.flatten(-2).unflatten(-1, heads))
         return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
 
@@ -90,8 +95,18 @@ class DeltaMixer(nn.Module):
         dtype = statistics_dtype(step_BTH)
         with torch.autocast(step_BTH.device.type, enabled=False):
             step_BTH = softplus(step_BTH.to(dtype) + self.step_bias.to(dtype))
-            strength = 2 if self.config.beta_to_two else 1
-            return -self.log_rate.to(dtype).exp() * step_BTH, strength * beta_BTH.to(dtype).sigmoid()
+            return -self.log_rate.to(dtype).exp() * step_BTH, self.strength * beta_BTH.to(dtype).sigmoid()
+
+    def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
+        super().split_heads(ranks, softmax)
+        self.key_heads //= ranks
+
+    @staticmethod
+    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
+        return sum(-(-length // CHUNK_TOKENS) for length in local.lengths)
+
+
+MIXER = DeltaMixer
 
 
 def unit_length(x_BThK: Tensor, scale: float = 1) -> Tensor:
@@ -127,7 +142,11 @@ def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Ten
         y_BTHV = y_NHV.view_as(inputs[2])
     else:
         y_BTHV, memory = delta_rule(
-            *inputs, local=info.local, initial_state=memory, output_final_state=bool(info.output_state)
+            *inputs,
+            local=info.local,
+            initial_state=memory,
+            output_final_state=bool(info.output_state),
+            shard=info.shard,
         )
     return [y_BTHV, info.select_rows(memory)] if memory is not None and info.output_state else [y_BTHV]
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from tost_lm.mixers.delta import fla
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
-from tost_lm.ops.layout import LocalDocuments
+from tost_lm.mixers.delta.ranks import final_states, states_before
+from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 
 
@@ -19,6 +20,7 @@ def delta_rule(
     local: LocalDocuments,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    shard: SequenceShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Write each token to the state of its heads, and read the state, up to and including the token itself.
 
@@ -33,6 +35,7 @@ def delta_rule(
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.
         output_final_state: return the state after the last token of each document; else None.
+        shard: the tokens are a sequence shard. States and their gradients are equal on all ranks.
 
     Returns:
         y [B, T, H, V] in the dtype of `value`, and the final state [N, H, K, V] (float64; float32 on mps) or None.
@@ -47,13 +50,16 @@ def delta_rule(
         query, key, log_decay, beta = (
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
-        inputs = query, key, value, log_decay, beta
         initial = _running(initial_state, [N, H, K, V], like=value)
+        query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+        if shard is not None:
+            initial = states_before(shard, local, (key_M, value_M, log_decay_M, beta_M), initial)
         if fla.obstacle(key, value) is None:
-            y, final = fla.delta_rule(*inputs, initial, local)
+            y, final = fla.delta_rule(query, key, value, log_decay, beta, initial, local)
         else:
-            query, key, value_MHV, log_decay, beta = (x.flatten(0, 1) for x in inputs)
-            y, final = delta_rule_chunks(query, key, value_MHV, log_decay, beta, initial, local.lengths)
+            y, final = delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, initial, local.lengths)
+        if output_final_state and shard is not None:
+            final = final_states(shard, local, final)
     return y.view_as(value), final if output_final_state else None
 
 

@@ -1,10 +1,13 @@
 """Settings of delta layers, and sizes that their operator and the resource plan share. No torch is imported."""
 
-from typing import Self
+from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tost_lm.config import Section
+
+if TYPE_CHECKING:
+    from tost_lm.model.config import ModelConfig
 
 CONV_TAPS = 4
 """Tokens that the convolution of queries, keys and values reads."""
@@ -22,31 +25,42 @@ GROUP_CHUNKS = 8
 """Chunks of a document that are computed at once, at least: a state is stored for each group of them."""
 
 
-class DeltaConfig(Section):
+class DeltaShape(Section):
     """Shape of a delta layer."""
 
-    key_heads: int = Field(default=4, gt=0)
-    """Heads of queries and keys."""
+    key_heads: int | None = Field(default=None, gt=0)
+    """Heads of queries and keys; without it model.heads."""
     value_heads: int | None = Field(default=None, gt=0)
     """Heads of values, each with a state: a multiple of key_heads; without it key_heads."""
-    key_size: int = Field(default=128, gt=0)
-    """Channels of a query and of a key."""
-    value_size: int = Field(default=128, gt=0)
-    """Channels of the values of a head."""
+    key_size: int | None = Field(default=None, gt=0)
+    """Channels of a query and of a key; without it model.width / model.heads."""
+    value_size: int | None = Field(default=None, gt=0)
+    """Channels of the values of a head; without it key_size."""
     beta_to_two: bool = False
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
-    norm_epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the mean square in the norm of the outputs."""
+
+
+class DeltaSettings(Section):
+    """D layers."""
+
+    delta: DeltaShape = Field(default_factory=DeltaShape)
+
+
+class Sizes(NamedTuple):
+    """Heads and channels of a delta layer."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+    @classmethod
+    def of(cls, model: "ModelConfig") -> "Sizes":
+        shape = model.delta
+        key_heads, key_size = shape.key_heads or model.heads, shape.key_size or model.width // model.heads
+        return cls(key_heads, shape.value_heads or key_heads, key_size, shape.value_size or key_size)
 
     @property
-    def heads(self) -> int:
-        """Value heads."""
-        return self.value_heads or self.key_heads
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.heads % self.key_heads:
-            raise ValueError(
-                f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}; change one of them"
-            )
-        return self
+    def convolved(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size

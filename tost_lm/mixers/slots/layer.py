@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from tost_lm.mixers.layer import TokenMixer
-from tost_lm.mixers.slots.memory import SlotSums, short_conv, slot_memory, slot_memory_step
+from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_step
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
+from tost_lm.ops.short_conv import CONVOLUTION
 from tost_lm.sizes import SLOT_CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -123,22 +124,6 @@ def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:
         return (temp_H.to(dtype)[:, None] * scores_BTHS.to(dtype)).softmax(-1)
 
 
-def _convolve(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
-    key_BTE, weight_EK, taps_NPE, _ = tensors
-    y_BTE, final_NPE = short_conv(
-        key_BTE, weight_EK, local=info.local, initial_NPC=info.pad_rows(taps_NPE),
-        output_final_state=bool(info.output_state), shard=info.shard,
-    )  # fmt: skip
-    return [y_BTE] if final_NPE is None else [y_BTE, info.select_rows(final_NPE)]
-
-
-def _fake_convolve(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
-    key_BTE, weight_EK, _, offsets = tensors
-    y_BTE, (B, _, E) = key_BTE.new_empty(key_BTE.shape), key_BTE.shape
-    shape = state_rows(B, offsets), weight_EK.shape[1] - 1, E
-    return [y_BTE, key_BTE.new_empty(shape)] if wanted_state else [y_BTE]
-
-
 def _remember(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
     read_BTHS, write_BTHS, value_BTHV, log_decay_H, *sums, _ = tensors
     state = None if sums[0] is None else SlotSums(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
@@ -162,7 +147,6 @@ def _fake_remember(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
     return [y_BTHV, *sums] if wanted_state else [y_BTHV]
 
 
-CONVOLUTION = Registered("short_conv", _convolve, _fake_convolve)
 MEMORY = Registered("slot_memory", _remember, _fake_remember)
 
 

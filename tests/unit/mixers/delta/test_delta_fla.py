@@ -5,7 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 
-from tost_lm.mixers.delta import delta_rule, fla
+from tost_lm.mixers.delta import fla
+from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tost_lm.mixers.delta import DeltaConfig, DeltaMixer, DeltaState
+from tost_lm.config import validate
+from tost_lm.mixers.delta.layer import NORM_EPSILON, DeltaMixer, DeltaState
+from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.testing import assert_as_accurate
 
@@ -45,16 +47,18 @@ class Pair:
         )  # fmt: skip
         torch.manual_seed(0)
         self.theirs: nn.Module = getattr(self.module, layer_class)(self.config, 0)
+        if kind == "olmo_hybrid":
+            self.theirs.o_norm.variance_epsilon = NORM_EPSILON  # there a constant, 1e-5
         with torch.no_grad():
             for parameter in self.theirs.parameters():
                 parameter += 0.2 * torch.randn(parameter.shape)
         self.theirs.to(dtype)
-        olmo = kind == "olmo_hybrid"
-        config = DeltaConfig(
-            key_heads=HEADS[0], value_heads=HEADS[1], key_size=SIZES[0], value_size=SIZES[1], beta_to_two=olmo,
-            norm_epsilon=1e-5 if olmo else 1e-6,
-        )  # fmt: skip
-        self.ours = DeltaMixer(WIDTH, config).to(dtype)
+        shape = dict(zip(("key_heads", "value_heads", "key_size", "value_size"), (*HEADS, *SIZES), strict=True))
+        tree = {
+            "pattern": "D", "layers": 1, "heads": 2, "width": WIDTH, "vocab_size": 8,
+            "delta": {**shape, "beta_to_two": kind == "olmo_hybrid"},
+        }  # fmt: skip
+        self.ours = DeltaMixer(validate(ModelConfig, tree, "test")).to(dtype)
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in self.theirs.named_parameters()}
 
     def mix(self, x_BTC: Tensor, state: DeltaState | None = None, tokens: int = 0) -> tuple[Tensor, DeltaState]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.slots import memory as short_conv_module
-from tost_lm.mixers.slots.memory import SlotSums, short_conv, slot_memory, slot_memory_naive, slot_memory_step
+from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
+from tost_lm.ops import short_conv as short_conv_module
 from tost_lm.ops.layout import LocalDocuments
+from tost_lm.ops.short_conv import short_conv
 from tost_lm.testing import assert_as_accurate
 
 H, S, V = 3, 5, 7

@@ -1,0 +1,138 @@
+"""A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}.
+
+It starts afresh at each document. The last K − 1 tokens are its state; before a document's first token they are zeros.
+
+Shapes: B sequences, T tokens, C channels, K taps, P = K − 1, M tokens with those before them, N documents (N = B unless
+packed), n of them with tokens on this rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import conv1d, pad
+
+from tost_lm.ops.exchange import Shift, exchange
+from tost_lm.ops.layout import LocalDocuments, SequenceShard
+from tost_lm.ops.positions import SequenceInfo, state_rows
+from tost_lm.ops.precision import statistics_dtype
+from tost_lm.ops.registered import Registered
+
+CPU_ROWS = 1024
+"""Tokens that a CPU convolves at once: they stay in its cache."""
+
+
+def short_conv(
+    x_BTC: Tensor,
+    weight_CK: Tensor,
+    *,
+    local: LocalDocuments,
+    initial_NPC: Tensor | None = None,
+    output_final_state: bool = False,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution of each document, and the last K − 1 tokens of each, differentiable.
+
+    Args:
+        x_BTC: tokens, any floating dtype.
+        weight_CK: K ≥ 2 taps a channel, the last one for the token itself.
+        local: the documents of these tokens.
+        initial_NPC: the K − 1 tokens before each document, older ones first; None: zeros.
+        output_final_state: return the last K − 1 tokens of each document; else None.
+        shard: the tokens are a sequence shard. States and their gradients are equal on all ranks.
+
+    Returns:
+        y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
+    """
+    C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
+    per_document = initial_NPC is not None or output_final_state
+    if initial_NPC is None:
+        initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)
+    before_nPC, final_NPC = initial_NPC.to(x_BTC.dtype), None
+    documents = x_BTC.flatten(0, 1).split(local.lengths)
+    if shard is not None:
+        added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in documents])
+        before_nPC, final_NPC = exchange(shard, local, Shift, before_nPC, added_nPC, per_document=per_document)
+    elif output_final_state:
+        final_NPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
+    if local.packed:
+        pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
+        y_MC = _convolve(torch.cat(pieces)[None], weight_CK)[0]
+        sizes = [size for length in local.lengths for size in (length, P)][:-1]
+        y_BTC = torch.cat(y_MC.split(sizes)[::2])[None]
+    else:
+        y_BTC = _convolve(torch.cat([before_nPC, x_BTC], 1), weight_CK)
+    return y_BTC, final_NPC if output_final_state else None
+
+
+def _convolve(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
+    """[B, M − P, C]: without the first P tokens, which the convolution only reads."""
+    if x_BMC.is_cpu:  # where conv1d takes three times as long
+        return _CpuConvolution.apply(x_BMC, weight_CK)  # pyright: ignore[reportReturnType]
+    return _conv1d(x_BMC, weight_CK)
+
+
+def _conv1d(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
+    return conv1d(x_BMC.mT, weight_CK[:, None].to(x_BMC.dtype), groups=len(weight_CK)).mT
+
+
+class _CpuConvolution(torch.autograd.Function):
+    """Tap by tap, in the statistics dtype."""
+
+    @staticmethod
+    def forward(ctx, x_BMC: Tensor, weight_CK: Tensor):
+        ctx.save_for_backward(x_BMC, weight_CK)
+        y_BTC = torch.empty_like(x_BMC[:, weight_CK.shape[1] - 1 :])
+        for first, last, x, weight_KC in _rows(x_BMC, weight_CK):
+            y = x[:, : last - first] * weight_KC[0]
+            for j, weight_C in enumerate(weight_KC[1:], 1):
+                y.addcmul_(x[:, j : j + last - first], weight_C)
+            y_BTC[:, first:last] = y
+        return y_BTC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BTC: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_BMC, weight_CK = ctx.saved_tensors
+        dx_BMC = torch.zeros_like(x_BMC, dtype=statistics_dtype(x_BMC))
+        d_weight_KC = torch.zeros_like(weight_CK.mT, dtype=dx_BMC.dtype)
+        for first, last, x, weight_KC in _rows(x_BMC, weight_CK):
+            dy = dy_BTC[:, first:last].to(dx_BMC.dtype)
+            for j, weight_C in enumerate(weight_KC):
+                dx_BMC[:, first + j : last + j].addcmul_(dy, weight_C)
+                d_weight_KC[j] += (dy * x[:, j : j + last - first]).sum((0, 1))
+        return dx_BMC.to(x_BMC.dtype), d_weight_KC.mT.to(weight_CK.dtype)
+
+
+def _rows(x_BMC: Tensor, weight_CK: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Some outputs at a time, `first` to `last`: x from `first` to `last` + P, and the weights; statistics dtype."""
+    dtype, P = statistics_dtype(x_BMC), weight_CK.shape[1] - 1
+    T, weight_KC = x_BMC.shape[1] - P, weight_CK.mT.to(dtype).contiguous()
+    for first in range(0, T, CPU_ROWS):
+        last = min(T, first + CPU_ROWS)
+        yield first, last, x_BMC[:, first : last + P].to(dtype), weight_KC
+
+
+def _last(x_MC: Tensor, rows: int) -> Tensor:
+    return x_MC[len(x_MC) - rows :]
+
+
+def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
+    x_BTC, weight_CK, taps_NPC, _ = tensors
+    y_BTC, final_NPC = short_conv(
+        x_BTC, weight_CK, local=info.local, initial_NPC=info.pad_rows(taps_NPC),
+        output_final_state=bool(info.output_state), shard=info.shard,
+    )  # fmt: skip
+    return [y_BTC] if final_NPC is None else [y_BTC, info.select_rows(final_NPC)]
+
+
+def _fake_apply(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
+    x_BTC, weight_CK, _, offsets = tensors
+    y_BTC, (B, _, C) = x_BTC.new_empty(x_BTC.shape), x_BTC.shape
+    shape = state_rows(B, offsets), weight_CK.shape[1] - 1, C
+    return [y_BTC, x_BTC.new_empty(shape)] if wanted_state else [y_BTC]
+
+
+CONVOLUTION = Registered("short_conv", _apply, _fake_apply)
