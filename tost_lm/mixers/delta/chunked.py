@@ -100,10 +100,11 @@ class _DeltaRule(torch.autograd.Function):
         for documents, groups in reversed(ctx.sets):
             d_state_nhKGV = d_final_nhKGV[documents]
             for group in reversed(groups):
-                chunks = _Chunks(group, *inputs)
-                chunks.restore(stored.pop(), stored.pop())
                 d_state_bKGV = d_state_nhKGV[: len(group.rows)].flatten(0, 1)
-                found = chunks.backward(group, dy_MhGV, d_state_bKGV)
+                with torch.autocast(dy_MhGV.device.type, enabled=False):
+                    chunks = _Chunks(group, *inputs)
+                    chunks.restore(stored.pop(), stored.pop())
+                    found = chunks.backward(group, dy_MhGV, d_state_bKGV)
                 for d_x, part in zip(d_inputs, found, strict=True):
                     group.join(d_x, part)
             d_initial_nhKGV[documents] = d_state_nhKGV

@@ -68,8 +68,8 @@ def delta_rule_step(
 ) -> tuple[Tensor, Tensor]:
     """One token after those of `state`: the result of `delta_rule` for T = 1, differentiable.
 
-    It is computed in float64 (float32 on mps). No step enlarges an error of the state if keys have length 1, so that an
-    error fades like what was written, or adds up over all tokens where β is 0 or 2 and nothing decays.
+    It is computed in float64 (float32 on mps). The state drifts by 2e-13 of its norm in 2²⁰ tokens where β is 2 and
+    nothing decays, else by 2e-15; in float32 chunks of `delta_rule` by 2e-4 and 4e-7 (tests/full/test_delta_drift.py).
 
     Args:
         query, key: [N, h, K].

@@ -212,6 +212,16 @@ def test_bfloat16_costs_one_rounding():
         assert error.norm() <= 1.1 * rounding.norm(), (name, error.norm(), rounding.norm())
 
 
+def test_autocast_changes_nothing():
+    """Forward and backward in an autocast region."""
+    call = Call((40, 3), G=2)
+    expected = results(in_chunks, call.inputs(torch.float32), call.local)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(in_chunks, call.inputs(torch.float32), call.local)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
 def rounded_weights(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The gradient that reaches y is rounded to bfloat16."""
 
