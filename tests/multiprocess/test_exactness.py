@@ -22,12 +22,13 @@ from tost_lm.testing import assert_close, run_on_ranks
 
 MIXES = [(1, 4), (2, 2)]  # each axis in groups of 2 and of 4, alone and with the other; tests/full has more
 MODELS: dict[str, dict[str, Any]] = {
-    "hybrid as published": {},
+    "hybrid": {},
     "energy-mean, nothing by position": {"pattern": "T", "membership": "energy-mean", "denom_bias": "head",
                                          "positions": "sinusoidal", "bias": False},
     "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
                                  "positions": "none", "layer_scale": 0.0},
     "other forms of a block": {**OTHER_FORMS, "window": 5, "z_loss": 0.1},
+    "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "key_size": 3, "value_size": 5}},
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
 @pytest.mark.parametrize(("tensor", "sequence"), MIXES)
 def test_training_equals_one_process(tensor: int, sequence: int):
     # Gradients are compared, not only what an optimizer makes of them: one for each model will do.
-    optimizers = ("adamw", "sgd", "adamw", "sgd" if tensor > 1 else "muon")
+    optimizers = ("adamw", "sgd", "adamw", "sgd" if tensor > 1 else "muon", "sgd")
     assert_training_equals_one_process(tensor, sequence, list(zip(MODELS, optimizers, strict=True)))
 
 
@@ -117,13 +118,13 @@ def packed_batch() -> tuple[Tensor, Tensor]:
     return tokens[2:3], labels[2:3]
 
 
-def train_packed_on_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]) -> list[Any]:
+def train_packed_on_ranks(name: str, tensor: int, sequence: int, lengths: tuple[int, ...]) -> list[Any]:
     mesh = mesh_of(tensor, sequence)
-    return [train_packed_on_mesh(mesh, lengths, recomputed) for recomputed in (False, True)]
+    return [train_packed_on_mesh(name, mesh, lengths, recomputed) for recomputed in (False, True)]
 
 
-def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool) -> list[Any]:
-    model = parallelize(drawn_model("hybrid as published"), mesh)
+def train_packed_on_mesh(name: str, mesh: Mesh, lengths: tuple[int, ...], recomputed: bool) -> list[Any]:
+    model = parallelize(drawn_model(name), mesh)
     if recomputed:
         apply_activation_checkpointing(
             model, activation_checkpointing="full", mlp_tile_tokens=3, context_fn=keep_received
@@ -142,12 +143,18 @@ def train_packed_on_mesh(mesh: Mesh, lengths: tuple[int, ...], recomputed: bool)
     return record
 
 
-@pytest.mark.parametrize(("tensor", "sequence", "lengths"), [(1, 4, (2, 1, 16, 7)), (2, 2, ()), (1, 2, (25, 1))])
-def test_packed_documents_cross_ranks(tensor: int, sequence: int, lengths: tuple[int, ...]):
-    model = drawn_model("hybrid as published")
+@pytest.mark.parametrize(
+    ("name", "tensor", "sequence", "lengths"),
+    [
+        ("hybrid", 1, 4, (2, 1, 16, 7)), ("hybrid", 2, 2, ()),
+        ("hybrid", 1, 2, (25, 1)), ("delta", 1, 4, (2, 1, 16, 7)), ("delta", 2, 2, (25, 1)),
+    ],
+)  # fmt: skip
+def test_packed_documents_cross_ranks(name: str, tensor: int, sequence: int, lengths: tuple[int, ...]):
+    model = drawn_model(name)
     tokens, labels = packed_batch()
     expected = [loss_and_gradients(model, tokens, labels, cu_seqlens=torch.tensor(x)) for x in OFFSETS]
-    for plain, recomputed in run_on_ranks(train_packed_on_ranks, tensor * sequence, tensor, sequence, lengths):
+    for plain, recomputed in run_on_ranks(train_packed_on_ranks, tensor * sequence, name, tensor, sequence, lengths):
         for offsets, (loss, gradients), (true_loss, true) in zip(
             OFFSETS * 2, plain + recomputed, expected * 2, strict=True
         ):
@@ -158,7 +165,7 @@ def test_packed_documents_cross_ranks(tensor: int, sequence: int, lengths: tuple
 
 def give_wrong_length() -> None:
     mesh = mesh_of(1, 2)
-    model = parallelize(drawn_model("hybrid as published"), mesh)
+    model = parallelize(drawn_model("hybrid"), mesh)
     split = even_split(mesh, T)
     tokens = torch.zeros(BATCH, 12 if mesh.sequence.rank else 13, dtype=torch.int64)
     model(tokens, shard=shard_of(mesh, split))
@@ -179,7 +186,7 @@ def layouts_that_megatron_gathers() -> list[bool]:
         return gather(output, x, **options)
 
     layers.dist_all_gather_func = watched
-    model = parallelize(drawn_model("hybrid as published"), mesh_of(2, 1))
+    model = parallelize(drawn_model("hybrid"), mesh_of(2, 1))
     loss_and_gradients(model, *global_batch(0), output_state=False)
     return contiguous
 

@@ -32,7 +32,13 @@ TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 # tests/full has each model on the other axis.
 @pytest.mark.parametrize(
     ("axis", "model"),
-    [("sequence", {"pattern": "TA"}), ("tensor", {"pattern": "SA"}), ("sequence", {"pattern": "TA", **OTHER_FORMS})],
+    [
+        ("sequence", {"pattern": "TA"}),
+        ("tensor", {"pattern": "SA"}),
+        ("sequence", {"pattern": "TA", **OTHER_FORMS}),
+        ("sequence", {"pattern": "DA"}),
+        ("tensor", {"pattern": "DA"}),
+    ],
 )
 def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, Any]):
     assert_as_planned(axis, model)

@@ -33,13 +33,14 @@ MODELS: list[dict[str, Any]] = [
         "z_loss": 0.1,
     },
     {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
+    {"pattern": "DDD", "positions": "none"},
 ]
 
 
 CASES = [  # model, tokens of a tile, packed documents
     # T = 26 is 9 + 9 + 8 or 13 + 13.
     (0, 9, None), (0, 13, OFFSETS[0]), (0, 9, OFFSETS[2]), (1, 9, OFFSETS[1]), (1, 13, None), (2, 9, OFFSETS[2]),
-    (2, 13, OFFSETS[0]),
+    (2, 13, OFFSETS[0]), (4, 9, OFFSETS[1]), (4, 13, None),
 ]  # fmt: skip
 
 

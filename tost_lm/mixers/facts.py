@@ -161,8 +161,9 @@ class MixerFacts(ABC):
         """Bytes of the state of a row between tiles, for all tensor ranks together."""
 
     @abstractmethod
-    def exchanged_bytes(self, load: Load) -> float:
-        """Bytes of a row's statistics that a sequence rank sends in one exchange, for all tensor ranks together."""
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+        """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward or a backward, for
+        all tensor ranks together."""
 
     @abstractmethod
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:

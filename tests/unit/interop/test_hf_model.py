@@ -24,6 +24,7 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
     {"pattern": "SA", "positions": "none", "window": 4},
+    {"pattern": "DA", "positions": "none", "window": 4},
     {"pattern": "SA", "positions": "none", "window": 4, **OTHER_FORMS, "heads": 4},
     {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
 ]

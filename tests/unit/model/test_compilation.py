@@ -78,7 +78,9 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", OTHER_FORMS)])
+@pytest.mark.parametrize(
+    ("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", OTHER_FORMS), ("D", {})]
+)
 def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):
     expected = loss_and_gradients(drawn_model(pattern, **settings), ROWS[rows], with_states=False)
     model = compile_blocks(drawn_model(pattern, **settings))
@@ -90,7 +92,7 @@ def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: di
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pattern", ["T", "S", "A"])
+@pytest.mark.parametrize("pattern", ["T", "S", "A", "D"])
 def test_states_in_and_out_have_the_same_gradients(pattern: str, rows: str):
     expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=True)
     found = loss_and_gradients(compile_blocks(drawn_model(pattern)), ROWS[rows], with_states=True)

@@ -25,6 +25,7 @@ KINDS = {
     "window of one": {"pattern": "A", "window": 1},
     "hybrid": {"pattern": "TA"},
     "slots": {"pattern": "S"},
+    "delta": {"pattern": "D", "positions": "none"},
     "other forms": {"pattern": "A", "window": 6, **OTHER_FORMS, "heads": 4},
     "hybrid, window": {"pattern": "TA", "window": 4, "membership": "energy-mean", "denom_bias": "head"},
 }
@@ -225,7 +226,7 @@ def test_what_does_not_fit_is_named():
 def test_only_what_is_sized_by_positions_is_limited_by_them():
     limits = {kind: drawn_model(kind).config.position_limit for kind in KINDS}
     assert limits == dict.fromkeys(KINDS, 40) | {
-        "mean, bias of heads": None, "uniform": None, "rotary": None, "rotary, window": None,
+        "mean, bias of heads": None, "uniform": None, "rotary": None, "rotary, window": None, "delta": None,
     }  # fmt: skip
     for kind, limit in limits.items():
         model = drawn_model(kind)

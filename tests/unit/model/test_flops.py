@@ -39,6 +39,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
+        {"pattern": "DA", "bias": True, "delta": {"key_heads": 2, "value_heads": 4, "value_size": 5}},
         {
             "pattern": "A",
             "norm": "rms",
@@ -88,7 +89,7 @@ def test_products_are_what_torch_counts(settings: dict[str, Any]):
     assert with_loss.get_total_flops() + not_counted == counter.get_total_flops()  # nothing twice
 
 
-@pytest.mark.parametrize("pattern", ["S", "SA", "TS"])
+@pytest.mark.parametrize("pattern", ["S", "SA", "TS", "D"])
 def test_products_of_linear_layers_are_what_torch_counts(pattern: str):
     config = config_of(pattern=pattern, window=4)
     with FlopCounterMode(display=False) as counter:

@@ -57,6 +57,7 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
         {"pattern": "TA"},
         {"pattern": "A", "window": 9, **OTHER_FORMS, "heads": 4},
         {"pattern": "S"},
+        {"pattern": "D"},
     ],
     ids=str,
 )

@@ -79,6 +79,7 @@ def test_windows_reach_into_earlier_tiles(window, tile_tokens):
 @pytest.mark.parametrize("settings", [
     {"positions": "sinusoidal", "denom_bias": "head"}, {"positions": "none", "denom_bias": "none", "bias": True},
     {"membership": "uniform"}, {"pattern": "TA", "window": 3, **OTHER_FORMS, "heads": 4},
+    {"pattern": "DA", "window": 3},
 ])  # fmt: skip
 def test_other_models(settings):
     assert_as_whole(build(**settings), 5)

@@ -6,18 +6,28 @@ Operations one token at a time, in a value head: the decay K·V, what the state 
 2·K·V and the output 2·K·V; the backward has twice as many. The convolution has 2·4 − 1 for a channel, 4·4 − 1 backward.
 Smaller terms are not counted. Chunks execute more, as products of matrices.
 
-Autograd stores, in bytes per token: the convolution's input and output e·E each, and that of SiLU e·E; queries and
-keys of length 1, 4·2·h·K, and 8·h for their lengths; the values e·H·V and what the state lacks of them 4·H·V; gates
-and strengths e·H·(V + 2) and 16·H; a state 4·H·K·V for each group of chunks. The norm, its scale, the gate and the
-input of the output projection take 5·e·H·V and 4·H.
+Autograd stores, in bytes per token: the convolution's input, with 3 tokens before each row, and its output, e·E each;
+queries and keys before they are normalized 8·h·K in bfloat16, while in float32 they keep the memory of the values, e·E;
+normalized 8·h·K; what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale,
+gate, product and the input of the output projection; 24·H + 16·h for rates and lengths; a state 4·H·K·V for each group
+of chunks. With several sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
 A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
-ranks gather the maps of their tokens, 4·H·K·(K + 2·V) bytes a row.
+ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V in the backward; and the
+convolution's tokens.
 """
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, GROUP_CHUNKS, DeltaSettings, Sizes
+from tost_lm.mixers.delta.settings import (
+    CHUNK_TOKENS,
+    CONV_TAPS,
+    DEVICE_GROUP_ELEMENTS,
+    GROUP_CHUNKS,
+    GROUP_ELEMENTS,
+    DeltaSettings,
+    Sizes,
+)
 from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
 
 if TYPE_CHECKING:
@@ -86,25 +96,32 @@ class DeltaFacts(MixerFacts):
 
     def stored_bytes(self, load: Load) -> float:
         sizes, e = Sizes.of(load.model), load.element_bytes
-        keys, values, heads = 2 * sizes.key_heads * sizes.key_size, self.channels_out(load.model), sizes.value_heads
-        state = 4 * heads * sizes.key_size * sizes.value_size / min(CHUNK_TOKENS * GROUP_CHUNKS, load.tokens_here)
-        maps = state if load.sequence > 1 else 0.0
-        convolved = 3 * e * sizes.convolved + 4 * keys + 8 * sizes.key_heads
-        return convolved + (6 * e + 4) * values + e * (values + 2 * heads) + 20 * heads + state + maps
+        h, H, K, V = sizes
+        elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
+        rows = load.tokens / load.tokens_here
+        chunks = max(GROUP_CHUNKS, elements // (H * CHUNK_TOKENS**2) // max(1, rows))
+        states = 4 * H * K * V / min(CHUNK_TOKENS * chunks, load.tokens_here)
+        maps = 4 * H * (K + V) + states * (K + V) / V if load.sequence > 1 else 0.0
+        convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
+        keys = 8 * h * K + (e * sizes.convolved if e == 4 else 8 * h * K)
+        return convolved + keys + (8 + 5 * e) * H * V + 24 * H + 16 * h + states + maps
 
     def received_bytes(self, load: Load) -> float:
         if load.sequence == 1:
             return 0.0
-        return load.sequence * self.exchanged_bytes(load) / load.tokens_here / load.tensor
+        return load.sequence * self.exchanged_bytes(load, backward=False) / load.tokens_here / load.tensor
 
     def state_bytes(self, load: Load) -> float:
         sizes = Sizes.of(load.model)
         memory = 8 * sizes.value_heads * sizes.key_size * sizes.value_size
         return memory + load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
 
-    def exchanged_bytes(self, load: Load) -> float:
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+        """The map of the tokens and the state before them, or the gradient of a state; and the convolution's tokens."""
         sizes = Sizes.of(load.model)
-        return 4 * sizes.value_heads * sizes.key_size * (sizes.key_size + 2 * sizes.value_size)
+        columns = sizes.value_size if backward else sizes.key_size + 2 * sizes.value_size
+        taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
+        return 4 * sizes.value_heads * sizes.key_size * columns + taps
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         return NOT_GATHERED

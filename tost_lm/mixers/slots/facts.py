@@ -108,7 +108,7 @@ class SlotsFacts(MixerFacts):
         model = load.model
         return model.heads * model.slots * (8 * (model.slot_channels + 1) + load.element_bytes * (CONV_TAPS - 1))
 
-    def exchanged_bytes(self, load: Load) -> float:
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return self.state_bytes(load)
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:

@@ -119,7 +119,7 @@ class SoftmaxFacts(MixerFacts):
     def state_bytes(self, load: Load) -> float:
         return 2 * load.element_bytes * load.model.kv_width * max(0, load.model.window - 1)
 
-    def exchanged_bytes(self, load: Load) -> float:
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:

@@ -100,7 +100,7 @@ class TssaFacts(MixerFacts):
     def state_bytes(self, load: Load) -> float:
         return 4 * (2 * load.model.width + load.model.heads)
 
-    def exchanged_bytes(self, load: Load) -> float:
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return self.state_bytes(load)
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:

@@ -290,14 +290,19 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     parallel, model, k, load = config.parallel, config.model, config.micro_batches, load_of(config)
     ranks, tensor, mixers = parallel.sequence, parallel.tensor, facts_of(config.model.pattern)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
-    # In one pass, by two exchanges a layer.
-    exchanging = [facts for facts in mixers if facts.exchanged_bytes(load)]
-    in_layers = sum(facts.layers(model) * facts.exchanged_bytes(load) for facts in exchanging)
-    passes = 2 * tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1)
-    again = sends_again(config)
-    passes += again * tiles(config)
-    calls = 2 * passes * k * sum(facts.layers(model) for facts in exchanging)
-    statistics = k * passes * rows * in_layers / tensor
+    exchanging = [facts for facts in mixers if facts.exchanged_bytes(load, backward=False)]
+    again, backwards = sends_again(config), tiles(config)
+    passes = tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1) + again * tiles(config)
+    calls = 2 * (passes + backwards) * k * sum(facts.layers(model) for facts in exchanging)
+    in_layers = sum(
+        facts.layers(model)
+        * (
+            passes * facts.exchanged_bytes(load, backward=False)
+            + backwards * facts.exchanged_bytes(load, backward=True)
+        )
+        for facts in exchanging
+    )
+    statistics = k * rows * in_layers / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     else:
