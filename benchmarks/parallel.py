@@ -24,7 +24,8 @@ from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
-from tost_lm.parallel.settings import ALL_GATHER_RANKS, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import obstacle_to_tensor_ranks
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 OURS, RING, ULYSSES, LASP2 = "TSSA, tost_lm", "Ring Attention", "DeepSpeed Ulysses", "LASP-2"
 NO_AXIS, DATA, SEQUENCE, TENSOR = "none", "data", "sequence", "tensor"

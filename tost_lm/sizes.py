@@ -28,6 +28,10 @@ TRITON_SLOT_CHUNK_TOKENS = 64
 SLOT_GROUP_ELEMENTS = 1 << 18
 """Elements of the [L, L] masks of the chunks of slot memory that PyTorch computes at once: they fit a core's cache."""
 
+ALL_GATHER_RANKS = 16
+"""Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second
+collective."""
+
 BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 

@@ -124,6 +124,10 @@ class MixerFacts(ABC):
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
 
     @abstractmethod
+    def most_sequence_ranks(self) -> int | None:
+        """The most ranks that can share a sequence; None: any number."""
+
+    @abstractmethod
     def channels_in(self, model: "ModelConfig") -> int:
         """Channels that the first projection computes."""
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.encoder import Encoder
@@ -13,6 +14,7 @@ from tost_lm.model.lm import TostLM
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Mesh, all_gather, keep_received
 from tost_lm.parallel.sequence import RankShard
+from tost_lm.parallel.settings import obstacle_to_sequence_ranks
 
 Model = TypeVar("Model", bound=TostLM | Encoder)
 
@@ -27,8 +29,11 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
     3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
 
     Raises:
-        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks, or a mixer supports fewer sequence
+            ranks.
     """
+    if isinstance(model, TostLM) and (obstacle := obstacle_to_sequence_ranks(model.config, mesh.sequence.size)):
+        raise ConfigError(obstacle)
     if mesh.tensor.size == 1:
         allocate(model)
         return model

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
-from tost_lm.parallel.settings import ALL_GATHER_RANKS
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 
 class RankShard:

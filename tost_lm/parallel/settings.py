@@ -9,9 +9,6 @@ from tost_lm.errors import ConfigError
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 
-ALL_GATHER_RANKS = 16
-"""Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second collective."""
-
 
 class LaunchConfig(Section):
     """How the ranks of one node are started. Several nodes need torchrun."""
@@ -103,4 +100,13 @@ def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
             f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
             "choose a divisor of them"
         )
+    return None
+
+
+def obstacle_to_sequence_ranks(model: ModelConfig, ranks: int) -> str | None:
+    """Why `ranks` sequence ranks cannot share a sequence; None: they can."""
+    for facts in facts_of(model.pattern):
+        limit = facts.most_sequence_ranks()
+        if limit is not None and ranks > limit:
+            return f"the {facts.letter} layers of model.pattern support up to {limit} sequence ranks; lower parallel.sequence"
     return None

@@ -29,6 +29,7 @@ from tost_lm.mixers.delta.settings import (
     Sizes,
 )
 from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
@@ -67,6 +68,10 @@ class DeltaFacts(MixerFacts):
         if heads % ranks == 0:
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
+
+    def most_sequence_ranks(self) -> int | None:
+        """Beyond, the columns of a state are scanned by several ranks, and each would need the maps of all."""
+        return ALL_GATHER_RANKS
 
     def channels_in(self, model: "ModelConfig") -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""

@@ -62,6 +62,9 @@ class SlotsFacts(MixerFacts):
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         return None
 
+    def most_sequence_ranks(self) -> int | None:
+        return None
+
     def channels_in(self, model: "ModelConfig") -> int:
         """Two keys and two values."""
         return 2 * model.heads * (model.slots + model.slot_channels)

@@ -63,6 +63,9 @@ class SoftmaxFacts(MixerFacts):
             )
         return None
 
+    def most_sequence_ranks(self) -> int | None:
+        return None
+
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width + 2 * model.kv_width
 

@@ -64,6 +64,9 @@ class TssaFacts(MixerFacts):
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         return None
 
+    def most_sequence_ranks(self) -> int | None:
+        return None
+
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from tost_lm.mixers.facts import Load, MixerFacts
 from tost_lm.mixers.registry import facts_of
-from tost_lm.parallel.settings import ALL_GATHER_RANKS
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

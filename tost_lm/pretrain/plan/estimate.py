@@ -20,7 +20,6 @@ from tost_lm.model.flops import (
     peak_flops,
     vectors,
 )
-from tost_lm.parallel.settings import ALL_GATHER_RANKS
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
     load_of,
@@ -28,6 +27,7 @@ from tost_lm.pretrain.plan.activations import (
 )
 from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
 
