@@ -22,13 +22,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
 UNSET = "none"
+FROM_USER = "from_user"
 SCRIPTS = ("launch.sh", "train.sbatch", "hostfile")
 
 
@@ -69,8 +70,13 @@ class Section(BaseModel):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load_config(section: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
+def load_config(
+    section: type[AnySection], path: Path | None, overrides: Sequence[str] = (), *, from_user: bool = False
+) -> AnySection:
     """Read a TOML file, apply `section.key=value` overrides and validate the tree.
+
+    Args:
+        from_user: as in `validate`.
 
     Raises:
         ConfigError: the file cannot be read, or settings are invalid: one line for each, which names the file or, for
@@ -80,11 +86,22 @@ def load_config(section: type[AnySection], path: Path | None, overrides: Sequenc
     for override in overrides:
         _remove_replaced(section, tree, override)
     typed = [_apply_override(section, tree, override) for override in overrides]
-    return validate(section, tree, str(path) if path else COMMAND_LINE, typed)
+    return validate(section, tree, str(path) if path else COMMAND_LINE, typed, from_user=from_user)
 
 
-def validate(section: type[AnySection], tree: dict[str, Any], where: str, typed: Sequence[str] = ()) -> AnySection:
+def validate(
+    section: type[AnySection],
+    tree: dict[str, Any],
+    where: str,
+    typed: Sequence[str] = (),
+    *,
+    from_user: bool = False,
+) -> AnySection:
     """Build `section` from plain values.
+
+    Args:
+        from_user: the user gives the values to this program, so the files that they name may be run. Values that are
+            stored with a model or a run are not.
 
     Raises:
         ConfigError: a line for each problem. It starts with `where`, or with "command line" if the problem is about one
@@ -92,11 +109,16 @@ def validate(section: type[AnySection], tree: dict[str, Any], where: str, typed:
     """
     try:
         # JSON mode is strict about types, but accepts lists and nested tables in the form of TOML.
-        return section.model_validate_json(json.dumps(tree, default=str))
+        return section.model_validate_json(json.dumps(tree, default=str), context={FROM_USER: from_user})
     except ValidationError as error:
         is_typed = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, typed)) or '(?!)'})(?!\w)").search
         lines = [f"{COMMAND_LINE if is_typed(names) else where}: {text}" for names, text in _problems(section, error)]
         raise ConfigError("\n".join(lines)) from None
+
+
+def is_from_user(info: ValidationInfo) -> bool:
+    """Whether `validate` was called with `from_user`."""
+    return bool(info.context and info.context[FROM_USER])
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -305,7 +327,7 @@ def run_program(
         file = None
         if "CONFIG" in positional and paths:
             paths[-1] = file = find_recipe(paths[-1])
-        settings = load_config(config, file, overrides)
+        settings = load_config(config, file, overrides, from_user=True)
         if dry_run:
             print(to_toml(settings), end="")
         elif positional == "RUN…":

@@ -60,6 +60,12 @@ class Block(NamedTuple):
         return f"{self.page}:{self.line}"
 
     @property
+    def file(self) -> str | None:
+        """The file that a reader saves the block as: `# NAME.py` is its first line."""
+        found = re.match(r"# (\w+\.py)\n", self.text) if self.language == "python" else None
+        return found[1] if found else None
+
+    @property
     def missing(self) -> str | None:
         """Why the block cannot run here."""
         if "gpt2_bpe" in self.text and not GPT2_BPE.is_dir():

@@ -130,6 +130,9 @@ class Checkout:
         assert done.returncode == 0, f"{block.name}\n{done.stdout}{done.stderr}"
 
     def _python(self, block: Block) -> None:
+        if block.file:
+            (self.folder / block.file).write_text(block.text)
+            return
         if not self._session:
             with Listener(f"{self._sockets.name}/session", "AF_UNIX") as listener:
                 self._process = Forked("doc_session", listener.address, cwd=self.folder)
@@ -185,7 +188,8 @@ with Client(os.environ["PROGRAMS"], "AF_UNIX") as programs:
     programs.send((name, sys.argv[1:], os.getcwd(), dict(os.environ)))
     result = programs.recv()
 if result is None:
-    os.execv(os.path.join(os.environ["PROGRAMS_OTHERWISE"], name), [name, *sys.argv[1:]])
+    path = os.path.join(os.environ["PROGRAMS_OTHERWISE"], name)  # by its path, Python finds its environment
+    os.execv(path, [path, *sys.argv[1:]])
 code, output, errors = result
 sys.stdout.write(output)
 sys.stderr.write(errors)

@@ -22,8 +22,8 @@ def serve(address: str) -> None:
 
 if __name__ == "__main__":
     target = sys.argv[1]
+    sys.path.insert(0, "")  # as Python does
     if target.endswith(".py"):
-        sys.path.insert(0, ".")
         runpy.run_path(target, run_name="__main__")
     else:
         serve(target)

@@ -1,17 +1,18 @@
 """Model folders: weights, settings and tokenizer, with a hash of every file.
 
 A model folder (an export) holds the weights in safetensors shards with an index, as in the Hugging Face library,
-model.json, the tokenizer's file (of a language model) and manifest.json. A training checkpoint is a model folder with
-the optimizer state added, by parameter name, and files of its run. So code that reads one reads the other. Every tensor
-of a checkpoint is whole and float32, so it resumes on any parallel layout and ZeRO stage. A folder from
-`tost_lm.interop.hf` is a model folder as well. Its settings are in the Hugging Face library's config.json, and the
-names of its weights start with "model.".
+model.json, the tokenizer's file (of a language model), the text of each plugin (mixer_E.py of letter E) and
+manifest.json. A training checkpoint is a model folder with the optimizer state added, by parameter name, and files of
+its run. So code that reads one reads the other. Every tensor of a checkpoint is whole and float32, so it resumes on any
+parallel layout and ZeRO stage. A folder from `tost_lm.interop.hf` is a model folder as well. Its settings are in the
+Hugging Face library's config.json, and the names of its weights start with "model.".
 """
 
 import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,10 @@ from tost_lm.files import (
     manifest_content,
     publish_folder,
     remove_temp_folder,
+    sha256_file,
     xxh3_file,
 )
+from tost_lm.mixers.plugins import VARIABLE, file_name, plugin_files, unknown_letters
 from tost_lm.model.config import ModelConfig, VisionConfig
 
 if TYPE_CHECKING:
@@ -127,15 +130,26 @@ class Progress:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The settings of the language model in a checkpoint folder. Raises CheckpointError if it is another model."""
+    """The settings of the language model in a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is another model, or needs a plugin that the user has not named.
+        ConfigError: its settings are invalid, or the plugin that the user has named has another text.
+    """
     if is_classifier(folder):
         raise CheckpointError(f"{folder}: a classifier, not a language model; give the folder of a language model")
     path = folder / MODEL
-    if path.is_file():
-        return validate(ModelConfig, _read_object(path), where=str(path))
-    path = folder / HUGGING_FACE_MODEL
+    is_ours = path.is_file()
+    path = path if is_ours else folder / HUGGING_FACE_MODEL
     tree = _read_object(path)
-    return validate(ModelConfig, {name: tree[name] for name in ModelConfig.model_fields if name in tree}, str(path))
+    for letter in sorted(unknown_letters(str(tree.get("pattern", "")))):
+        if (file := folder / file_name(letter)).is_file():
+            raise CheckpointError(
+                f"{folder}: its {letter} layers need the plugin {file.name} (SHA-256 {sha256_file(file)}), which is "
+                f"stored there and is not run; read it and set {VARIABLE}={shlex.quote(str(file))}"
+            )
+    fields = tree if is_ours else {name: tree[name] for name in ModelConfig.model_fields if name in tree}
+    return validate(ModelConfig, fields, str(path))
 
 
 def read_vision_config(folder: Path) -> VisionConfig:
@@ -254,10 +268,12 @@ def metadata_files(
         total_bytes: size of all weights.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(shard_of.items()))}
-    return {
+    files = {
         "model.safetensors.index.json": json.dumps(index, indent=1).encode(),
-        MODEL: config.model_dump_json(indent=1).encode(),
-    } | ({tokenizer.file_name: tokenizer.model_bytes} if tokenizer else {})
+        MODEL: config.model_dump_json(indent=1, exclude={"plugins"}).encode(),  # paths of this machine
+        **plugin_files(getattr(config, "pattern", "")),
+    }
+    return files | ({tokenizer.file_name: tokenizer.model_bytes} if tokenizer else {})
 
 
 def flush_and_hash(path: Path) -> FileEntry:

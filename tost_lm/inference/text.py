@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 SAVE_EVERY_S = 10.0
 LARGEST_SHARE = 0.05
 """Largest fraction of the time that is spent on saving: the state of softmax layers without a window may be large."""
-LETTER_OF = {mixer_class(letter).State: letter for letter in FACTS}
 DIGEST_BYTES = 16
 
 
@@ -92,7 +91,8 @@ class SavedPosition:
         if not self._ranks.gather(started >= self._next_save)[0]:
             return
         assert position.state
-        layers = [(LETTER_OF[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
+        letter_of = {mixer_class(letter).State: letter for letter in FACTS}
+        layers = [(letter_of[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
         if self._ranks.rank == 0:
             buffer = io.BytesIO()
             torch.save((self._identity, position.tokens, position.nats, layers), buffer)

@@ -5,7 +5,7 @@ T tokens, e bytes of an element.
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tost_lm.config import Section
 
@@ -77,19 +77,31 @@ class GatheredTokens(NamedTuple):
 NOT_GATHERED = GatheredTokens(0.0, 0)
 
 
+class Plugin(NamedTuple):
+    """The code of a mixer that is not in this package."""
+
+    layer: Any
+    """As `tost_lm.mixers.registry.mixer_class` returns it."""
+    text: bytes
+    """Of its file."""
+    sha256: str
+
+
 class MixerFacts(ABC):
     """Everything that is known of a mixer without its code."""
 
     letter: str
     """In `model.pattern`."""
     folder: str
-    """Below tost_lm/mixers; its `layer.py` has the class `MIXER`."""
+    """Below tost_lm/mixers; its `layer.py` has the class `MIXER`. A plugin has none."""
     name: str
     """In messages."""
     tag: str
     """On the hub, in model cards."""
     settings: type[Section]
-    """Its own settings, a part of `ModelConfig`."""
+    """Its own settings, a part of `ModelConfig`; of a plugin those in `model.plugin_settings`."""
+    plugin: Plugin | None = None
+    """Set by `tost_lm.mixers.plugins.register`."""
 
     def layers(self, model: "ModelConfig") -> int:
         """The number of layers of a model that have this mixer."""
@@ -180,3 +192,49 @@ class MixerFacts(ABC):
     @abstractmethod
     def kernel_bytes(self, load: Load, forwards: float) -> float:
         """Bytes per token that Triton kernels read and write in `forwards` forwards and a backward."""
+
+
+class RecurrentFacts(MixerFacts):
+    """Facts of a mixer with a state of constant size, which sequence ranks exchange, and with independent heads.
+
+    It reads no positions, and none of its settings contradict each other.
+    """
+
+    def problem(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def has_position_parameters(self, model: "ModelConfig") -> bool:
+        return False
+
+    def is_rotary(self, model: "ModelConfig") -> bool:
+        return False
+
+    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
+        return None
+
+    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        return None
+
+    def most_sequence_ranks(self) -> int | None:
+        return None
+
+    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+        return NO_FLOPS
+
+    def received_bytes(self, load: Load) -> float:
+        if load.sequence == 1:
+            return 0.0
+        return load.exchanged_rows * self.exchanged_bytes(load, backward=False) / load.tokens_here / load.tensor
+
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+        return self.state_bytes(load)
+
+    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
+        return NOT_GATHERED
+
+    def head_softmax_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def kernel_bytes(self, load: Load, forwards: float) -> float:
+        """Each stored tensor is written and read forward; the backward reads it, and writes and reads its gradient."""
+        return (2 * forwards + 3) * self.stored_bytes(load)

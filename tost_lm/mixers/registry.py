@@ -1,4 +1,7 @@
-"""All token mixers, and the only list of them: a new one adds its folder, its settings and its facts here."""
+"""All token mixers, and the only list of them: a new one adds its folder, its settings and its facts here.
+
+`tost_lm.mixers.plugins` adds those of users.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -23,7 +26,8 @@ class MixerSettings(SoftmaxSettings, DeltaSettings, SlotsSettings, TssaSettings)
 
 def mixer_class(letter: str) -> Any:
     """The layer of a mixer: a module with `State`, the type of its state, `groups` and `split_heads`."""
-    return import_module(f"tost_lm.mixers.{FACTS[letter].folder}.layer").MIXER
+    facts = FACTS[letter]
+    return facts.plugin.layer if facts.plugin else import_module(f"tost_lm.mixers.{facts.folder}.layer").MIXER
 
 
 def facts_of(letters: str) -> list[MixerFacts]:

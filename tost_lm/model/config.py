@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from tost_lm.config import Section
+from tost_lm.config import Section, is_from_user
+from tost_lm.mixers.plugins import complete_settings, run_plugin, unknown_letters
 from tost_lm.mixers.registry import FACTS, MixerSettings, facts_of
 
 SWIGLU_MULTIPLE = 256
@@ -67,8 +68,10 @@ class ModelShape(Section):
 
     preset: Preset | None = None
     """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
+    plugins: list[Path] = Field(default_factory=list)
+    """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention. With SSSA every fourth layer is softmax attention."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention, or a letter of model.plugins. With SSSA every fourth layer is softmax attention."""
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -100,6 +103,8 @@ class ModelConfig(MixerSettings, ModelShape):
     """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
     bias: bool = False
     """Biases in linear layers and, with norm `layer`, in norms."""
+    plugin_settings: dict[str, dict[str, Any]] = Field(default_factory=dict, validate_default=True)
+    """Settings of plugins by letter: model.plugin_settings.E.NAME is the setting NAME of the plugin with the letter E. Its sha256 is that of the plugin's text; unset: of any text."""
 
     @property
     def letters(self) -> str:
@@ -133,11 +138,13 @@ class ModelConfig(MixerSettings, ModelShape):
 
     def in_use(self) -> dict[str, Any]:
         """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
-        absent = [facts.settings for letter, facts in FACTS.items() if letter not in self.pattern]
-        unused = {"preset"}.union(*(settings.model_fields for settings in absent))
-        return self.model_dump(
+        absent = [facts for letter, facts in FACTS.items() if letter not in self.pattern and not facts.plugin]
+        unused = {"preset", "plugins", "plugin_settings"}.union(*(facts.settings.model_fields for facts in absent))
+        used = self.model_dump(
             mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
         )
+        own = {letter: values for letter, values in self.plugin_settings.items() if letter in self.pattern}
+        return used | ({"plugin_settings": own} if own else {})
 
     @property
     def obstacle_to_tiles(self) -> str | None:
@@ -153,13 +160,28 @@ class ModelConfig(MixerSettings, ModelShape):
         filled = {"context_length": positions} if isinstance(positions, int) else {}
         return {**filled, **(PRESETS.get(name, {}) if isinstance(name, str) else {}), **values}
 
+    @field_validator("plugins")
+    @classmethod
+    def _run_plugins(cls, plugins: list[Path], info: ValidationInfo) -> list[Path]:
+        for path in plugins if is_from_user(info) else []:
+            run_plugin(path)
+        return plugins
+
     @field_validator("pattern")
     @classmethod
-    def _letters_are_mixers(cls, pattern: str) -> str:
-        if not pattern or set(pattern) - set(FACTS):
+    def _letters_are_mixers(cls, pattern: str, info: ValidationInfo) -> str:
+        if "plugins" in info.data and (not pattern or unknown_letters(pattern)):
             *listed, last = (f"{facts.letter} ({facts.name})" for facts in FACTS.values())
-            raise ValueError(f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}")
+            raise ValueError(
+                f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}, or name the file of "
+                "another mixer in model.plugins or TOST_PLUGINS"
+            )
         return pattern
+
+    @field_validator("plugin_settings")
+    @classmethod
+    def _complete_plugin_settings(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, dict[str, Any]]:
+        return complete_settings(info.data["pattern"], given) if {"plugins", "pattern"} <= info.data.keys() else given
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":

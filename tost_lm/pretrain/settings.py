@@ -365,7 +365,8 @@ class PretrainConfig(Section):
         data = self.data.model_copy(update={"workers": 1})
         optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.train.steps)})
         train = self.train.model_copy(update={"micro_batch_size": 1})
-        model = self.model.model_copy(update={"context_length": self.train.seq_len})  # initial weights may raise it
+        # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
+        model = self.model.model_copy(update={"context_length": self.train.seq_len, "plugins": []})
         return self.model_copy(update={**carried_out, "model": model, "data": data, "optim": optim, "train": train})
 
     def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":

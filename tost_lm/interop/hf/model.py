@@ -23,6 +23,7 @@ from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokeni
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, write_atomically
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
+from tost_lm.mixers.plugins import plugin_files
 from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
 from tost_lm.model.config import PRESETS, ModelConfig
 from tost_lm.model.lm import Head, TostLM
@@ -297,12 +298,15 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             raise CheckpointError(f"{folder}: holds a checkpoint in another format; give another folder")
         super().save_pretrained(save_directory, is_main_process, *others, **named)
         if is_main_process:
+            for name, text in plugin_files(self.model.config.pattern).items():
+                (folder / name).write_bytes(text)
             seal(folder)
 
 
 def seal(folder: Path) -> None:
     """Write the manifest of the files that `tost_lm.load` needs."""
-    names = {"config.json", *TOKENIZER_FILES, *(path.name for path in folder.glob("model*.safetensors"))}
+    found = [*folder.glob("model*.safetensors"), *folder.glob("mixer_?.py")]
+    names = {"config.json", *TOKENIZER_FILES, *(path.name for path in found)}
     entries = {name: flush_and_hash(folder / name) for name in sorted(names) if (folder / name).is_file()}
     write_atomically(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
 

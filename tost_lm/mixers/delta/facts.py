@@ -28,14 +28,14 @@ from tost_lm.mixers.delta.settings import (
     DeltaSettings,
     Sizes,
 )
-from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
 
 
-class DeltaFacts(MixerFacts):
+class DeltaFacts(RecurrentFacts):
     letter = "D"
     folder = "delta"
     name = "gated delta rule"
@@ -53,15 +53,6 @@ class DeltaFacts(MixerFacts):
             f"model.delta.value_heads {sizes.value_heads} is not a multiple of the {sizes.key_heads} key heads; change "
             "it or model.delta.key_heads"
         )
-
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return False
-
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        return False
-
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        return None
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         heads = Sizes.of(model).key_heads
@@ -87,9 +78,6 @@ class DeltaFacts(MixerFacts):
         sizes = Sizes.of(model)
         return OwnNumbers(sizes.convolved * CONV_TAPS, 2 * sizes.value_heads, sizes.value_size, 1)
 
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        return NO_FLOPS
-
     def operator_flops(self, model: "ModelConfig") -> Flops:
         sizes = Sizes.of(model)
         state, convolved = sizes.value_heads * sizes.key_size * sizes.value_size, sizes.convolved
@@ -111,11 +99,6 @@ class DeltaFacts(MixerFacts):
         keys = 8 * h * K + (e * sizes.convolved if e == 4 else 8 * h * K)
         return convolved + keys + (8 + 5 * e) * H * V + 24 * H + 16 * h + states + maps
 
-    def received_bytes(self, load: Load) -> float:
-        if load.sequence == 1:
-            return 0.0
-        return load.sequence * self.exchanged_bytes(load, backward=False) / load.tokens_here / load.tensor
-
     def state_bytes(self, load: Load) -> float:
         sizes = Sizes.of(load.model)
         memory = 8 * sizes.value_heads * sizes.key_size * sizes.value_size
@@ -127,16 +110,6 @@ class DeltaFacts(MixerFacts):
         columns = sizes.value_size if backward else sizes.key_size + 2 * sizes.value_size
         taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
         return 4 * sizes.value_heads * sizes.key_size * columns + taps
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        return NOT_GATHERED
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Each stored tensor is written and read forward; the backward reads it, and writes and reads its gradient."""
-        return (2 * forwards + 3) * self.stored_bytes(load)
 
 
 DELTA = DeltaFacts()

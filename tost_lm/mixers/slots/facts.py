@@ -29,7 +29,7 @@ forward and its gradient backward. Recomputation keeps up to 16 of them for each
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsSettings
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS, TRITON_SLOT_CHUNK_TOKENS
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
 
 
-class SlotsFacts(MixerFacts):
+class SlotsFacts(RecurrentFacts):
     letter = "S"
     folder = "slots"
     name = "slot memory"
@@ -46,24 +46,6 @@ class SlotsFacts(MixerFacts):
 
     def description(self, model: "ModelConfig") -> str:
         return "slot memory, linear in time"
-
-    def problem(self, model: "ModelConfig") -> str | None:
-        return None
-
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return False
-
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        return False
-
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        return None
-
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        return None
-
-    def most_sequence_ranks(self) -> int | None:
-        return None
 
     def channels_in(self, model: "ModelConfig") -> int:
         """Two keys and two values."""
@@ -76,9 +58,6 @@ class SlotsFacts(MixerFacts):
         """The convolution and the norm; two temperatures and a decay for each head."""
         H = model.heads
         return OwnNumbers(H * (model.slots * CONV_TAPS + model.slot_channels), 3 * H, 0, 0)
-
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        return NO_FLOPS
 
     def operator_flops(self, model: "ModelConfig") -> Flops:
         H, S, V = model.heads, model.slots, model.slot_channels
@@ -102,27 +81,9 @@ class SlotsFacts(MixerFacts):
             in_operator = 4 * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, load.tokens_here)
         return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
 
-    def received_bytes(self, load: Load) -> float:
-        if load.sequence == 1:
-            return 0.0
-        return load.exchanged_rows * self.state_bytes(load) / load.tokens_here / load.tensor
-
     def state_bytes(self, load: Load) -> float:
         model = load.model
         return model.heads * model.slots * (8 * (model.slot_channels + 1) + load.element_bytes * (CONV_TAPS - 1))
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        return self.state_bytes(load)
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        return NOT_GATHERED
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Each stored tensor is written and read forward; the backward reads it, and writes and reads its gradient."""
-        return (2 * forwards + 3) * self.stored_bytes(load)
 
 
 SLOTS = SlotsFacts()

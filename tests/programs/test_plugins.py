@@ -1,0 +1,141 @@
+"""A token mixer of the user's own, the one of docs/tutorials/own_mixer.md, in all programs, as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import blocks_of
+from forked import ENVIRONMENT
+from programs import refusal, run
+
+from tost_lm.files import sha256_bytes
+from tost_lm.testing import FLOAT32_REORDERED
+
+(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+MARKED = f"from pathlib import Path\nPath('marker').touch()\n{EMA}"
+WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none", "model.window=16"]
+STEPS = 12
+
+
+@pytest.fixture
+def folder(workplace: Path) -> Path:
+    (workplace / "gated_ema.py").write_text(EMA)
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run `tiny` of a plugin that leaves the file `marker` when it runs."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name in ("out", "run.toml"):
+        (folder / name).symlink_to(prepared / name)
+    (folder / "gated_ema.py").write_text(MARKED)
+    (folder / "book.txt").write_text("the words of a short text " * 9)
+    run("tost train", *WORDS, "train.steps=2", cwd=folder)
+    assert (folder / "marker").exists()
+    return folder
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    rows = (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()
+    assert len(rows) == STEPS
+    return [json.loads(row)["loss"] for row in rows]
+
+
+def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Path):
+    words = [*WORDS, "data.packing=best-fit"]
+    run("tost train", *words, "run.name=whole", cwd=folder)
+    words.append("run.name=parts")
+    run("tost train", *words, "memory.tile_tokens=22", "run.stop_at_step=4", cwd=folder)
+    ranks = ["parallel.sequence=2", "memory.tile_tokens=17"]
+    said = run("tost train", *words, *ranks, "run.stop_at_step=8", cwd=folder, ranks=4)
+    assert "4 ranks (tensor 1 × sequence 2 × data 2) on cpu" in said
+    assert "exactly in 4 tiles of 17 tokens, resuming" in said
+    run("tost train", *words, "parallel.tensor=2", cwd=folder, ranks=2)
+    assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=FLOAT32_REORDERED)
+    step = folder / "runs/parts/checkpoints/step_00000012"
+    assert (step / "mixer_E.py").read_text() == EMA
+    assert "mixer_E.py" in json.loads((step / "manifest.json").read_text())["files"]
+    assert "\n- gated-ema\n" in (step / "README.md").read_text()
+
+
+def test_the_plan_counts_the_plugin(folder: Path):
+    said = run("tost plan", *WORDS, "launch.ranks=2", "plan.execute=true", "parallel.sequence=2", cwd=folder)
+    assert "0.01 M" in said
+    assert "of the plan" in said  # and the messages of the executed step are those of the plan
+    assert refusal("tost plan", *WORDS, "model.plugin_settings.E.longst=9", cwd=folder) == (
+        "command line: model.plugin_settings.E.longst: unknown key (did you mean longest?)"
+    )
+
+
+def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
+    (trained / "marker").unlink()
+    step = "runs/tiny/checkpoints/step_00000002"
+    expected = (
+        f"mixer_E.py (SHA-256 {sha256_bytes(MARKED.encode())}), which is stored there and is not run; read it and "
+    )
+    others = ["run.toml", "run.name=other", "model.positions=none"]
+    for program, *words in (
+        ("tost generate", "runs/tiny", "the "),
+        ("tost eval text", step, "text.file=book.txt"),
+        ("tost extend", "runs/tiny", "extend.folder=longer"),
+        ("tost train", *others, "train.initial_weights=runs/tiny"),
+        ("tost train", *others, f"train.branch_from={step}"),
+    ):
+        assert expected + f"set TOST_PLUGINS={step}/mixer_E.py" in refusal(program, *words, cwd=trained)
+    assert "invalid model.pattern: 'EA'" in refusal("tost report", "runs/tiny", cwd=trained)  # reads config.toml
+    assert not (trained / "marker").exists()
+    said = run("tost generate", "runs/tiny", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS=f"{step}/mixer_E.py")
+    assert "the " in said
+    assert (trained / "marker").exists()
+
+
+def test_another_text_is_refused(trained: Path):
+    (trained / "changed.py").write_text(MARKED.replace("300", "301"))
+    hashes = f"SHA-256 {sha256_bytes(MARKED.encode())}, and the one that is named has "
+    said = refusal("tost generate", "runs/tiny", "the ", cwd=trained, TOST_PLUGINS="changed.py")
+    assert hashes in said
+    words = [WORDS[0], 'model.plugins=["changed.py"]', *WORDS[2:], "train.steps=2"]
+    assert hashes in refusal("tost train", *words, cwd=trained)
+    (trained / "copy.py").write_text(MARKED)
+    words[1] = 'model.plugins=["copy.py"]'
+    assert "nothing is left to train" in run("tost train", *words, cwd=trained)
+
+
+USE = """
+import sys, torch, gated_ema, tost_lm, tost_lm.interop.hf
+from transformers import AutoModelForCausalLM
+
+model = tost_lm.load("runs/tiny")
+tost_lm.interop.hf.export("runs/tiny", "theirs")
+ids = torch.arange(40)[None]
+expected = model(ids).logits
+for other in (AutoModelForCausalLM.from_pretrained("theirs").eval(), tost_lm.load("theirs")):
+    torch.testing.assert_close(other(ids).logits, expected, rtol=0, atol=0)
+"""
+
+
+def test_python_imports_the_file_and_an_export_has_it(trained: Path):
+    (trained / "use.py").write_text(USE)
+    run("doc_session", "use.py", cwd=trained)
+    assert (trained / "theirs/mixer_E.py").read_text() == MARKED
+    said = refusal("tost generate", "theirs", "the ", cwd=trained)
+    assert said.startswith("theirs: its E layers need the plugin mixer_E.py (SHA-256 ")
+    run("tost generate", "theirs", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS="gated_ema.py")
+
+
+def test_real_interpreters_train_and_evaluate(folder: Path):
+    def tost(*words: str, **environment: str) -> str:
+        command = [sys.executable, "-m", "tost_lm.cli.main", *words]
+        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    tost("train", *WORDS, "launch.ranks=2", "parallel.sequence=2", "data.workers=1", "run.stop_at_step=6")
+    assert "resuming" in tost("train", *WORDS)
+    assert len(losses(folder, "tiny")) == STEPS
+    (folder / "book.txt").write_text("the words of a short text " * 9)
+    words = ["eval", "text", "runs/tiny", "text.file=book.txt", "parallel.sequence=2"]
+    assert "nats" in tost(*words, TOST_PLUGINS="gated_ema.py")
