@@ -126,8 +126,11 @@ def overlapping_tiles(tiles: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def to_running_dtype(state: LMState | None) -> LMState | None:
-    """The state with its sums in float64, for any number of further tokens."""
-    return state and state._replace(layers=tuple(layer.to_running_dtype() for layer in state.layers))
+    """The state with its sums in float64, for any number of further tokens; a cache of another library is unchanged."""
+    if state is None:
+        return None
+    layers = (layer.to_running_dtype() if hasattr(layer, "to_running_dtype") else layer for layer in state.layers)
+    return state._replace(layers=tuple(layers))
 
 
 def _tiles(arrays: Iterable[Any], size: int, first: int) -> Iterator[Tensor]:

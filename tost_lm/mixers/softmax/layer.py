@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 
-# Here, because all models import this module. With a mask, torch prefers cuDNN on Hopper. Its gradients are wrong for
-# 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 def causal_attention(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int = 0, before_B: Tensor | None = None

@@ -48,7 +48,8 @@ class Pair:
         torch.manual_seed(0)
         self.theirs: nn.Module = getattr(self.module, layer_class)(self.config, 0)
         if kind == "olmo_hybrid":
-            self.theirs.o_norm.variance_epsilon = NORM_EPSILON  # there a constant, 1e-5
+            norm: Any = self.theirs.o_norm
+            norm.variance_epsilon = NORM_EPSILON  # there a constant, 1e-5
         with torch.no_grad():
             for parameter in self.theirs.parameters():
                 parameter += 0.2 * torch.randn(parameter.shape)

@@ -138,7 +138,7 @@ def documents(call: Call) -> list[slice]:
 
 def assert_long_sequence_is_right(tokens: int) -> None:
     """Forward and backward need under a quarter of w beside w, y, dy and dw, and the last 1,000 tokens are accurate."""
-    command = [sys.executable, "-m", "tests.unit.ops.long_sequence", str(tokens)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.unit.mixers.tssa.long_sequence", str(tokens)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.25

@@ -1,6 +1,6 @@
 """One forward and backward of TOKENS tokens, 4 heads of 64 channels, in float32, in a process of its own.
 
-    python -m tests.unit.ops.long_sequence TOKENS
+    python -m tests.unit.mixers.tssa.long_sequence TOKENS
 
 Compares y and dw at the last 1,000 tokens with the naive backend. Prints the peak memory beyond w, y, dy and dw, in
 units of w.
