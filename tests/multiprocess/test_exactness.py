@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
                                  "positions": "none", "layer_scale": 0.0},
     "other forms of a block": {**OTHER_FORMS, "window": 5, "z_loss": 0.1},
-    "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "key_size": 3, "value_size": 5}},
+    "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
 }  # fmt: skip
 
 

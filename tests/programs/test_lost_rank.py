@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from tost_lm.config import run_program
 from tost_lm.config import Section
-from tost_lm.parallel import Timeouts
+from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import watch_ranks
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.parallel.mesh import start_world, stop_world

@@ -186,7 +186,10 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
         ),
         ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
         ("model.preset=[1]", "model.preset"),
-        ("model.pattern=G", "invalid model.pattern: 'G'; use the letters T (TSSA), S (slot memory) and A (softmax"),
+        (
+            "model.pattern=G",
+            "invalid model.pattern: 'G'; use the letters T (TSSA), S (slot memory), D (gated delta rule)",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):

@@ -39,6 +39,7 @@ EXTRAS = {
     "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
     "tost_lm.eval.lm_eval": {"lm_eval"},
     "tost_lm.ops.cross_entropy_triton": {"triton"},
+    "tost_lm.ops.triton_tokens": {"triton"},
     "tost_lm.mixers.tssa.numba_phases": {"numba"},
     "tost_lm.mixers.slots.triton": {"triton"},
     "tost_lm.mixers.tssa.triton": {"triton"},

@@ -11,7 +11,7 @@ from tost_lm.model import ModelConfig
 SETTINGS = [
     {},
     {"bias": True, "denom_bias": "head", "kv_heads": 2, "qk_norm": True},
-    {"delta": {"key_heads": 4, "value_heads": 8, "key_size": 3, "value_size": 5}},
+    {"delta": {"qk_heads": 4, "value_heads": 8, "qk_size": 3, "value_size": 5}},
     {"denom_bias": "none", "slots": 3, "slot_channels": 5, "window": 4, "rope_theta": 0.0},
 ]
 

@@ -39,7 +39,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "S", "slots": 3, "slot_channels": 5},
         {"pattern": "SA", "window": 4, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
-        {"pattern": "DA", "bias": True, "delta": {"key_heads": 2, "value_heads": 4, "value_size": 5}},
+        {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
         {
             "pattern": "A",
             "norm": "rms",

@@ -51,7 +51,7 @@ class DeltaFacts(RecurrentFacts):
             return None
         return (
             f"model.delta.value_heads {sizes.value_heads} is not a multiple of the {sizes.key_heads} key heads; change "
-            "it or model.delta.key_heads"
+            "it or model.delta.qk_heads"
         )
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:

@@ -28,14 +28,14 @@ GROUP_CHUNKS = 8
 class DeltaShape(Section):
     """Shape of a delta layer."""
 
-    key_heads: int | None = Field(default=None, gt=0)
+    qk_heads: int | None = Field(default=None, gt=0)
     """Heads of queries and keys; without it model.heads."""
     value_heads: int | None = Field(default=None, gt=0)
-    """Heads of values, each with a state: a multiple of key_heads; without it key_heads."""
-    key_size: int | None = Field(default=None, gt=0)
+    """Heads of values, each with a state: a multiple of qk_heads; without it qk_heads."""
+    qk_size: int | None = Field(default=None, gt=0)
     """Channels of a query and of a key; without it model.width / model.heads."""
     value_size: int | None = Field(default=None, gt=0)
-    """Channels of the values of a head; without it key_size."""
+    """Channels of the values of a head; without it qk_size."""
     beta_to_two: bool = False
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
 
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, model: "ModelConfig") -> "Sizes":
         shape = model.delta
-        key_heads, key_size = shape.key_heads or model.heads, shape.key_size or model.width // model.heads
+        key_heads, key_size = shape.qk_heads or model.heads, shape.qk_size or model.width // model.heads
         return cls(key_heads, shape.value_heads or key_heads, key_size, shape.value_size or key_size)
 
     @property

@@ -54,7 +54,7 @@ class Pair:
             for parameter in self.theirs.parameters():
                 parameter += 0.2 * torch.randn(parameter.shape)
         self.theirs.to(dtype)
-        shape = dict(zip(("key_heads", "value_heads", "key_size", "value_size"), (*HEADS, *SIZES), strict=True))
+        shape = dict(zip(("qk_heads", "value_heads", "qk_size", "value_size"), (*HEADS, *SIZES), strict=True))
         tree = {
             "pattern": "D", "layers": 1, "heads": 2, "width": WIDTH, "vocab_size": 8,
             "delta": {**shape, "beta_to_two": kind == "olmo_hybrid"},

@@ -27,7 +27,7 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "S"},
         {"pattern": "S", "slots": 32, "layer_scale": 0.0},
         {"pattern": "D"},
-        {"pattern": "D", "delta": {"key_heads": 2, "value_heads": 4, "key_size": 24}},
+        {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "qk_size": 24}},
         {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
         {"pattern": "A", "kv_heads": 2},
         {"pattern": "A", "kv_heads": 1, "qk_norm": True},
