@@ -1,14 +1,10 @@
-"""Parameters and floating-point operations (FLOPs) of a model, counted exactly from its settings; peak FLOP/s of GPUs.
+"""Parameters and floating-point operations (FLOPs) of a model, counted from its settings; peak FLOP/s of GPUs.
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
-has 2·M·K·N. Counted: the products of the linear layers and the head, the products of softmax attention, and the
-arithmetic of causal TSSA and of slot memory. Not counted: norms, gates of outputs, GELU or
-SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
+has 2·M·K·N. Counted: the products of the linear layers and the head, 2 forward for each token and weight and twice that
+backward, and what each mixer counts of itself (`tost_lm/mixers/*/facts.py`). Not counted: norms, gates of outputs, GELU
+or SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
 backward (sums over time in TSSA, scores in attention).
-
-**Products.** Forward: 2 for each token and weight. Backward: twice that, for the gradients of input and weight.
-
-Each mixer counts its own: `tost_lm/mixers/*/facts.py`.
 """
 
 import re

@@ -31,7 +31,7 @@ ranks exchange one number per token for the softmax over all heads, and three in
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.facts import NO_FLOPS, NOT_GATHERED, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.tssa.settings import TssaSettings
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
 
 
-class TssaFacts(MixerFacts):
+class TssaFacts(RecurrentFacts):
     letter = "T"
     folder = "tssa"
     name = "TSSA"
@@ -49,23 +49,8 @@ class TssaFacts(MixerFacts):
     def description(self, model: "ModelConfig") -> str:
         return "token statistics (TSSA), linear in time"
 
-    def problem(self, model: "ModelConfig") -> str | None:
-        return None
-
     def has_position_parameters(self, model: "ModelConfig") -> bool:
         return model.denom_bias == "position"
-
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        return False
-
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        return None
-
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        return None
-
-    def most_sequence_ranks(self) -> int | None:
-        return None
 
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width
@@ -77,9 +62,6 @@ class TssaFacts(MixerFacts):
         """temp and denom_bias; neither has weight decay."""
         biases = {"position": model.heads * model.max_positions, "head": model.heads, "none": 0}
         return OwnNumbers(0, model.heads + biases[model.denom_bias], 0, 0)
-
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        return NO_FLOPS
 
     def operator_flops(self, model: "ModelConfig") -> Flops:
         C, H = model.width, model.heads
@@ -102,12 +84,6 @@ class TssaFacts(MixerFacts):
 
     def state_bytes(self, load: Load) -> float:
         return 4 * (2 * load.model.width + load.model.heads)
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        return self.state_bytes(load)
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        return NOT_GATHERED
 
     def head_softmax_bytes(self, load: Load) -> float:
         return 16 * load.tokens

@@ -1,4 +1,4 @@
-"""Activations of a rank during training, planned from the settings alone. Symbols as in `plan_memory`.
+"""Activations of a rank during training, planned from the settings alone. Symbols as in `memory.py`.
 
 They are what autograd stores for the backward. In units of e·C/t bytes per token, a block takes 14: inputs of two norms
 2, of the linear layers beside the last one of the mixer 1 + 1 + 4, of GELU 4, of two LayerScales 2. Without LayerScale

@@ -15,7 +15,7 @@ The plan has five moments of a step, one of which has the peak. The symbols of t
 moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n. There Muon keeps one momentum of
 a matrix in place of two moments: 4 bytes less for each number.
 
-**Activations** are described in `plan_activations`.
+**Activations** are described in `activations.py`.
 
 `memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the sums of gradients
 over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state of each mixer for each tile

@@ -211,7 +211,7 @@ def layer_adapter(
     A state is that of the layer with the number of tokens so far, which the layer gets as positions.
 
     Args:
-        letter: of `tost_lm.model.config.MIXERS`.
+        letter: of a mixer in `tost_lm.mixers.registry.FACTS`.
         config: the shape of the layer.
         shard: as in `MixerAdapter`.
         fields: other fields of the adapter.
