@@ -5,14 +5,12 @@ float64 takes its place in their modules.
 """
 
 import importlib
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from public_layers import Parameters, renamed, run_in_torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -30,7 +28,6 @@ LAYERS = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5GatedDeltaNet"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridGatedDeltaNet"),
 }
-Parameters = dict[str, Tensor]
 
 
 class Pair:
@@ -65,61 +62,17 @@ class Pair:
     def mix(self, x_BTC: Tensor, state: DeltaState | None = None, tokens: int = 0) -> tuple[Tensor, DeltaState]:
         """Our layer with their weights, as functions of which the result is differentiable."""
         info = SequenceInfo.of(x_BTC[..., 0], [tokens] * len(x_BTC), None)
-        return functional_call(self.ours, renamed(self.kind, self.leaves), (x_BTC, state, info))
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Their layer runs in PyTorch, and for float64 it uses float64 where it names float32."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-                patch.setattr(self.module, name, inspect.unwrap(getattr(self.module, name)))
-            if self.dtype == torch.float64:
-                patch.setattr(self.module, "torch", Float64())
-                patch.setattr(Tensor, "float", Tensor.double)
-            yield
+        return functional_call(self.ours, renamed(self.kind, self.leaves, HEADS, SIZES), (x_BTC, state, info))
 
     def tokens(self, T: int) -> Tensor:
         return torch.randn(2, T, WIDTH, generator=torch.Generator().manual_seed(1)).to(self.dtype)
-
-
-class Float64:
-    """torch, with another float32."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def renamed(kind: str, theirs: Parameters) -> Parameters:
-    """Our parameters from theirs; rows are regrouped by key heads."""
-    (h, H), (K, V) = HEADS, SIZES
-    by_head = lambda x: x.unflatten(0, (h, -1))
-    channels = [h * K, h * K, H * V]
-    if kind == "qwen3_next":
-        rows = [by_head(theirs["in_proj_qkvz.weight"]), by_head(theirs["in_proj_ba.weight"])]
-    elif kind == "qwen3_5":
-        qkv = theirs["in_proj_qkv.weight"].split(channels)
-        rows = [by_head(x) for x in (*qkv, *(theirs[f"in_proj_{name}.weight"] for name in "zba"))]
-    else:
-        rows = [by_head(theirs[f"{name}_proj.weight"]) for name in "qkvgba"]
-    conv = [by_head(x) for x in theirs["conv1d.weight"].squeeze(1).split(channels)]
-    olmo = kind == "olmo_hybrid"
-    return {
-        "in_proj.weight": torch.cat(rows, 1).flatten(0, 1),
-        "conv": torch.cat(conv, 1).flatten(0, 1),
-        "log_rate": theirs["A_log"],
-        "step_bias": theirs["dt_bias"],
-        "norm": theirs["o_norm.weight" if olmo else "norm.weight"],
-        "out_proj.weight": theirs["o_proj.weight" if olmo else "out_proj.weight"],
-    }
 
 
 def results(pair: Pair, theirs: bool) -> Parameters:
     """Outputs, and gradients of the tokens and of the parameters by their names."""
     x_BTC = pair.tokens(TOKENS).requires_grad_()
     if theirs:
-        with pair.exact():
+        with run_in_torch(pair.module, pair.dtype):
             y_BTC = pair.theirs(x_BTC)
             leaves = dict(pair.theirs.named_parameters())
             gradients = torch.autograd.grad(y_BTC.square().sum(), [x_BTC, *leaves.values()])
@@ -133,7 +86,7 @@ def results(pair: Pair, theirs: bool) -> Parameters:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_outputs_and_gradients_are_those_of_transformers(kind: str):
     pair = Pair(kind, torch.float64)
-    assert renamed(kind, pair.leaves).keys() == dict(pair.ours.named_parameters()).keys()
+    assert renamed(kind, pair.leaves, HEADS, SIZES).keys() == dict(pair.ours.named_parameters()).keys()
     truth = results(pair, theirs=True)
     ours = results(pair, theirs=False)
     for name, x in truth.items():
@@ -151,12 +104,12 @@ def test_states_and_decoded_tokens_are_those_of_transformers(kind: str):
     x_BTC = pair.tokens(TOKENS + 3)
     cache = transformers.DynamicCache(config=pair.config)
     y_BTC, state = pair.mix(x_BTC[:, :TOKENS])
-    with pair.exact():
+    with run_in_torch(pair.module, pair.dtype):
         expected = pair.theirs(x_BTC[:, :TOKENS], cache_params=cache)
     torch.testing.assert_close(y_BTC, expected, rtol=1e-10, atol=1e-10)
     for t in range(TOKENS, TOKENS + 3):
         y_BTC, state = pair.mix(x_BTC[:, t : t + 1], state, t)
-        with pair.exact():
+        with run_in_torch(pair.module, pair.dtype):
             expected = pair.theirs(x_BTC[:, t : t + 1], cache_params=cache)
         torch.testing.assert_close(y_BTC, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(state.memory, cache.get_recurrent_state(0), rtol=1e-10, atol=1e-10)
