@@ -1,7 +1,10 @@
 """flash-linear-attention: its kernels where an interpreter runs them, its reference in chunks, and when it is used."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 
@@ -9,6 +12,8 @@ from tost_lm.mixers.delta import fla
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
+
+NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is used where there is no GPU")
@@ -28,22 +33,25 @@ def test_the_recurrent_kernel_agrees_in_the_interpreter(B: int, T: int, offsets:
 
 
 def test_the_reference_of_fla_in_chunks_agrees():
-    """It computes in float32; its scale of queries is 1 / √K."""
+    """Outputs, states and gradients. It computes in float32; its scale of queries is 1 / √K."""
     naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
     torch.manual_seed(0)
     local = LocalDocuments.of(None, 2, 100, None)
     query, key = (normalize(torch.randn(2, 100, 3, 16), dim=-1) for _ in range(2))
     inputs = query, key, torch.randn(2, 100, 3, 8), -torch.rand(2, 100, 3), torch.rand(2, 100, 3)
-    state = torch.randn(2, 3, 16, 8)
-    found, truth = (
-        delta_rule(*(x.to(dtype) for x in inputs), local=local, initial_state=state, output_final_state=True)  # pyright: ignore[reportCallIssue]
-        for dtype in (torch.float32, torch.float64)
-    )
-    theirs = naive.naive_chunk_gated_delta_rule(*inputs, scale=1.0, initial_state=state, output_final_state=True)
-    for ours, other, exact in zip(found, theirs, truth, strict=True):
-        assert ours is not None
-        assert exact is not None
-        assert_as_accurate(ours.float(), other, exact)
+    inputs = *inputs, torch.randn(2, 3, 16, 8)
+    weights = torch.randn(2, 100, 3, 8), torch.randn(2, 3, 16, 8)
+
+    def results(rule: Any, dtype: torch.dtype, **settings: Any) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        y, final = rule(*leaves[:5], initial_state=leaves[5], output_final_state=True, **settings)
+        gradients = torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
+        return [y, final.to(dtype), *gradients]
+
+    ours, truth = (results(delta_rule, dtype, local=local) for dtype in (torch.float32, torch.float64))
+    theirs = results(naive.naive_chunk_gated_delta_rule, torch.float32, scale=1.0)
+    for name, mine, other, exact in zip(("y", "final", *NAMES), ours, theirs, truth, strict=True):
+        assert_as_accurate(mine, other, exact, name)
 
 
 def test_kernels_are_used_for_16_bit_values_on_gpus():
