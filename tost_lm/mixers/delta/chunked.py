@@ -227,10 +227,12 @@ class _Chunks:
         torch.mul(dy, self.from_start_cbLG1, out=faded[:, :, :L])
         d_right = _rows(self.scores_cbG2LL[..., 0, :, :].mT @ _rows(dy)).contiguous()
         system = self.scores_cbG2LL[..., 1, :, :] * _rows(beta)
-        d_after, minus_factor = torch.empty_like(self.before), -beta * self.from_start_cbLG1
-        read = torch.empty_like(d_right[0])
+        minus_factor, read = -beta * self.from_start_cbLG1, torch.empty_like(d_right[0])
+        d_ended_key = beta.new_empty(*_rows(self.ended).shape[:-1], self.key.shape[-1])
+        d_total_cbG = torch.empty_like(self.total_cb1G1[:, :, 0, :, 0])
         for i in reversed(range(len(self.key))):
-            d_after[i] = d_state_bKGV
+            torch.matmul(_rows(self.ended[i]), _rows(d_state_bKGV).mT, out=d_ended_key[i])
+            torch.sum(d_state_bKGV * self.before[i], (1, 3), out=d_total_cbG[i])
             torch.bmm(self.key[i], d_state_bKGV.flatten(2), out=read.flatten(2))
             right = _rows(d_right[i].addcmul_(read, self.to_end_cbLG1[i])).mT
             solve_triangular(system[i], right, upper=False, left=False, unitriangular=True, out=right)
@@ -249,14 +251,13 @@ class _Chunks:
         d_since_cbGL = vecdot(d_both, self.both[:, :, None]).unflatten(-1, (2, L)).sum(-2)
         d_both = _over_heads(d_both)
         d_query, d_key = d_both[:, :, :L], d_both[:, :, L:]
-        d_ended_key = _rows(self.ended) @ _rows(d_after).mT
         passed_cbGL = vecdot(d_ended_key, self.key[:, :, None])
         d_query += d_read @ self.key
         d_key += _over_heads(d_ended_key)
         d_key += torch.cat([d_read.mT, d_known + d_known.mT], -1) @ self.both
 
         d_since_cbGL += aged_cbGLL.sum(-1) - aged_cbGLL.sum(-2)
-        d_total_cbG1 = d_after.mul_(self.before).sum((2, 4))[..., None] * self.total_cb1G1[:, :, 0]
+        d_total_cbG1 = d_total_cbG[..., None] * self.total_cb1G1[:, :, 0]
         d_log_decay = d_since_cbGL.flip(-1).cumsum(-1).flip(-1) + d_total_cbG1
         d_log_decay[..., 1:] += passed_cbGL[..., :-1].cumsum(-1)
         return d_query, d_key, d_value, d_log_decay.mT, d_beta
