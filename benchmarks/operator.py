@@ -1,15 +1,16 @@
-"""Time, memory and bandwidth of causal TSSA, slot memory and their rivals, by sequence length.
+"""Time, memory and bandwidth of causal TSSA, slot memory, the gated delta rule and their rivals, by sequence length.
 
     python -m benchmarks.operator
     python -m benchmarks.operator "bench.lengths=[16384]" shape.heads=16
 
-Slot memory is measured with its convolution and memberships, as in an S layer of the same width. Rivals: the formulas
-as written under autograd ("naive", eager and under torch.compile), and causal softmax attention (torch's
-scaled_dot_product_attention; flash attention where the device has it). Each runs forward and forward + backward, from
-1k to 1M tokens as far as memory and bench.cell_seconds allow. Bandwidth is a fraction of that of a copy on the same
-device; it counts the necessary traffic only: w and y forward, w, dy and dw backward (for the others their inputs and
-gradients). On a CPU, the operator is also timed beside a busy process. With the defaults it takes about 12 minutes on
-2 CPU cores. Output: one table, and all values in benchmarks/results/.
+Slot memory is measured with its convolution and memberships, as in an S layer of the same width, and the gated delta
+rule with its convolution and gates, as in a D layer. Rivals: the formulas of TSSA as written under autograd ("naive",
+eager and under torch.compile), and causal softmax attention (torch's scaled_dot_product_attention; flash attention
+where the device has it). Each runs forward and forward + backward, from 1k to 1M tokens as far as memory and
+bench.cell_seconds allow. Bandwidth is a fraction of that of a copy on the same device; it counts the necessary traffic
+only: w and y forward, w, dy and dw backward (for the others their inputs and gradients). On a CPU, TSSA is also timed
+beside a busy process, and the delta rule without its convolution beside its matrix products alone. With the defaults it
+takes about 15 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,16 @@ from pydantic import Field
 from benchmarks import measure
 from tost_lm.config import Section, run_program
 
-OURS, SLOTS, NAIVE, COMPILED, SOFTMAX = "causal TSSA", "slot memory", "naive", "naive, compiled", "softmax attention"
-RIVALS = (OURS, SLOTS, NAIVE, COMPILED, SOFTMAX)
+OURS, SLOTS, DELTA = "causal TSSA", "slot memory", "gated delta rule"
+NAIVE, COMPILED, SOFTMAX = "naive", "naive, compiled", "softmax attention"
+RIVALS = (OURS, SLOTS, DELTA, NAIVE, COMPILED, SOFTMAX)
 FORWARD, BOTH = "forward", "forward + backward"
 BUSY = "forward + backward, beside a busy process"
+PRODUCTS = "forward + backward, without convolution"
 SIZES_MOVED = {FORWARD: 2, BOTH: 5}  # tensors of w's size that have to move: w, y; and w, dy, dw
 # Keys, queries, values and y of slot memory, 16, 16, 28 and 28 channels of 64; and their gradients.
 SIZES_MOVED_BY_SLOTS = {FORWARD: 88 / 64, BOTH: 236 / 64}
+SIZES_MOVED_BY_DELTA = {FORWARD: 4, BOTH: 11}  # q, k, v, y; and q, k, v, dy, dq, dk, dv
 SIZES_MOVED_BY_SOFTMAX = {FORWARD: 4, BOTH: 12}  # q, k, v, y; and q, k, v, y, dy, dq, dk, dv
 
 
@@ -42,7 +46,7 @@ class ShapeConfig(Section):
     channels: int = Field(default=64, gt=0)
     """Channels of a head."""
     busy_tokens: int = Field(default=16384, gt=0)
-    """Tokens of the call beside a busy process."""
+    """Tokens of the calls beside a busy process and beside matrix products."""
 
 
 class OperatorBenchmarkConfig(Section):
@@ -67,12 +71,14 @@ def run(config: OperatorBenchmarkConfig, device: str) -> tuple[list[dict[str, An
         "shorter length."
     )
     if device == "cpu":
-        busy = measure.run_cell(
-            "benchmarks.operator_cells:beside_a_busy_process", device=device, limit_s=config.bench.cell_seconds,
-            tokens=config.shape.busy_tokens, dtype=dtype, **shape,
-        )  # fmt: skip
+        call = {"device": device, "limit_s": config.bench.cell_seconds, "tokens": config.shape.busy_tokens}
+        busy, products = (
+            measure.run_cell(f"benchmarks.operator_cells:{cell}", dtype=dtype, **call, **shape)
+            for cell in ("beside_a_busy_process", "beside_its_products")
+        )
         cells.append({"work": BUSY, "tokens": config.shape.busy_tokens, "rival": OURS, **busy})
-        text += f"\n\n{busy_line(cells[-1])}"
+        cells.append({"work": PRODUCTS, "tokens": config.shape.busy_tokens, "rival": DELTA, **products})
+        text += f"\n\n{busy_line(cells[-2])}\n\n{products_line(cells[-1])}"
     return [{"work": "copy", **copy}, *cells], text
 
 
@@ -87,6 +93,17 @@ def busy_line(cell: Mapping[str, Any]) -> str:
     return (
         f"{OURS}, {cell['tokens']:,} tokens, {BUSY}: {1e3 * busy:,.3g} ms, {busy / quiet:.2f} × the quiet time, with "
         f"{cell['threads']} threads and {cell['wait_policy']} waiting."
+    )
+
+
+def products_line(cell: Mapping[str, Any]) -> str:
+    """How much time the delta rule needs beyond that of its matrix products."""
+    if "failed" in cell:
+        return f"{PRODUCTS}: {cell['failed']}"
+    products, whole = (median(cell[key]) for key in ("product_seconds", "seconds"))
+    return (
+        f"{DELTA}, {cell['tokens']:,} tokens, {PRODUCTS}: {1e3 * whole:,.4g} ms, {whole / products:.2f} × the time of "
+        f"its matrix products alone, {1e3 * products:,.4g} ms."
     )
 
 
@@ -112,7 +129,9 @@ def described(copied_bytes_per_second: float, cell: Mapping[str, Any]) -> str:
         return cell["failed"]
     once = "¹" if len(cell["seconds"]) == 1 else ""
     seconds, w_bytes = median(cell["seconds"]), cell["w_bytes"]
-    sizes = {SLOTS: SIZES_MOVED_BY_SLOTS, SOFTMAX: SIZES_MOVED_BY_SOFTMAX}.get(cell["rival"], SIZES_MOVED)
+    sizes = {SLOTS: SIZES_MOVED_BY_SLOTS, DELTA: SIZES_MOVED_BY_DELTA, SOFTMAX: SIZES_MOVED_BY_SOFTMAX}.get(
+        cell["rival"], SIZES_MOVED
+    )
     bandwidth = sizes[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
     return f"{1e3 * seconds:,.3g} ms{once}, {cell['peak_bytes'] / w_bytes:.3g} w, {bandwidth:.0%}"
 

@@ -1,4 +1,5 @@
-"""Cells of `benchmarks.operator`: one call of a rival, calls of several in turns, and calls beside a busy process."""
+"""Cells of `benchmarks.operator`: one call of a rival, calls of several in turns, calls beside a busy process, and
+beside matrix products."""
 
 import os
 import signal
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
-from benchmarks.operator import BOTH, COMPILED, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
+from benchmarks.operator import BOTH, COMPILED, DELTA, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
+from tost_lm.mixers.delta.layer import initial_decays, unit_length
+from tost_lm.mixers.delta.operator import delta_rule
+from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS, GROUP_ELEMENTS
 from tost_lm.mixers.slots.layer import initial_log_rates, memberships
 from tost_lm.mixers.slots.memory import slot_memory
 from tost_lm.mixers.slots.settings import CONV_TAPS
@@ -72,6 +76,62 @@ def beside_a_busy_process(device: str, tokens: int, **shape: Any) -> dict[str, A
     return {**seconds, "threads": torch.get_num_threads(), "wait_policy": wait_policy}
 
 
+def beside_its_products(device: str, tokens: int, batch: int, heads: int, channels: int, dtype: str) -> dict[str, Any]:
+    """Seconds of forward + backward of the delta rule, and in turns of the matrix products in them."""
+    make = lambda *shape: torch.randn(batch, tokens, heads, *shape, device=device, dtype=getattr(torch, dtype))
+    inputs = [make(channels), unit_length(make(channels)), unit_length(make(channels)), -make().exp(), make().sigmoid()]
+    local = LocalDocuments.of(None, batch, tokens, None)
+
+    def rule(value: Tensor, key: Tensor, query: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        return delta_rule(query, key, value, log_decay, beta, local=local)[0]
+
+    calls = {
+        "seconds": called(rule, inputs, BOTH),
+        "product_seconds": delta_products(device, tokens, batch * heads, channels),
+    }
+    return interleaved_seconds(calls, device, budget_s=30)
+
+
+def delta_products(device: str, tokens: int, heads: int, channels: int) -> Callable[[], None]:
+    """The matrix products of forward + backward of `delta_rule_chunks`, as many at once, into memory that exists.
+
+    A triangular system that is solved counts as a product.
+    """
+    L, c = CHUNK_TOKENS, max(GROUP_CHUNKS, GROUP_ELEMENTS // (heads * CHUNK_TOKENS**2))
+    make = lambda *shape: torch.randn(*shape, device=device)
+    x, faded, d_both = (make(c, heads, 2 * L, channels) for _ in range(3))
+    value, y, d_key = (make(c, heads, L, channels) for _ in range(3))
+    states, scores, d_scores = make(c, heads, channels, channels), make(c, heads, 2 * L, L), make(c, heads, L, 2 * L)
+    key, system = x[:, :, L:], make(c, heads, L, L)
+    state, new_state, read, solved = states[0].clone(), states[0].clone(), x[0].clone(), y[0].clone()
+
+    def of_all_chunks(*products: tuple[Tensor, Tensor, Tensor]) -> None:
+        for left, right, out in products:
+            torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out.flatten(0, 1))
+
+    def call() -> None:
+        groups = -(-tokens // (c * L))
+        for _ in range(groups):
+            of_all_chunks((x, key.mT, scores))
+            for i in range(c):
+                torch.bmm(x[i], state, out=read)
+                torch.bmm(system[i], value[i], out=solved)
+                torch.bmm(key[i].mT, value[i], out=new_state)
+            of_all_chunks((system, value, y))
+        for _ in range(groups):
+            of_all_chunks((x, key.mT, scores), (system.mT, value, y))
+            for i in range(c - 1):
+                torch.bmm(key[i].mT, value[i], out=states[i + 1])
+            for i in reversed(range(c)):
+                torch.bmm(value[i], state.mT, out=d_key[i])
+                torch.bmm(key[i], state, out=y[i])
+                torch.bmm(system[i], value[i], out=solved)
+                torch.bmm(x[i].mT, faded[i], out=new_state)
+            of_all_chunks((faded, value.mT, scores), (faded, states.mT, d_both), (system, key, y), (d_scores, x, d_key))
+
+    return call
+
+
 def _operator(rival: str) -> Callable[..., Tensor]:
     if rival == OURS:
         return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
@@ -79,6 +139,8 @@ def _operator(rival: str) -> Callable[..., Tensor]:
         return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
     if rival == SLOTS:
         return slots_of_layer
+    if rival == DELTA:
+        return delta_of_layer
     if rival == SOFTMAX:
         return lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)
 
@@ -98,6 +160,20 @@ def slots_of_layer(
     key_BTE, _ = short_conv(key.flatten(-2), weight, local=local)
     write = memberships(key_BTE.unflatten(-1, (H, S)), temp_H)
     return slot_memory(memberships(query, temp_H), write, value, log_decay_H, local=local)[0]
+
+
+def delta_of_layer(
+    value: Tensor, key: Tensor, query: Tensor, weight: Tensor, step: Tensor, beta: Tensor, log_rate_H: Tensor
+) -> Tensor:
+    """The operator of a D layer, between its projections, without norm and gate."""
+    local = LocalDocuments.of(None, value.shape[0], value.shape[1], None)
+    value, key, query = (
+        silu(short_conv(x.flatten(-2), taps, local=local)[0]).view_as(x)
+        for x, taps in zip((value, key, query), weight, strict=True)
+    )
+    log_decay = -log_rate_H.exp() * softplus(step)
+    query, key = unit_length(query, scale=query.shape[-1] ** -0.5), unit_length(key)
+    return delta_rule(query, key, value, log_decay, beta.sigmoid(), local=local)[0]
 
 
 def prepared(
@@ -122,6 +198,11 @@ def prepared(
         layer = ModelConfig(layers=1, heads=heads, width=heads * channels)
         inputs = [make(batch, tokens, heads, size) for size in (layer.slot_channels, layer.slots, layer.slots)]
         inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(device).exp()]
+    elif rival == DELTA:
+        log_rate, step_bias = (x.to(device, torch.float32) for x in initial_decays(heads))
+        inputs = [make(batch, tokens, heads, channels) for _ in range(3)]
+        inputs += [make(3, heads * channels, CONV_TAPS), make(batch, tokens, heads) + step_bias]
+        inputs += [make(batch, tokens, heads), log_rate]
     else:
         # Initial values of temp and bias in a model.
         w = make(batch, tokens, heads, channels)
