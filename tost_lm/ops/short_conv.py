@@ -20,8 +20,8 @@ from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.registered import Registered
 
-CPU_ROWS = 1024
-"""Tokens that a CPU convolves at once: they stay in its cache."""
+CPU_ELEMENTS = 1 << 18
+"""Channels of tokens that a CPU convolves at once: they stay in its cache."""
 
 
 def short_conv(
@@ -109,9 +109,10 @@ class _CpuConvolution(torch.autograd.Function):
 def _rows(x_BMC: Tensor, weight_CK: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Some outputs at a time, `first` to `last`: x from `first` to `last` + P, and the weights; statistics dtype."""
     dtype, P = statistics_dtype(x_BMC), weight_CK.shape[1] - 1
-    T, weight_KC = x_BMC.shape[1] - P, weight_CK.mT.to(dtype).contiguous()
-    for first in range(0, T, CPU_ROWS):
-        last = min(T, first + CPU_ROWS)
+    (B, M, C), weight_KC = x_BMC.shape, weight_CK.mT.to(dtype).contiguous()
+    T, rows = M - P, max(1, CPU_ELEMENTS // (B * C))
+    for first in range(0, T, rows):
+        last = min(T, first + rows)
         yield first, last, x_BMC[:, first : last + P].to(dtype), weight_KC
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm, silu, softplus
 
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
@@ -113,7 +114,8 @@ def unit_length(x_BThK: Tensor, scale: float = 1) -> Tensor:
     """`scale` · x / ‖x‖, in the statistics dtype."""
     with torch.autocast(x_BThK.device.type, enabled=False):
         x_BThK = x_BThK.to(statistics_dtype(x_BThK))
-        return x_BThK * (scale * (x_BThK.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt())
+        length_BTh1 = vector_norm(x_BThK, dim=-1, keepdim=True)
+        return x_BThK * (scale * (length_BTh1.square() + UNIT_EPSILON).rsqrt())
 
 
 def conv_std() -> float:

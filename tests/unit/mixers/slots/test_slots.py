@@ -131,7 +131,7 @@ def convolved(x_TC: Tensor, weight_CK: Tensor) -> Tensor:
 
 def test_a_cpu_convolves_as_torch(monkeypatch: pytest.MonkeyPatch):
     """Several rows at a time; torch's conv1d serves the other devices."""
-    monkeypatch.setattr(short_conv_module, "CPU_ROWS", 8)
+    monkeypatch.setattr(short_conv_module, "CPU_ELEMENTS", 8 * 8)
     exact = [torch.randn(2, 23, 4).double(), torch.randn(4, 3).double()]
     for dtype in (torch.float32, torch.bfloat16):
         drawn = [x.to(dtype) for x in exact]
