@@ -44,7 +44,7 @@ def works_and_rivals(cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def test_the_operator_and_its_rivals(measure: Measure, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is torch's affair, and most of a minute
     tree = {"shape": {"heads": 2, "channels": 8}, "bench": {**BENCH, "lengths": [4096]}}
-    (copy, *cells), table = measure(operator, operator.OperatorBenchmarkConfig, tree)
+    (copy, *cells, busy, products), table = measure(operator, operator.OperatorBenchmarkConfig, tree)
     assert copy["bytes_per_second"] > 1e8
     assert works_and_rivals(cells) == [
         (work, rival) for work in ("forward", "forward + backward") for rival in operator.RIVALS
@@ -52,6 +52,8 @@ def test_the_operator_and_its_rivals(measure: Measure, monkeypatch: pytest.Monke
     assert all(cell["w_bytes"] == 4096 * 16 * 4 for cell in cells)
     assert len(table) == 2 + 2
     assert "× time" in table[-1]
+    assert [cell["work"] for cell in (busy, products)] == [operator.BUSY, operator.PRODUCTS]
+    assert min(busy["quiet_seconds"] + products["product_seconds"]) > 0
 
 
 def test_the_model_and_its_rivals(measure: Measure):
