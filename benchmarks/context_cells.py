@@ -36,7 +36,7 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
     length = length_of(tested)
     tree = {
         "pattern": pattern, "layers": len(pattern), "heads": 2, "width": settings["width"],
-        "vocab_size": tokenizer.vocab_size, "max_positions": length, "layer_scale": 0.0, "rope_theta": 0.0,
+        "vocab_size": tokenizer.vocab_size, "max_positions": length, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0},
     }  # fmt: skip
     model = draw_model(validate(ModelConfig, tree, "the model"), seed=0).to(device)
     began = time.monotonic()

@@ -146,7 +146,7 @@ def softmax_layer(config: GpuBenchmarkConfig, device: str, deadline: float) -> C
         ("a window, packed documents", window, documents),
         ("a window, packed documents, shared keys", {**window, **shared}, documents),
     ):
-        model = {**config.shape.model_dump(), **settings}
+        model = {**config.shape.model_dump(), "softmax": settings}
         for row in precision_cells.softmax_errors(device, model, DTYPES[device], ends):
             yield {"case": f"{case}: {row['tensor']}, {DTYPES[device]}", **row}
 
@@ -287,7 +287,7 @@ def describe_precision(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 def tiled(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """A step on one long sequence, tile by tile."""
-    unlimited = {"max_positions": 1, "positions": "sinusoidal", "denom_bias": "head"}
+    unlimited = {"max_positions": 1, "positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
     model = _model(config, **unlimited).model_dump()
     step = long_cells.step_of(device, model, config.lengths.tile_tokens)
     step(2 * config.lengths.tile_tokens)

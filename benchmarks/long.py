@@ -20,6 +20,7 @@ from pydantic import Field, PositiveInt
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model.config import ModelConfig
 
 TILES, WHOLE = "tile by tile", "whole rows"
@@ -30,8 +31,7 @@ class ShapeConfig(measure.ModelShape):
 
     pattern: str = "T"
     """The mixer of each layer."""
-    window: int = 0
-    """Window of A layers."""
+    softmax: SoftmaxSettings = SoftmaxSettings()
 
 
 class BenchConfig(measure.DeviceConfig):
@@ -58,7 +58,7 @@ class LongBenchmarkConfig(Section):
 
 def run(config: LongBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench = config.bench
-    model = {**config.shape.model_dump(), "positions": "sinusoidal", "denom_bias": "head"}
+    model = {**config.shape.model_dump(), "positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
     validate(ModelConfig, model, "benchmarks.long")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # for the measured processes
     call = {"device": device, "limit_s": bench.cell_seconds, "model": model}

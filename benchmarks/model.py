@@ -20,11 +20,11 @@ from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
 from tost_lm.model.config import ModelConfig
 
-COMMON = {"positions": "sinusoidal", "denom_bias": "head"}
+COMMON = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 RIVALS: dict[str, dict[str, Any]] = {
     "ToST": {"pattern": "T"},
-    "GPT-2, flash attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
-    "GPT-2, plain attention": {"pattern": "A", "rope_theta": 0.0, "layer_scale": 0.0},
+    "GPT-2, flash attention": {"pattern": "A", "softmax": {"rope_theta": 0.0}, "layer_scale": 0.0},
+    "GPT-2, plain attention": {"pattern": "A", "softmax": {"rope_theta": 0.0}, "layer_scale": 0.0},
 }
 ATTENTION = {"GPT-2, flash attention": "FLASH_ATTENTION", "GPT-2, plain attention": "MATH"}  # torch's names
 TRAINING, DECODING = "training step", "decoding a token"

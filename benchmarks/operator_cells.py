@@ -19,11 +19,10 @@ from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS, GROUP_ELEMENTS
 from tost_lm.mixers.slots.layer import initial_log_rates, memberships
 from tost_lm.mixers.slots.memory import slot_memory
-from tost_lm.mixers.slots.settings import CONV_TAPS
+from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsSettings
 from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import TssaState
-from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 
@@ -195,9 +194,9 @@ def prepared(
     if rival == SOFTMAX:
         inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
     elif rival == SLOTS:
-        layer = ModelConfig(layers=1, heads=heads, width=heads * channels)
-        inputs = [make(batch, tokens, heads, size) for size in (layer.slot_channels, layer.slots, layer.slots)]
-        inputs += [make(heads * layer.slots, CONV_TAPS), make(heads), -initial_log_rates(heads).to(device).exp()]
+        layer = SlotsSettings()
+        inputs = [make(batch, tokens, heads, size) for size in (layer.value_size, layer.per_head, layer.per_head)]
+        inputs += [make(heads * layer.per_head, CONV_TAPS), make(heads), -initial_log_rates(heads).to(device).exp()]
     elif rival == DELTA:
         log_rate, step_bias = (x.to(device, torch.float32) for x in initial_decays(heads))
         inputs = [make(batch, tokens, heads, channels) for _ in range(3)]

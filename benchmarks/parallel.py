@@ -237,7 +237,7 @@ def _require_even_shards(config: ParallelBenchmarkConfig) -> None:
 def model_settings(shape: ScalingConfig) -> dict[str, Any]:
     """Settings of a model that reads sequences of any length."""
     settings = shape.model_dump(include={"layers", "heads", "width", "vocab_size"})
-    return {"pattern": "T", "positions": "sinusoidal", "denom_bias": "head", **settings}
+    return {"pattern": "T", "positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **settings}
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
     if problem["type"] == "extra_forbidden":
         known = list(getattr(section_of(_resolve(section, parents)[1]), "model_fields", ()))
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = ".".join([*parents, near[0]]) if near else _elsewhere(section, key)
+        hint = _elsewhere(section, key) or (".".join([*parents, near[0]]) if near else None)
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
     if problem["type"] == "missing":
         return f"{path}: must be set; --help describes it"
@@ -273,11 +273,12 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
 
 
 def _elsewhere(section: type[Section], key: str) -> str | None:
-    """The path of a key with this name in another section of the tree."""
+    """The path of a key with this name in a section of the tree."""
     for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner and key in inner.model_fields:
-            return f"{name}.{key}"
+        if inner := section_of(field.annotation):
+            found = key if key in inner.model_fields else _elsewhere(inner, key)
+            if found:
+                return f"{name}.{found}"
     return None
 
 

@@ -19,7 +19,7 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.model import ModelConfig, TostLM
 
-SHAPE = {"layers": 4, "heads": 6, "width": 192, "positions": "none", "denom_bias": "head", "layer_scale": 0.5}
+SHAPE = {"layers": 4, "heads": 6, "width": 192, "positions": "none", "tssa": {"denom_bias": "head"}, "layer_scale": 0.5}
 
 
 def write_text(folder: Path) -> Tokenizer:

@@ -20,10 +20,12 @@ heads = 2
 width = 16
 vocab_size = 384
 positions = "none"
-denom_bias = "head"
 max_positions = 64
-window = 16
 layer_scale = 1.0
+[model.tssa]
+denom_bias = "head"
+[model.softmax]
+window = 16
 [data]
 folder = "shards"
 [optim]

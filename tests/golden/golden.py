@@ -36,6 +36,7 @@ from other_forms import OTHER_FORMS  # noqa: E402
 from programs import run  # noqa: E402
 from training_on_layouts import build_engine, train_in_one_process, train_steps  # noqa: E402
 
+from tost_lm.config import leaves  # noqa: E402
 from tost_lm.parallel.settings import ParallelConfig  # noqa: E402
 from tost_lm.testing import run_on_ranks  # noqa: E402
 
@@ -60,15 +61,16 @@ class Case:
     @property
     def name(self) -> str:
         parts = {**self.model, **self.layout, "tile_tokens": self.tile_tokens, **self.others}
-        words = [f"{key}={value}" for key, value in parts.items() if value is not None]
+        words = [f"{key}={value}" for key, value in leaves(parts) if value is not None]
         return f"{self.ranks} ranks, {self.optimizer}, {', '.join(words)}"
 
 
 def training_cases() -> Iterator[Case]:
     """Every pattern, layout, ZeRO stage and tile setting, and every form of block, norm and precision."""
     patterns = [
-        {"pattern": "T"}, {"pattern": "S"}, {"pattern": "A"}, {"pattern": "TSA"}, {"pattern": "A", "window": 7},
-        {"pattern": "SSA", "window": 7, "positions": "none"},
+        {"pattern": "T"}, {"pattern": "S"}, {"pattern": "A"}, {"pattern": "TSA"},
+        {"pattern": "A", "softmax": {"window": 7}},
+        {"pattern": "SSA", "softmax": {"window": 7}, "positions": "none"},
     ]  # fmt: skip
     hybrid = {"pattern": "TSA"}
     for model in patterns:
@@ -76,8 +78,13 @@ def training_cases() -> Iterator[Case]:
         yield Case(2, model, {"tensor": 2})
         yield Case(2, model, {"sequence": 2})
     for form in (
-        {"pattern": "T", "membership": "energy-mean", "denom_bias": "head", "positions": "sinusoidal", "bias": False},
-        {"pattern": "T", "membership": "uniform", "denom_bias": "none", "layer_scale": 0.0},
+        {
+            "pattern": "T",
+            "tssa": {"membership": "energy-mean", "denom_bias": "head"},
+            "positions": "sinusoidal",
+            "bias": False,
+        },
+        {"pattern": "T", "tssa": {"membership": "uniform", "denom_bias": "none"}, "layer_scale": 0.0},
         {**hybrid, **OTHER_FORMS, "z_loss": 0.1},
     ):
         yield Case(1, form, {"zero_stage": 0})
@@ -94,7 +101,7 @@ def training_cases() -> Iterator[Case]:
     yield Case(2, hybrid, {"zero_stage": 2, "offload": "optimizer"})
     for number, (tensor, sequence) in enumerate(((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))):
         yield Case(4, hybrid, {"tensor": tensor, "sequence": sequence, "zero_stage": number % 4})
-    for model in ({"pattern": "TTA", "window": 7}, {"pattern": "SST", "denom_bias": "head"}):
+    for model in ({"pattern": "TTA", "softmax": {"window": 7}}, {"pattern": "SST", "tssa": {"denom_bias": "head"}}):
         for tile_tokens in (9, 13):
             for ranks, axes in ((1, {}), (2, {"sequence": 2}), (2, {"tensor": 2}), (4, {"tensor": 2, "sequence": 2})):
                 yield Case(ranks, model, {**axes, "zero_stage": 0}, tile_tokens=tile_tokens)
@@ -145,7 +152,7 @@ PROGRAMS: dict[str, tuple[int, str]] = {
     "tensor": (2, "run.name=tensor parallel.tensor=2 parallel.zero_stage=0"),
     "bfloat16": (2, "run.name=bfloat16 train.dtype=bfloat16 parallel.zero_stage=2"),
     "muon": (0, "run.name=muon optim.kind=muon parallel.zero_stage=0"),
-    "softmax": (0, "run.name=softmax model.pattern=A model.window=0 model.positions=learned"),
+    "softmax": (0, "run.name=softmax model.pattern=A model.softmax.window=0 model.positions=learned"),
 }
 """Ranks and settings of `tost train run.toml`."""
 

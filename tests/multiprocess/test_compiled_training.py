@@ -50,7 +50,7 @@ def train_and_count(layout: ParallelConfig, run: dict[str, Any]) -> tuple[Record
     [
         ([{"zero_stage": 1}, {"sequence": 2, "zero_stage": 0}, {"sequence": 2, "zero_stage": 2}], {}),
         ([{"sequence": 2}], {"memory": FULL}),
-        ([{"sequence": 2}], {"tile_tokens": 10, "window": 5}),
+        ([{"sequence": 2}], {"tile_tokens": 10, "softmax": {"window": 5}}),
     ],
     ids=["layouts", "checkpointed", "tiles"],
 )
@@ -59,7 +59,7 @@ def test_compiled_ranks_train_as_one_process_and_compile_nothing_after_the_secon
 ):
     validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
     for record, graphs in run_on_ranks(train_compiled, 2, validated, run)[0]:
-        record.assert_as_one_process(OPTIMIZER, GRAD_CLIP, window=run.get("window", 0))
+        record.assert_as_one_process(OPTIMIZER, GRAD_CLIP, softmax={"window": run.get("window", 0)})
         assert graphs[0] > 0
         assert len(graphs) > 2
         assert graphs[-1] == graphs[1]

@@ -21,8 +21,8 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
     ("letter", "settings"),
     [
         ("T", {}),
-        ("T", {"membership": "energy-mean", "denom_bias": "head"}),
-        ("A", {"window": 5}),
+        ("T", {"tssa": {"membership": "energy-mean", "denom_bias": "head"}}),
+        ("A", {"softmax": {"window": 5}}),
         ("A", {}),
         ("S", {}),
         ("D", {}),

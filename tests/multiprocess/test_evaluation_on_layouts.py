@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
@@ -23,8 +23,8 @@ from tost_lm.testing import assert_close, run_on_ranks
 
 MODELS: list[dict[str, Any]] = [
     {"pattern": "T"},
-    {"pattern": "A", "window": 5, "positions": "none", **OTHER_FORMS},
-    {"pattern": "TTA", "membership": "energy-mean", "denom_bias": "head", "positions": "sinusoidal"},
+    {"pattern": "A", "positions": "none", **other_forms(window=5)},
+    {"pattern": "TTA", "tssa": {"membership": "energy-mean", "denom_bias": "head"}, "positions": "sinusoidal"},
 ]
 EOT = 1
 

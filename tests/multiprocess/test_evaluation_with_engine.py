@@ -26,7 +26,7 @@ from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
 PROTOCOL = "wikitext2@hf-stride13"
 # ZeRO stage 3 partitions the two weights of more than 100,000 elements, and no smaller ones.
-SHAPE = {"layers": 2, "width": 192, "vocab_size": 576, "pattern": "TA", "window": 5}
+SHAPE = {"layers": 2, "width": 192, "vocab_size": 576, "pattern": "TA", "softmax": {"window": 5}}
 
 
 @pytest.fixture(scope="module")

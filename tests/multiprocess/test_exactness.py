@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
 
@@ -23,11 +23,11 @@ from tost_lm.testing import assert_close, run_on_ranks
 MIXES = [(1, 4), (2, 2)]  # each axis in groups of 2 and of 4, alone and with the other; tests/full has more
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {},
-    "energy-mean, nothing by position": {"pattern": "T", "membership": "energy-mean", "denom_bias": "head",
+    "energy-mean, nothing by position": {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"},
                                          "positions": "sinusoidal", "bias": False},
-    "uniform, window, no bias": {"pattern": "ATT", "membership": "uniform", "window": 5, "denom_bias": "none",
-                                 "positions": "none", "layer_scale": 0.0},
-    "other forms of a block": {**OTHER_FORMS, "window": 5, "z_loss": 0.1},
+    "uniform, window, no bias": {"pattern": "ATT", "tssa": {"membership": "uniform", "denom_bias": "none"},
+                                 "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
+    "other forms of a block": {**other_forms(window=5), "z_loss": 0.1},
     "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
 }  # fmt: skip
 
@@ -198,7 +198,8 @@ def test_megatron_gathers_contiguous_tensors_as_nccl_wants_them():
 
 def refuse_heads_and_words() -> list[str]:
     mesh, refusals = mesh_of(4, 1), []
-    for settings in ({"heads": 2}, {"kv_heads": 2}, {"vocab_size": VOCAB + 1}):
+    wrong: list[dict[str, Any]] = [{"heads": 2}, {"softmax": {"kv_heads": 2}}, {"vocab_size": VOCAB + 1}]
+    for settings in wrong:
         with pytest.raises(Exception, match=r"is not divisible by parallel\.tensor 4") as refused:
             parallelize(build_model(**settings), mesh)
         refusals.append(str(refused.value))
@@ -208,5 +209,5 @@ def refuse_heads_and_words() -> list[str]:
 def test_heads_and_words_that_ranks_cannot_share_are_refused():
     heads, keys, words = run_on_ranks(refuse_heads_and_words, 4)[0]
     assert "model.heads 2" in heads
-    assert "model.kv_heads 2" in keys
+    assert "model.softmax.kv_heads 2" in keys
     assert words.endswith(f"pad it to {VOCAB + 4}")

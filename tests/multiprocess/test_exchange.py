@@ -20,7 +20,14 @@ LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
-SETTINGS = {"layers": 1, "heads": 2, "width": 4, "positions": "none", "denom_bias": "head", "max_positions": T}
+SETTINGS = {
+    "layers": 1,
+    "heads": 2,
+    "width": 4,
+    "positions": "none",
+    "tssa": {"denom_bias": "head"},
+    "max_positions": T,
+}
 """Some of 8 ranks scan none of the 4 columns."""
 
 

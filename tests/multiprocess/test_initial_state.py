@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 
 from tost_lm.checkpointing.format import (
@@ -45,7 +45,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def settings(dtype: str = "float32", **parallel: int) -> PretrainConfig:
     tree = {
-        "model": {**MODEL, **OTHER_FORMS, "kv_heads": 4}, "data": {"folder": "none"}, "parallel": parallel,
+        "model": {**MODEL, **other_forms(kv_heads=4)}, "data": {"folder": "none"}, "parallel": parallel,
         "train": {
             "steps": 9, "seq_len": 26, "global_batch_size": 4, "micro_batch_size": 1, "dtype": dtype, "seed": SEED,
         },

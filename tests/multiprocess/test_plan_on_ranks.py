@@ -75,7 +75,7 @@ def test_messages_of_what_is_computed_again(pattern: str):
     ],
 )
 def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
-    settings = settings_of(**TINY, pattern=pattern, window=30, parallel={"sequence": RANKS}, memory=memory)
+    settings = settings_of(**TINY, pattern=pattern, softmax={"window": 30}, parallel={"sequence": RANKS}, memory=memory)
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)

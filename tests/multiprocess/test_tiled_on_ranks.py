@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
 from test_parallel_layouts import GRAD_CLIP
 from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
@@ -20,19 +20,17 @@ from tost_lm.testing import Traffic, assert_close, run_on_ranks
 
 WINDOW = 7
 MODELS: list[dict[str, Any]] = [
-    {"pattern": "TTA", "window": WINDOW},
-    {"pattern": "SST", "denom_bias": "head"},
+    {"pattern": "TTA", "softmax": {"window": WINDOW}},
+    {"pattern": "SST", "tssa": {"denom_bias": "head"}},
     {
         "pattern": "TA",
         "layers": 2,
-        "window": T,
-        "membership": "energy-mean",
+        "tssa": {"membership": "energy-mean", "denom_bias": "head"},
         "positions": "none",
-        "denom_bias": "head",
-        **OTHER_FORMS,
+        **other_forms(window=T),
         "z_loss": 0.1,
     },
-    {"pattern": "T", "membership": "uniform", "positions": "sinusoidal", "denom_bias": "none", "bias": False},
+    {"pattern": "T", "tssa": {"membership": "uniform", "denom_bias": "none"}, "positions": "sinusoidal", "bias": False},
     {"pattern": "DDD", "positions": "none"},
 ]
 
@@ -83,7 +81,9 @@ def train_in_stages(
     settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
 ) -> list[Record]:
     layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
-    return [train_on_layout(layout, optimizer, grad_clip, tile_tokens=9, window=WINDOW) for layout in layouts]
+    return [
+        train_on_layout(layout, optimizer, grad_clip, tile_tokens=9, softmax={"window": WINDOW}) for layout in layouts
+    ]
 
 
 # All of them accumulate micro-batches.
@@ -96,14 +96,16 @@ def test_four_ranks_train_as_one_process(
 ):
     for records in run_on_ranks(train_in_stages, 4, layout, stages, optimizer, grad_clip):
         for record in records:
-            record.assert_as_one_process(optimizer, grad_clip, window=WINDOW)
+            record.assert_as_one_process(optimizer, grad_clip, softmax={"window": WINDOW})
 
 
 def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
     """Kind and bytes of the messages of one step, in whole rows and in tiles."""
     counted = []
     for tile_tokens in (None, 5):
-        engine = build_engine(validate(ParallelConfig, {"zero_stage": stage}, "test"), "sgd", window=WINDOW)
+        engine = build_engine(
+            validate(ParallelConfig, {"zero_stage": stage}, "test"), "sgd", softmax={"window": WINDOW}
+        )
         with Traffic() as traffic:
             train_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
         counted.append(Counter((sent.kind, sent.bytes) for sent in traffic.sent))
@@ -118,7 +120,7 @@ def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
 
 
 def train_in_bfloat16(tile_tokens: int | None) -> list[tuple[float, float]]:
-    engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, window=WINDOW)
+    engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, softmax={"window": WINDOW})
     return train_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
 
 

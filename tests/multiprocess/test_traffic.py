@@ -52,7 +52,7 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     parallel = ParallelConfig(tensor=ranks) if case.tensor else ParallelConfig(sequence=ranks)
     mesh = build_mesh(start_world("cpu"), parallel)
     shape = {"layers": case.layers, "heads": H, "width": C, "vocab_size": 8, "pattern": case.pattern}
-    settings = {"positions": "sinusoidal", "denom_bias": "head", **shape}
+    settings = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **shape}
     model = apply_activation_checkpointing(
         parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh), **RECOMPUTED[case.recomputed]
     )
@@ -80,7 +80,7 @@ def test_a_slot_layer_sends_keys_and_sums_forward_and_their_gradients_backward_w
         Case(tokens=64, pattern="S", recomputed="but what was received"),
     ]
     model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
-    keys, sums = 4 * 3 * H * model.slots, 8 * H * model.slots * (model.slot_channels + 1)
+    keys, sums = 4 * 3 * H * model.slots.per_head, 8 * H * model.slots.per_head * (model.slots.value_size + 1)
     for on_rank in run_on_ranks(sent_in_steps, ranks, cases):
         for case, (forward, backward) in zip(cases, on_rank, strict=True):
             sizes = [(KIND, case.sequences * size) for size in (keys, sums)]
@@ -117,7 +117,7 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
         Case(tokens=1024, pattern="S", offsets=PACKED),
     ]
     model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
-    slots = [4 * 3 * H * model.slots, 8 * H * model.slots * (model.slot_channels + 1)]
+    slots = [4 * 3 * H * model.slots.per_head, 8 * H * model.slots.per_head * (model.slots.value_size + 1)]
     on_ranks = run_on_ranks(by_all_to_alls, ranks, sent_in_steps, cases)
     for case, *steps in zip(cases, *on_ranks, strict=True):
         rows = [size * case.sequences for size in (slots if case.pattern == "S" else [4 * C, 4 * (C + H)])]

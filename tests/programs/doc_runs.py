@@ -101,7 +101,7 @@ class Checkout:
     def train_base(self) -> None:
         """Train runs/base and runs/long for one step: a model without a length limit."""
         words = [
-            "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.denom_bias=head",
+            "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.tssa.denom_bias=head",
             "model.layers=1", "train.steps=1", "train.global_batch_size=1", "train.micro_batch_size=1",
             "train.seq_len=1024", "validation.sequences=1",
         ]  # fmt: skip

@@ -10,7 +10,7 @@ import tost_lm
 
 TRAINED = 96
 MODEL = [
-    "model.pattern=SA", "model.window=16", "model.positions=none", f"train.seq_len={TRAINED}", "train.steps=2",
+    "model.pattern=SA", "model.softmax.window=16", "model.positions=none", f"train.seq_len={TRAINED}", "train.steps=2",
     "checkpoint.interval=2", "run.name=longer",
 ]  # fmt: skip
 

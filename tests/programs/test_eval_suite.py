@@ -36,7 +36,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["some words of a text, and a word", "a long text and words", "it said words"]
     (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
-    words = ["model.positions=sinusoidal", "model.denom_bias=head", "train.steps=2"]
+    words = ["model.positions=sinusoidal", "model.tssa.denom_bias=head", "train.steps=2"]
     run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
 

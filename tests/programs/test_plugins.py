@@ -15,7 +15,8 @@ from tost_lm.testing import FLOAT32_REORDERED
 
 (EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
 MARKED = f"from pathlib import Path\nPath('marker').touch()\n{EMA}"
-WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none", "model.window=16"]
+WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none",
+         "model.softmax.window=16"]  # fmt: skip
 STEPS = 12
 
 

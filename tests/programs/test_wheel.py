@@ -180,7 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_model(folder: Path) -> None:
     """A model folder."""
     tokenizer = SentencePieceTokenizer(train_sentencepiece(["The lines of this page are short. " * 9] * 40, 290))
-    tree = {"pattern": "TA", "layers": 2, "heads": 2, "width": 16, "window": 16, "vocab_size": 290}
+    tree = {"pattern": "TA", "layers": 2, "heads": 2, "width": 16, "softmax": {"window": 16}, "vocab_size": 290}
     torch.manual_seed(0)
     model = TostLM(validate(ModelConfig, tree | {"max_positions": 1024}, "test"))
     write_checkpoint(folder, model.config, model.state_dict(), tokenizer)

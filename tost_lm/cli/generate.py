@@ -75,8 +75,7 @@ def main(path: Path, config: GenerateConfig) -> None:
         **generated,
         "tokens": continuation.tokens,
         "tokens_per_second": continuation.tokens / seconds,
-        "pattern": model.config.pattern,
-        "window": model.config.window,
+        "kept_tokens": model.config.kept_tokens,
         "state_bytes_after_prompt": bytes_of_state,
     }
     subject.write_results(SAMPLE, identity, started, results)

@@ -37,8 +37,8 @@ class ModelFacts(Protocol):
         ...
 
     @property
-    def window(self) -> int | None:
-        """Window of its softmax layers; None: unlimited."""
+    def kept_tokens(self) -> int | None:
+        """Tokens whose keys and values are in its state, at most; None: all."""
         ...
 
 

@@ -124,7 +124,7 @@ class HuggingFaceFacts(NamedTuple):
     context_length: int
     pattern: str
     """The library's name of the architecture."""
-    window: None = None
+    kept_tokens: None = None
 
     @property
     def position_limit(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.config import validate
+from tost_lm.config import leaves, validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
@@ -29,7 +29,11 @@ from tost_lm.optim.settings import OptimConfig
 MODEL_ARGS = {**SIZES, "block_size": "max_positions", "bias": "bias"}
 """Their arguments, and our settings."""
 KNOWN_ARGS = {*MODEL_ARGS, "dropout", "TSSA"}
-TSSA = {"pattern": "T", "positions": "learned", "membership": "energy-share", "denom_bias": "position"}
+TSSA = {
+    "pattern": "T",
+    "positions": "learned",
+    "tssa": {"membership": "energy-share", "denom_bias": "position"},
+}
 MODELS = {"T": {**TSSA, **BLOCK, "gelu": "exact"}, "A": {**SOFTMAX, "gelu": "exact"}}
 """Settings of their two models, by the letter of the mixer."""
 LAYER_SCALE = 1e-5
@@ -95,15 +99,15 @@ def to_authors(
         ConfigError: the released code has no such model; a line for each setting.
     """
     kind = "A" if set(config.pattern) == {"A"} else "T"
-    kv_heads = config.kv_heads or config.heads
-    model = config.model_copy(update={"pattern": "".join(sorted(set(config.pattern))), "kv_heads": kv_heads})
-    supported = {**MODELS[kind], **({"kv_heads": config.heads} if kind == "A" else {})}
-    differing = {name: value for name, value in supported.items() if getattr(model, name) != value}
+    ours = dict(leaves(config.model_dump())) | {"pattern": "".join(dict.fromkeys(config.pattern))}
+    ours["softmax.kv_heads"] = config.softmax.kv_heads or config.heads
+    only_softmax = {"window": 0, "qk_norm": False, "kv_heads": config.heads}
+    supported = dict(leaves(MODELS[kind] | ({"softmax": SOFTMAX["softmax"] | only_softmax} if kind == "A" else {})))
+    differing = {name: value for name, value in supported.items() if ours[name] != value}
     if differing:
         raise ConfigError(
             "\n".join(
-                f"model.{name} {getattr(config, name)!r}: the released code only has {value!r}; this model cannot be "
-                "converted"
+                f"model.{name} {ours[name]!r}: the released code only has {value!r}; this model cannot be converted"
                 for name, value in differing.items()
             )
         )

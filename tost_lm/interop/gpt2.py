@@ -43,7 +43,7 @@ SIZES = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "vocab_size"
 """GPT-2's settings, and ours."""
 BLOCK = {"norm": "layer", "mlp": "gelu", "tied_head": True}
 """Our settings of the parts that all models with these names share."""
-SOFTMAX = {"pattern": "A", "positions": "learned", "rope_theta": 0.0, "window": 0, "qk_norm": False, **BLOCK}
+SOFTMAX: dict[str, Any] = {"pattern": "A", "positions": "learned", "softmax": {"rope_theta": 0.0}, **BLOCK}
 """Our settings of GPT-2, beside LayerScale, which it lacks."""
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 FIXED = {

@@ -93,13 +93,13 @@ class MixerFacts(ABC):
     letter: str
     """In `model.pattern`."""
     folder: str
-    """Below tost_lm/mixers; its `layer.py` has the class `MIXER`. A plugin has none."""
+    """Below tost_lm/mixers, and the name of its section; its `layer.py` has the class `MIXER`. A plugin has none."""
     name: str
     """In messages."""
     tag: str
     """On the hub, in model cards."""
     settings: type[Section]
-    """Its own settings, a part of `ModelConfig`; of a plugin those in `model.plugin_settings`."""
+    """Only of a plugin: its settings in `model.plugin_settings`."""
     plugin: Plugin | None = None
     """Set by `tost_lm.mixers.plugins.register`."""
 
@@ -124,8 +124,12 @@ class MixerFacts(ABC):
         """Whether parameters have the size `model.max_positions`."""
 
     @abstractmethod
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        """Whether the layer reads the angles of a rotary embedding."""
+    def rope_theta(self, model: "ModelConfig") -> float:
+        """Base of the rotary embedding whose angles the layer reads; 0: it reads none."""
+
+    @abstractmethod
+    def kept_tokens(self, model: "ModelConfig") -> int | None:
+        """Tokens whose keys and values are in a state, at most; None: all."""
 
     @abstractmethod
     def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
@@ -206,8 +210,11 @@ class RecurrentFacts(MixerFacts):
     def has_position_parameters(self, model: "ModelConfig") -> bool:
         return False
 
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        return False
+    def rope_theta(self, model: "ModelConfig") -> float:
+        return 0.0
+
+    def kept_tokens(self, model: "ModelConfig") -> int | None:
+        return 0
 
     def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
         return None

@@ -6,6 +6,9 @@
 from importlib import import_module
 from typing import Any
 
+from pydantic import Field
+
+from tost_lm.config import Section
 from tost_lm.mixers.delta.facts import DELTA
 from tost_lm.mixers.delta.settings import DeltaSettings
 from tost_lm.mixers.facts import MixerFacts
@@ -20,8 +23,13 @@ FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, SLOTS, D
 """By letter, in the order of tables and messages."""
 
 
-class MixerSettings(SoftmaxSettings, DeltaSettings, SlotsSettings, TssaSettings):
-    """The settings of all mixers."""
+class MixerSettings(Section):
+    """A section for each mixer, with the name of its folder."""
+
+    tssa: TssaSettings = Field(default_factory=TssaSettings)
+    slots: SlotsSettings = Field(default_factory=SlotsSettings)
+    delta: DeltaSettings = Field(default_factory=DeltaSettings)
+    softmax: SoftmaxSettings = Field(default_factory=SoftmaxSettings)
 
 
 def mixer_class(letter: str) -> Any:

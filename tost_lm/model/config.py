@@ -8,6 +8,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from tost_lm.config import Section, is_from_user
 from tost_lm.mixers.plugins import complete_settings, run_plugin, unknown_letters
 from tost_lm.mixers.registry import FACTS, MixerSettings, facts_of
+from tost_lm.mixers.slots.settings import SlotsSettings
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
+from tost_lm.mixers.tssa.settings import TssaSettings
 
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
@@ -20,9 +23,9 @@ _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
 _SLOTS = {"pattern": "S", "positions": "none", "layer_scale": 1.0}
-_HYBRID = {**_SLOTS, "pattern": "SSSA", "window": 256}
+_HYBRID: dict[str, Any] = {**_SLOTS, "pattern": "SSSA", "softmax": {"window": 256}}
 _FORMS = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
-_FORMS_OF_HYBRID = {**_FORMS, "kv_heads": 8, "qk_norm": True}
+_FORMS_OF_HYBRID: dict[str, Any] = {**_FORMS, "softmax": {**_HYBRID["softmax"], "kv_heads": 8, "qk_norm": True}}
 _1B = {"layers": 20, "heads": 32, "width": 2048}
 _3B = {"layers": 28, "heads": 48, "width": 3072}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -39,8 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "hybrid-large": {**_HYBRID, **_LARGE},
     "hybrid-1b": {**_HYBRID, **_1B, **_FORMS_OF_HYBRID},
     "hybrid-3b": {**_HYBRID, **_3B, **_FORMS_OF_HYBRID},
-    "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "rope_theta": 0.0},
-    "gpt2-base-layerscale": {"pattern": "A", **_BASE, "rope_theta": 0.0},
+    "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}},
+    "gpt2-base-layerscale": {"pattern": "A", **_BASE, "softmax": {"rope_theta": 0.0}},
 }
 Preset = Literal[
     "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "slots-1b", "slots-3b",
@@ -67,7 +70,7 @@ class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions, window and rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid kv_heads and qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions, softmax.window and softmax.rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid softmax.kv_heads and softmax.qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"
@@ -112,11 +115,6 @@ class ModelConfig(MixerSettings, ModelShape):
         return self.pattern * (self.layers // len(self.pattern))
 
     @property
-    def kv_width(self) -> int:
-        """A layers: channels of the keys of all heads, and of the values."""
-        return self.width // self.heads * (self.kv_heads or self.heads)
-
-    @property
     def mlp_width(self) -> int:
         """Hidden channels of an MLP; a SwiGLU has as many again for its gate."""
         if self.mlp == "gelu":
@@ -138,13 +136,24 @@ class ModelConfig(MixerSettings, ModelShape):
 
     def in_use(self) -> dict[str, Any]:
         """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
-        absent = [facts for letter, facts in FACTS.items() if letter not in self.pattern and not facts.plugin]
-        unused = {"preset", "plugins", "plugin_settings"}.union(*(facts.settings.model_fields for facts in absent))
+        absent = {facts.folder for letter, facts in FACTS.items() if letter not in self.pattern and not facts.plugin}
+        unused = {"preset", "plugins", "plugin_settings"} | absent
         used = self.model_dump(
             mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
         )
         own = {letter: values for letter, values in self.plugin_settings.items() if letter in self.pattern}
         return used | ({"plugin_settings": own} if own else {})
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding of mixers; 0: none."""
+        return max(facts.rope_theta(self) for facts in facts_of(self.pattern))
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """Tokens whose keys and values are in a state, at most; None: all."""
+        kept = [facts.kept_tokens(self) for facts in facts_of(self.pattern)]
+        return None if None in kept else max(filter(None, kept), default=0)
 
     @property
     def obstacle_to_tiles(self) -> str | None:
@@ -158,7 +167,11 @@ class ModelConfig(MixerSettings, ModelShape):
             return values
         name, positions = values.get("preset"), values.get("max_positions")
         filled = {"context_length": positions} if isinstance(positions, int) else {}
-        return {**filled, **(PRESETS.get(name, {}) if isinstance(name, str) else {}), **values}
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        sections = {
+            key: {**given, **values[key]} for key, given in preset.items() if isinstance(given, dict) and key in values
+        }
+        return {**filled, **preset, **values, **sections}
 
     @field_validator("plugins")
     @classmethod
@@ -274,8 +287,9 @@ class EncoderConfig(Section):
         channels = self.width // self.heads
         return BlockConfig(
             layers=self.layers, heads=self.heads, width=self.width, hidden=self.mlp_width or 4 * self.width,
-            slots=max(2, channels // 4), slot_channels=max(2, 7 * channels // 16), positions="none",
-            denom_bias="none", rope_theta=0.0, layer_scale=self.layer_scale, bias=self.bias,
+            slots=SlotsSettings(per_head=max(2, channels // 4), value_size=max(2, 7 * channels // 16)),
+            tssa=TssaSettings(denom_bias="none"), softmax=SoftmaxSettings(rope_theta=0.0), positions="none",
+            layer_scale=self.layer_scale, bias=self.bias,
         )  # fmt: skip
 
     @model_validator(mode="after")
@@ -340,8 +354,8 @@ class VisionConfig(Section):
     def blocks(self) -> ModelConfig:
         """The settings of the blocks and their norms."""
         return ModelConfig(
-            layers=self.layers, heads=self.heads, width=self.width, positions="none", denom_bias="none", rope_theta=0.0,
-            layer_scale=self.layer_scale, bias=True,
+            layers=self.layers, heads=self.heads, width=self.width, positions="none",
+            tssa=TssaSettings(denom_bias="none"), layer_scale=self.layer_scale, bias=True,
         )  # fmt: skip
 
     @model_validator(mode="before")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tost_lm.config import leaves
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ExtensionConfig, ModelConfig
 
@@ -67,13 +68,13 @@ def extended_config(old: ModelConfig, settings: ExtensionConfig) -> ModelConfig:
         if no_table is not None and mode not in (None, "keep"):
             problems.append(f"extend.{name} {mode}: {no_table}, so there is nothing to change; leave it out")
         if mode not in (None, "keep", "interpolate"):
-            changes[name] = mode
+            changes |= {name: mode} if name == "positions" else {"tssa": old.tssa.model_copy(update={name: mode})}
     if settings.rope_theta is not None:
-        if not _has_rotary(old):
+        if not old.rope_theta:
             problems.append(
                 f"extend.rope_theta {settings.rope_theta:g}: the model has no rotary embedding; leave it out"
             )
-        changes["rope_theta"] = settings.rope_theta
+        changes["softmax"] = old.softmax.model_copy(update={"rope_theta": settings.rope_theta})
     if problems:
         raise ConfigError("\n".join(problems))
     return old.model_copy(update=changes)
@@ -131,7 +132,7 @@ def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConf
     for name, choices in CHOICES.items():
         no_table, mode = _no_table(old, name), getattr(settings, name)
         lines.append(f"{name}: " + (f"no change: {no_table}" if no_table else _filled_in(choices[mode], old, settings)))
-    if _has_rotary(old):
+    if old.rope_theta:
         change = "unchanged" if new.rope_theta == old.rope_theta else f"before: {old.rope_theta:g}"
         lines.append(
             f"rotary embedding: base {new.rope_theta:g} ({change}); the angles of positions from "
@@ -143,9 +144,8 @@ def extension_report(old: ModelConfig, new: ModelConfig, settings: ExtensionConf
         if kept
         else "the logits have changed; continue training and evaluate"
     )
-    changed = {name: getattr(new, name) for name in ("max_positions", "positions", "denom_bias", "rope_theta")
-               if getattr(new, name) != getattr(old, name)}  # fmt: skip
-    words = " ".join(f"model.{name}={value}" for name, value in changed.items())
+    before, after = (dict(leaves(model.model_dump(mode="json"))) for model in (old, new))
+    words = " ".join(f"model.{name}={value}" for name, value in after.items() if value != before[name])
     return [*lines, f"to continue training: train.initial_weights={settings.folder} {words}"]
 
 
@@ -155,11 +155,8 @@ def _no_table(config: ModelConfig, name: str) -> str | None:
         return None if config.positions == "learned" else f"model.positions is {config.positions!r}"
     if "T" not in config.pattern:
         return "the model has no T layers"
-    return None if config.denom_bias == "position" else f"model.denom_bias is {config.denom_bias!r}"
-
-
-def _has_rotary(config: ModelConfig) -> bool:
-    return "A" in config.pattern and config.rope_theta > 0
+    chosen = config.tssa.denom_bias
+    return None if chosen == "position" else f"model.tssa.denom_bias is {chosen!r}"
 
 
 def _filled_in(text: str, old: ModelConfig, settings: ExtensionConfig) -> str:

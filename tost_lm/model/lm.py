@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.registry import facts_of, mixer_class
+from tost_lm.mixers.registry import mixer_class
 from tost_lm.model.block import Block, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
@@ -119,7 +119,7 @@ class TostLM(nn.Module):
         elif self.config.positions == "sinusoidal":
             # Scaled to the initial size of learned positions, to be no larger than the token embeddings.
             x_BTC = x_BTC + INITIAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
-        if any(facts.is_rotary(self.config) for facts in facts_of(self.config.pattern)):
+        if self.config.rope_theta:
             channels = self.config.width // self.config.heads
             rotary = rotary_cos_sin(info.position, channels, self.config.rope_theta, x_BTC.dtype)
             info = replace(info, rotary=rotary)

@@ -126,11 +126,12 @@ def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int)
 
 
 def _state_growth(results: dict[str, Any]) -> str:
-    if "A" not in results["pattern"]:
-        return "it is the same after any number of tokens"
-    if results["window"]:
-        return f"it grows up to the attention window of {results['window']:,} tokens"
-    return "it grows with every token (softmax attention)"
+    kept = results["kept_tokens"]
+    if kept is None:
+        return "it grows with every token (softmax attention)"
+    if kept:
+        return f"it grows up to the attention window of {kept:,} tokens"
+    return "it is the same after any number of tokens"
 
 
 def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) -> str:

@@ -66,7 +66,10 @@ def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path, monkeypat
 
 
 def test_a_wrong_softmax_layer_is_reported(monkeypatch: pytest.MonkeyPatch):
-    formula, call = precision_cells._softmax_formula, ("cpu", {"layers": 1, "heads": 2, "width": 32, "window": 8})
+    formula, call = (
+        precision_cells._softmax_formula,
+        ("cpu", {"layers": 1, "heads": 2, "width": 32, "softmax": {"window": 8}}),
+    )
 
     def with_a_shorter_window(layer, x, info):
         layer.window -= 1

@@ -204,7 +204,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
 
 
 def test_a_model_of_unlimited_length_uses_all_contexts(run_folder: Path, make_model, tokenizer, capsys):
-    model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", denom_bias="head")
+    model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     main(run_folder, settings())
     assert "skipped contexts" not in capsys.readouterr().out

@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     context_length: int = 1500
     position_limit: int | None = None
     pattern: str = "T"
-    window: None = None
+    kept_tokens: None = None
 
 
 @pytest.fixture(scope="module", params=["small vocabulary", "words"])

@@ -22,7 +22,7 @@ from tost_lm.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.report.record import RunRecord
 from tost_lm.testing import FLOAT32_REORDERED
 
-UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
+UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 
 def settings(**positions: Any) -> PositionsConfig:
@@ -35,14 +35,14 @@ def results_of(run: Path) -> dict[str, Any]:
 
 def add_unlimited(run: Path, make_model, tokenizer, **settings: Any) -> Any:
     """A newer checkpoint of the run: a model without a maximum length."""
-    model = make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED, **settings)
+    model = make_model("TA", vocab_size=tokenizer.vocab_size, softmax={"window": 7}, **UNLIMITED, **settings)
     write_checkpoint(run / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     return model
 
 
 @torch.inference_mode()
 def test_each_bucket_is_the_mean_of_a_pass_over_the_whole(make_model):
-    model = make_model("TA", window=7, **UNLIMITED).double()
+    model = make_model("TA", softmax={"window": 7}, **UNLIMITED).double()
     ends = [8, 12, 16, TILE_TOKENS - 1, TILE_TOKENS + 3, TILE_TOKENS + 50]
     ids = np.random.default_rng(0).integers(0, 40, ends[-1] + 1)
     whole = torch.from_numpy(ids)[None]

@@ -160,7 +160,7 @@ def test_the_state_of_tssa_does_not_grow(make_model):
 
 @torch.inference_mode()
 def test_the_state_of_a_window_stops_growing(make_model):
-    model = make_model("A", window=5)
+    model = make_model("A", softmax={"window": 5})
     output = model(torch.ones(1, 3, dtype=torch.int64))
     sizes = []
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_the_state_of_a_window_stops_growing(make_model):
 
 
 def test_without_a_limit_any_number_of_tokens_is_generated(make_model):
-    model = make_model("TA", max_positions=8, positions="none", denom_bias="head", window=4)
+    model = make_model("TA", max_positions=8, positions="none", tssa={"denom_bias": "head"}, softmax={"window": 4})
     assert len(generated(model, tokens=30)) == 30
 
 

@@ -18,7 +18,7 @@ from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.testing import FLOAT32_REORDERED
 
 TEXT = "Page 1. The lines of this page are short, née 漢字 🙂.\n\n  They say little! " * 30
-UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
+UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> TextFile:
 
 @pytest.fixture
 def model(make_model, tokenizer: Tokenizer):
-    return make_model("TA", vocab_size=tokenizer.vocab_size, window=7, **UNLIMITED)
+    return make_model("TA", vocab_size=tokenizer.vocab_size, softmax={"window": 7}, **UNLIMITED)
 
 
 @torch.inference_mode()
@@ -77,7 +77,7 @@ def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
     return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "TA", "window": 7}, {"pattern": "SA"}], ids=str)
+@pytest.mark.parametrize("settings", [{"pattern": "TA", "softmax": {"window": 7}}, {"pattern": "SA"}], ids=str)
 def test_an_interrupted_text_resumes_with_equal_bits(
     text: TextFile, make_model, tokenizer: Tokenizer, saved, settings: dict, capsys
 ):

@@ -223,25 +223,26 @@ def test_causal_masks_of_old_versions_are_ignored(tmp_path: Path):
     ("settings", "problems"),
     [
         (
-            {"membership": "energy-mean", "denom_bias": "head"},
-            ["model.membership 'energy-mean': the released code only has 'energy-share'",
-             "model.denom_bias 'head': the released code only has 'position'"],
+            {"tssa": {"membership": "energy-mean", "denom_bias": "head"}},
+            ["model.tssa.membership 'energy-mean': the released code only has 'energy-share'",
+             "model.tssa.denom_bias 'head': the released code only has 'position'"],
         ),
         ({"pattern": "TA"}, ["model.pattern 'TA': the released code only has 'T'"]),
-        ({"pattern": "A"}, ["model.rope_theta 10000.0: the released code only has 0.0"]),
+        ({"pattern": "A"}, ["model.softmax.rope_theta 10000.0: the released code only has 0.0"]),
         (
-            {"pattern": "A", "layer_scale": 0.0, "rope_theta": 0.0, "gelu": "tanh"},
+            {"pattern": "A", "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}, "gelu": "tanh"},
             ["model.gelu 'tanh': the released code only has 'exact'"],
         ),
         (
-            {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 1, "qk_norm": True},
+            {"norm": "rms", "mlp": "swiglu", "tied_head": False, "softmax": {"kv_heads": 1, "qk_norm": True}},
             ["model.norm 'rms': the released code only has 'layer'",
              "model.mlp 'swiglu': the released code only has 'gelu'",
              "model.tied_head False: the released code only has True"],
         ),
         (
-            {"pattern": "A", "rope_theta": 0.0, "kv_heads": 1, "qk_norm": True},
-            ["model.qk_norm True: the released code only has False", "model.kv_heads 1: the released code only has 2"],
+            {"pattern": "A", "softmax": {"rope_theta": 0.0, "kv_heads": 1, "qk_norm": True}},
+            ["model.softmax.qk_norm True: the released code only has False",
+             "model.softmax.kv_heads 1: the released code only has 2"],
         ),
     ],
 )  # fmt: skip

@@ -122,7 +122,7 @@ def test_scores_do_not_depend_on_the_batch(make_export, batch_size):
 
 
 @pytest.mark.parametrize(
-    ("settings", "limited"), [({}, True), ({"positions": "sinusoidal", "denom_bias": "head"}, False)]
+    ("settings", "limited"), [({}, True), ({"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}, False)]
 )
 def test_generation_is_greedy_up_to_a_stop_or_the_limit(make_export, settings: dict, limited: bool):
     lm = HarnessModel(str(make_export(**settings)))

@@ -57,7 +57,7 @@ def tokens() -> torch.Tensor:
 def test_an_export_is_read_by_the_library_and_by_us(
     make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor
 ):
-    run, folder = make_export(positions="none", denom_bias="head"), tmp_path / "hf"
+    run, folder = make_export(positions="none", tssa={"denom_bias": "head"}), tmp_path / "hf"
     export(run, folder)
     ours = tost_lm.load(run)
     theirs = AutoModelForCausalLM.from_pretrained(folder)

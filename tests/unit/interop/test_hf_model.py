@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -22,11 +22,11 @@ VOCAB = 50
 PATTERNS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A"},
-    {"pattern": "TA", "positions": "none", "denom_bias": "head", "membership": "energy-mean"},
-    {"pattern": "SA", "positions": "none", "window": 4},
-    {"pattern": "DA", "positions": "none", "window": 4},
-    {"pattern": "SA", "positions": "none", "window": 4, **OTHER_FORMS, "heads": 4},
-    {"pattern": "TA", "positions": "sinusoidal", "denom_bias": "none", "window": 4},
+    {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "head", "membership": "energy-mean"}},
+    {"pattern": "SA", "positions": "none", "softmax": {"window": 4}},
+    {"pattern": "DA", "positions": "none", "softmax": {"window": 4}},
+    {"pattern": "SA", "positions": "none", **other_forms(window=4), "heads": 4},
+    {"pattern": "TA", "positions": "sinusoidal", "tssa": {"denom_bias": "none"}, "softmax": {"window": 4}},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
 
@@ -74,7 +74,7 @@ LEFT_PADDED[2, :4] = 0
 
 @pytest.mark.parametrize("preset", [None, "slots-base", "gpt2-base"])
 def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
-    model = model_config(preset=preset, window=3, bias=True, rope_theta=500)
+    model = model_config(preset=preset, softmax={"window": 3, "rope_theta": 500}, bias=True)
     config = TostConfig.of(model, eos_token_id=7)
     assert config.to_model().in_use() == model.in_use()
     config.save_pretrained(tmp_path)
@@ -89,15 +89,16 @@ def test_a_configuration_names_no_preset_and_no_settings_of_parts_that_the_model
     TostConfig.of(model_config(preset="hybrid-base", pattern="SA", context_length=32768)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["context_length"] == 32768
-    assert not {"preset", "max_positions", "denom_bias", "membership"} & written.keys()
-    assert {"slots", "slot_channels", "window", "rope_theta", "kv_heads", "qk_norm"} < written.keys()
+    assert not {"preset", "max_positions", "tssa", "delta"} & written.keys()
+    assert written["slots"].keys() == {"per_head", "value_size"}
+    assert written["softmax"].keys() == {"window", "rope_theta", "kv_heads", "qk_norm"}
 
 
 def test_settings_have_defaults_and_aliases():
     assert TostConfig().to_model() == validate(ModelConfig, {"preset": "tost-base"}, "test").model_copy(
         update={"preset": None}
     )
-    assert TostConfig(preset="tost-medium", window=3).to_model().width == 1024
+    assert TostConfig(preset="tost-medium", softmax={"window": 3}).to_model().width == 1024
     for untied in (TostConfig(tie_word_embeddings=False), TostConfig(tied_head=False)):
         assert (untied.to_model().tied_head, untied.tie_word_embeddings) == (False, False)
     assert TostConfig(hidden_size=48, num_attention_heads=3).to_model().width == 48
@@ -212,9 +213,13 @@ def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
         torch.testing.assert_close(logits, expected[:, 11:])
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "window": 4}, {"pattern": "S"}])
+@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "softmax": {"window": 4}}, {"pattern": "S"}])
 def test_the_cache_does_not_grow(settings: dict[str, Any]):
-    model, tokens, cache = make(**settings, positions="none", denom_bias="head"), random_ids(2, 200), TostCache()
+    model, tokens, cache = (
+        make(**settings, positions="none", tssa={"denom_bias": "head"}),
+        random_ids(2, 200),
+        TostCache(),
+    )
     sizes = set()
     for begin in range(0, 200, 20):
         model(tokens[:, begin : begin + 20], past_key_values=cache)

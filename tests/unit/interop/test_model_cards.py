@@ -29,7 +29,7 @@ def make_run(make_export: Callable[..., Path], tokenizer: Tokenizer, tmp_path: P
     """Writes the folder of a run of 8 steps with a checkpoint after the fourth; `sections` change its settings."""
 
     def make(pattern: str = "SA", **sections: dict[str, Any]) -> Path:
-        model = tost_lm.load(make_export(pattern=pattern, positions="none", denom_bias="head"))
+        model = tost_lm.load(make_export(pattern=pattern, positions="none", tssa={"denom_bias": "head"}))
         train = {"steps": 8, "global_batch_size": 4, "micro_batch_size": 1, "seq_len": 16, "dtype": "bfloat16"}
         tree = {
             "model": model.config.model_dump(mode="json"),

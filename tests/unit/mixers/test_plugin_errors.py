@@ -117,7 +117,10 @@ def test_one_line_for_a_plugin_that_fails_in_a_recipe():
         ({"E": {"longest": 3}}, "test: model.plugin_settings.E.longest: input should be greater than or equal to 4"),
         ({"E": {"longst": 9}}, "test: model.plugin_settings.E.longst: unknown key (did you mean longest?)"),
         ({"Z": {"longest": 9}}, "test: model.plugin_settings.Z: no plugin has this letter; name its file in"),
-        ({"S": {"slots": 9}}, "test: model.plugin_settings.S: no plugin has this letter; name its file in"),
+        (
+            {"S": {"slots": {"per_head": 9}}},
+            "test: model.plugin_settings.S: no plugin has this letter; name its file in",
+        ),
         (
             {"E": {"sha256": "0"}},
             "test: model.plugin_settings.E.sha256: the model needs the plugin with SHA-256 0, and",
@@ -135,7 +138,7 @@ def test_settings_of_a_plugin_are_strict(settings: dict, message: str):
 def test_a_layer_gets_its_settings_and_has_the_parameters_of_its_facts():
     run_plugin(write())
     assert config().plugin_settings["E"] == {"sha256": sha256_bytes(EMA.encode()), "longest": 512.0}
-    model = TostLM(config("ET", plugin_settings={"E": {"longest": 8.0}}, denom_bias="none"))
+    model = TostLM(config("ET", plugin_settings={"E": {"longest": 8.0}}, tssa={"denom_bias": "none"}))
     assert model.blocks[0].mixer.longest == 8.0  # pyright: ignore
     assert parameters(model.config).total == sum(p.numel() for p in model.parameters())
     assert model.config.layer_kinds.startswith("pattern ET: ")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,9 @@ LESS: list[dict[str, Any]] = [
 def drawn_model(layers: int = 3, **settings: Any) -> TostLM:
     torch.manual_seed(0)
     shape = {"layers": layers, "heads": H, "width": C, "vocab_size": VOCAB, "max_positions": 2 * T, "layer_scale": 1.0}
-    model = TostLM(validate(ModelConfig, {"pattern": "TTA", "window": 5, "bias": True, **shape, **settings}, "test"))
+    model = TostLM(
+        validate(ModelConfig, {"pattern": "TTA", "softmax": {"window": 5}, "bias": True, **shape, **settings}, "test")
+    )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("denom_bias"):
             nn.init.normal_(parameter, 0.5, 0.1)
@@ -61,7 +63,7 @@ def assert_same(less: dict[str, Any], model: dict[str, Any] | None = None, **inp
 def test_loss_state_and_every_gradient_are_the_same(less: dict[str, Any]):
     rows, row = drawn_tokens(), drawn_tokens(1)
     assert_same(less, tokens=rows, labels=rows)
-    assert_same(less, {"layer_scale": 0.0, "bias": False, **OTHER_FORMS}, tokens=rows, labels=rows)
+    assert_same(less, {"layer_scale": 0.0, "bias": False, **other_forms(window=5)}, tokens=rows, labels=rows)
     assert_same(less, tokens=row, labels=row, cu_seqlens=torch.tensor([0, 3, 20, T], dtype=torch.int32))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 
 from tost_lm.config import validate
@@ -18,10 +18,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},
     "swiglu": {"mlp": "swiglu", "bias": True},
     "untied head": {"tied_head": False},
-    "grouped queries": {"kv_heads": 2},
-    "norms of queries and keys": {"qk_norm": True},
-    "all": {**OTHER_FORMS, "bias": True, "window": 3},
-    "one key": {"kv_heads": 1, "bias": True, "window": T},
+    "grouped queries": {"softmax": {"kv_heads": 2}},
+    "norms of queries and keys": {"softmax": {"qk_norm": True}},
+    "all": {**other_forms(window=3), "bias": True},
+    "one key": {"softmax": {"kv_heads": 1, "window": T}, "bias": True},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -74,17 +74,17 @@ def scaled(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
     D = WIDTH // HEADS
-    heads_of_keys = config.kv_heads or HEADS
+    heads_of_keys = config.softmax.kv_heads or HEADS
     q, k, v = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split([HEADS, heads_of_keys, heads_of_keys], -2)
     heads = []
     for h in range(HEADS):
         g = h * heads_of_keys // HEADS
         q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
-        if config.qk_norm:
+        if config.softmax.qk_norm:
             q_h, k_h = (scaled(p, f"mixer.{name}", x) for name, x in (("q_norm", q_h), ("k_norm", k_h)))
         scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
         ones = torch.ones(T, T, dtype=torch.bool)
-        seen = ones.tril() & ones.triu(1 - (config.window or T))
+        seen = ones.tril() & ones.triu(1 - (config.softmax.window or T))
         heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_h)
     return torch.cat(heads, -1)
 
@@ -114,13 +114,15 @@ def test_logits_and_every_gradient_equal_the_formulas(form: str):
 
 @pytest.mark.parametrize(("width", "hidden"), [(16, 256), (96, 256), (97, 512), (768, 2048), (2048, 5632)])
 def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
-    config = ModelConfig(layers=1, heads=1, width=width, rope_theta=0, mlp="swiglu")
+    config = ModelConfig(layers=1, heads=1, width=width, mlp="swiglu")
     assert config.mlp_width == hidden
 
 
 def test_settings_that_do_not_fit_are_named():
-    with pytest.raises(ConfigError, match=r"model\.heads 4 is not a multiple of model\.kv_heads 3; change one of them"):
-        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "kv_heads": 3, "pattern": "A"}, "test")
+    with pytest.raises(
+        ConfigError, match=r"model\.heads 4 is not a multiple of model\.softmax\.kv_heads 3; change one of them"
+    ):
+        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "softmax": {"kv_heads": 3}, "pattern": "A"}, "test")
     three = validate(ModelConfig, {"layers": 1, "heads": 3, "width": 12, "mlp": "swiglu"}, "test")
     assert obstacle_to_tensor_ranks(three, 3) == (
         "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
@@ -49,7 +49,7 @@ def graphs_without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def drawn_model(pattern: str, **settings: Any) -> TostLM:
     torch.manual_seed(0)
     shape = {"layers": 2 * len(pattern), "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": 2 * T}
-    window = {"window": 5} if "A" in pattern else {}
+    window = {"softmax": {"window": 5}} if "A" in pattern else {}
     config = {"pattern": pattern, "layer_scale": 1.0, **shape, **window, **settings}
     model = TostLM(validate(ModelConfig, config, "test")).double()
     for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    ("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", OTHER_FORMS), ("D", {})]
+    ("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", other_forms(window=5)), ("D", {})]
 )
 def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):
     expected = loss_and_gradients(drawn_model(pattern, **settings), ROWS[rows], with_states=False)

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,17 +17,25 @@ LENGTHS = [5, 1, 17, 9]
 VOCAB = 19
 KINDS = {
     "published": {"pattern": "T"},
-    "mean, bias of heads": {"pattern": "T", "membership": "energy-mean", "denom_bias": "head", "positions": "none"},
-    "uniform": {"pattern": "T", "membership": "uniform", "denom_bias": "none", "positions": "sinusoidal"},
-    "gpt2": {"pattern": "A", "rope_theta": 0.0},
+    "mean, bias of heads": {
+        "pattern": "T",
+        "tssa": {"membership": "energy-mean", "denom_bias": "head"},
+        "positions": "none",
+    },
+    "uniform": {"pattern": "T", "tssa": {"membership": "uniform", "denom_bias": "none"}, "positions": "sinusoidal"},
+    "gpt2": {"pattern": "A", "softmax": {"rope_theta": 0.0}},
     "rotary": {"pattern": "A", "positions": "none"},
-    "rotary, window": {"pattern": "A", "positions": "none", "window": 6},
-    "window of one": {"pattern": "A", "window": 1},
+    "rotary, window": {"pattern": "A", "positions": "none", "softmax": {"window": 6}},
+    "window of one": {"pattern": "A", "softmax": {"window": 1}},
     "hybrid": {"pattern": "TA"},
     "slots": {"pattern": "S"},
     "delta": {"pattern": "D", "positions": "none"},
-    "other forms": {"pattern": "A", "window": 6, **OTHER_FORMS, "heads": 4},
-    "hybrid, window": {"pattern": "TA", "window": 4, "membership": "energy-mean", "denom_bias": "head"},
+    "other forms": {"pattern": "A", **other_forms(window=6), "heads": 4},
+    "hybrid, window": {
+        "pattern": "TA",
+        "softmax": {"window": 4},
+        "tssa": {"membership": "energy-mean", "denom_bias": "head"},
+    },
 }
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -89,7 +97,7 @@ def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
     )
     for name, a, b in zip(parameters, ours, theirs, strict=True):
         assert_same(a, b)
-        reaches = not (KINDS[kind].get("membership") == "uniform" and name.endswith("temp"))
+        reaches = not (KINDS[kind].get("tssa", {}).get("membership") == "uniform" and name.endswith("temp"))
         assert b.any() == reaches, name
 
 

@@ -118,7 +118,7 @@ def test_tables_that_are_dropped(tmp_path: Path):
     assert extended(tmp_path, positions="sinusoidal", denom_bias="none")(inputs).logits.isfinite().all()
     write_model(tmp_path / "a/short", trained=600)
     new = extended(tmp_path / "a", positions="none", denom_bias="head")
-    assert (new.config.positions, new.config.denom_bias, new.config.position_limit) == ("none", "head", None)
+    assert (new.config.positions, new.config.tssa.denom_bias, new.config.position_limit) == ("none", "head", None)
     assert new(inputs).logits.isfinite().all()
     for name, weight in new.state_dict().items():
         if name.endswith("denom_bias"):  # the positions behind 600 have learned nothing
@@ -143,11 +143,12 @@ def test_a_heads_mean_moves_scores_less_than_any_other_number(tmp_path: Path):
 
 
 def test_settings_without_a_table_need_no_choice(tmp_path: Path):
-    old = write_model(tmp_path / "short", positions="sinusoidal", denom_bias="head", pattern="TA")
+    old = write_model(tmp_path / "short", positions="sinusoidal", tssa={"denom_bias": "head"}, pattern="TA")
     new = extended(tmp_path, max_positions=None, rope_theta=500000.0)
-    assert new.config == old.config.model_copy(update={"rope_theta": 500000.0})
+    softmax = old.config.softmax.model_copy(update={"rope_theta": 500000.0})
+    assert new.config == old.config.model_copy(update={"softmax": softmax})
     assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in old.state_dict().items())
-    write_model(tmp_path / "b/short", pattern="A", positions="learned", rope_theta=0.0)
+    write_model(tmp_path / "b/short", pattern="A", positions="learned", softmax={"rope_theta": 0.0})
     assert extended(tmp_path / "b", positions="keep", denom_bias="keep").config.max_positions == NEW
 
 
@@ -164,16 +165,16 @@ def test_settings_without_a_table_need_no_choice(tmp_path: Path):
             ],
         ),
         (
-            {"positions": "none", "denom_bias": "head"},
+            {"positions": "none", "tssa": {"denom_bias": "head"}},
             {"positions": "sinusoidal", "denom_bias": "head"},
             [
                 r"extend\.max_positions 8192: the model has no learned table of positions and .*; leave it out",
                 r"extend\.positions sinusoidal: model\.positions is 'none', so there is nothing to change; leave",
-                r"extend\.denom_bias head: model\.denom_bias is 'head', so there is nothing to change; leave it",
+                r"extend\.denom_bias head: model\.tssa\.denom_bias is 'head', so there is nothing to change; leave it",
             ],
         ),
         (
-            {"positions": "none", "denom_bias": "head"},
+            {"positions": "none", "tssa": {"denom_bias": "head"}},
             {"max_positions": None},
             [r"nothing to extend: the model reads sequences of any length; set train\.seq_len"],
         ),

@@ -34,10 +34,10 @@ def config_of(**settings: Any) -> ModelConfig:
         {},
         {"pattern": "TA", "bias": True},
         {"pattern": "A", "layer_scale": 0.0, "positions": "sinusoidal"},
-        {"denom_bias": "head", "positions": "none"},
-        {"denom_bias": "none", "bias": True},
-        {"pattern": "S", "slots": 3, "slot_channels": 5},
-        {"pattern": "SA", "window": 4, "bias": True},
+        {"tssa": {"denom_bias": "head"}, "positions": "none"},
+        {"tssa": {"denom_bias": "none"}, "bias": True},
+        {"pattern": "S", "slots": {"per_head": 3, "value_size": 5}},
+        {"pattern": "SA", "softmax": {"window": 4}, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
         {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
         {
@@ -45,8 +45,7 @@ def config_of(**settings: Any) -> ModelConfig:
             "norm": "rms",
             "mlp": "swiglu",
             "tied_head": False,
-            "kv_heads": 1,
-            "qk_norm": True,
+            "softmax": {"kv_heads": 1, "qk_norm": True},
             "bias": True,
         },
     ],
@@ -69,7 +68,12 @@ def test_published_sizes(preset: str, millions: float):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"pattern": "T"}, {"pattern": "A"}, {"pattern": "TA"}, {"pattern": "TA", "mlp": "swiglu", "kv_heads": 1}],
+    [
+        {"pattern": "T"},
+        {"pattern": "A"},
+        {"pattern": "TA"},
+        {"pattern": "TA", "mlp": "swiglu", "softmax": {"kv_heads": 1}},
+    ],
 )
 def test_products_are_what_torch_counts(settings: dict[str, Any]):
     config = config_of(**settings)
@@ -91,7 +95,7 @@ def test_products_are_what_torch_counts(settings: dict[str, Any]):
 
 @pytest.mark.parametrize("pattern", ["S", "SA", "TS", "D"])
 def test_products_of_linear_layers_are_what_torch_counts(pattern: str):
-    config = config_of(pattern=pattern, window=4)
+    config = config_of(pattern=pattern, softmax={"window": 4})
     with FlopCounterMode(display=False) as counter:
         TostLM(config)(torch.randint(24, (B, T)), output_state=False).logits.sum().backward()
     # The operator and attention use other kinds of products: bmm and convolution.
@@ -100,7 +104,7 @@ def test_products_of_linear_layers_are_what_torch_counts(pattern: str):
 
 @pytest.mark.parametrize("window", [0, 1, 5, T, 2 * T])
 def test_attention_counts_what_a_token_sees(window: int):
-    config = config_of(pattern="A", window=window)
+    config = config_of(pattern="A", softmax={"window": window})
     seen = sum(min(t, window or t) for t in range(1, T + 1))
     assert flops_per_token(config, T).attention.forward * T == pytest.approx(2 * 4 * 8 * seen)
     assert flops_per_token(config_of(), T).attention.total == 0
@@ -164,7 +168,7 @@ def test_the_operator_done_number_by_number(membership: Any, biased: bool):
     if bias is not None:
         torch.testing.assert_close(torch.tensor(d_bias, dtype=torch.float64).T, bias.grad)
     config = config_of(
-        heads=H, width=H * D, layers=3, membership=membership, denom_bias="position" if biased else "none"
+        heads=H, width=H * D, layers=3, tssa={"membership": membership, "denom_bias": "position" if biased else "none"}
     )
     operator = flops_per_token(config, tokens).operator
     assert (forward, backward) == (operator.forward / 3 * tokens, operator.backward / 3 * tokens)
@@ -281,7 +285,7 @@ def test_slot_memory_done_number_by_number():
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), y[0, :, 0].detach())
     for mine, autograd in zip(gradients, expected, strict=True):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), autograd.squeeze())
-    config = config_of(pattern="S", heads=2, slots=S, slot_channels=V, layers=3)
+    config = config_of(pattern="S", heads=2, slots={"per_head": S, "value_size": V}, layers=3)
     operator = flops_per_token(config, tokens).operator
     assert (forward, backward) == (operator.forward / 6 * tokens, operator.backward / 6 * tokens)
 

@@ -30,7 +30,7 @@ def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: s
 
 def test_gpt2_has_learned_positions_and_no_rotary_embedding():
     gpt2 = validate(ModelConfig, {"preset": "gpt2-base"}, "test")
-    assert (gpt2.pattern, gpt2.positions, gpt2.rope_theta, gpt2.window) == ("A", "learned", 0, 0)
+    assert (gpt2.pattern, gpt2.positions, gpt2.rope_theta, gpt2.softmax.window) == ("A", "learned", 0, 0)
 
 
 def test_a_key_beside_a_preset_wins():
@@ -116,7 +116,7 @@ def test_the_pattern_fills_the_layers():
 
 @pytest.mark.parametrize(("denom_bias", "shape"), [("position", (4, 16)), ("head", (4,)), ("none", None)])
 def test_denom_bias(denom_bias: str, shape: tuple[int, ...] | None):
-    shapes = {name: tuple(p.shape) for name, p in TostLM(config(denom_bias=denom_bias)).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in TostLM(config(tssa={"denom_bias": denom_bias})).named_parameters()}
     assert shapes.get("blocks.0.mixer.denom_bias") == shape
 
 
@@ -160,7 +160,10 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),
-        ({"membership": "energy"}, r"membership: input should be 'energy-share', 'energy-mean' or 'uniform'"),
+        (
+            {"tssa": {"membership": "energy"}},
+            r"tssa\.membership: input should be 'energy-share', 'energy-mean' or 'uniform'",
+        ),
     ],
 )
 def test_what_makes_no_model_is_named(settings: dict, message: str):

@@ -95,7 +95,7 @@ def test_a_wrong_operator_would_be_noticed(monkeypatch: pytest.MonkeyPatch, name
 @pytest.mark.parametrize("pattern", ["T", "A", "TA"])
 def test_a_later_token_changes_no_earlier_logit(pattern: str, window: int):
     settings = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "max_positions": POSITIONS}
-    settings |= {"pattern": pattern, "window": window, "layer_scale": 1.0}
+    settings |= {"pattern": pattern, "softmax": {"window": window}, "layer_scale": 1.0}
     model = TostLM(validate(ModelConfig, settings, "test"))
     tokens = torch.randint(VOCAB, (2, POSITIONS))
     before = model(tokens).logits

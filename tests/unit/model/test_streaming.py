@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +19,7 @@ from tost_lm.model.streaming import in_tiles, overlapping_tiles, prefill
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 VOCAB = 50
-UNLIMITED = {"positions": "sinusoidal", "denom_bias": "head"}
+UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 
 def build(**settings: Any) -> TostLM:
@@ -52,10 +52,10 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
     "settings",
     [
         {"pattern": "T"},
-        {"pattern": "T", "membership": "energy-mean"},
-        {"pattern": "TTA", "layers": 3, "window": 9},
+        {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"}},
+        {"pattern": "TTA", "layers": 3, "softmax": {"window": 9}},
         {"pattern": "TA"},
-        {"pattern": "A", "window": 9, **OTHER_FORMS, "heads": 4},
+        {"pattern": "A", **other_forms(window=9), "heads": 4},
         {"pattern": "S"},
         {"pattern": "D"},
     ],
@@ -98,8 +98,8 @@ def test_sums_do_not_drift():
 
 @pytest.mark.parametrize("pattern", ["T", "TA", "S"])
 def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
-    model, tokens = build(pattern=pattern, window=5), ids(60)
-    exact = build(pattern=pattern, window=5).double()
+    model, tokens = build(pattern=pattern, softmax={"window": 5}), ids(60)
+    exact = build(pattern=pattern, softmax={"window": 5}).double()
     first = model.stream(tokens[:25], tile_tokens=10)
     start = list(first)
     assert first.last is not None
@@ -113,7 +113,7 @@ def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
 
 @pytest.mark.parametrize("pattern", ["T", "TA", "S"])
 def test_a_stream_that_continues_after_a_tile_has_equal_bits(pattern: str):
-    model, tokens = build(pattern=pattern, window=5), ids(60)
+    model, tokens = build(pattern=pattern, softmax={"window": 5}), ids(60)
     first = model.stream(tokens[:21], tile_tokens=10)
     start = list(first)
     second = model.stream(tokens[20:], first.state, tile_tokens=10)
@@ -184,7 +184,7 @@ def test_more_tokens_than_positions_are_refused():
 
 @pytest.mark.parametrize("sizes", [[40], [1, 38, 1], [13, 27]])
 def test_a_prompt_in_tiles_is_as_accurate_as_in_one_call(sizes: list[int]):
-    model = build(pattern="TA", window=5)
+    model = build(pattern="TA", softmax={"window": 5})
     tokens_BT = ids(80).view(2, 40)
     output, one_call = prefill(model, tokens_BT.split(sizes, 1)), model(tokens_BT).logits[:, -1:]
     assert output.logits.shape == (2, 1, VOCAB)
@@ -218,7 +218,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("pattern", ["T", "TA", "S"])
 def test_memory_does_not_grow_with_the_text(pattern: str):
-    model = build(pattern=pattern, window=8)
+    model = build(pattern=pattern, softmax={"window": 8})
     largest, states = [], []
     for tokens in (64, 8 * 64):
         stream = model.stream((int(i) for i in ids(tokens)), tile_tokens=32)
@@ -232,7 +232,7 @@ def test_memory_does_not_grow_with_the_text(pattern: str):
 
 
 def test_only_the_last_token_of_a_prompt_gets_logits():
-    model = build(pattern="TA", window=8, vocab_size=5000, width=8)
+    model = build(pattern="TA", softmax={"window": 8}, vocab_size=5000, width=8)
     with Largest() as made:
         prefill(model, in_tiles(ids(400), 64))
     assert made.numel < 64 * 5000

@@ -19,7 +19,7 @@ SCRIPT = CHECKOUT / "configs/cluster/compare.sbatch"
 LINES = [line.split() for line in (COMPARE / "variants.txt").read_text().splitlines() if not line.startswith("#")]
 VARIANTS = {name: settings for name, *settings in LINES}
 SEEDS = 3
-OPERATOR_AND_POSITIONS = {f"model.{key}" for key in ("pattern", "membership", "denom_bias", "positions")}
+OPERATOR_AND_POSITIONS = {f"model.{key}" for key in ("pattern", "tssa.membership", "tssa.denom_bias", "positions")}
 
 
 def variant(name: str) -> PretrainConfig:
@@ -43,7 +43,7 @@ def test_tssa_variants_have_equal_parameters_but_for_what_is_learned_of_position
 
 def tables(name: str) -> int:
     model = variant(name).model
-    a_head = {"position": model.max_positions, "head": 1, "none": 0}[model.denom_bias]
+    a_head = {"position": model.max_positions, "head": 1, "none": 0}[model.tssa.denom_bias]
     return model.layers * model.heads * a_head
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from other_forms import OTHER_FORMS
+from other_forms import other_forms
 
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
@@ -55,31 +55,32 @@ def assert_as_whole(model, tile_tokens, **batch):
 
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 3}])
 def test_activation_checkpointing_within_a_tile(settings):
-    assert_as_whole(apply_activation_checkpointing(build("TA", window=5), **settings), 7)
+    assert_as_whole(apply_activation_checkpointing(build("TA", softmax={"window": 5}), **settings), 7)
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11, 21, 22, 30])
 @pytest.mark.parametrize("membership", ["energy-share", "energy-mean"])
 def test_loss_and_gradients_equal_those_of_whole_rows(tile_tokens, membership):
-    assert_as_whole(build(membership=membership), tile_tokens)
+    assert_as_whole(build(tssa={"membership": membership}), tile_tokens)
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11])
 @pytest.mark.parametrize("pattern", ["T", "TA"])
 def test_tiles_may_cut_packed_documents(tile_tokens, pattern):
-    assert_as_whole(build(pattern, window=3), tile_tokens, rows=1, cu_seqlens=DOCUMENTS)
+    assert_as_whole(build(pattern, softmax={"window": 3}), tile_tokens, rows=1, cu_seqlens=DOCUMENTS)
 
 
 @pytest.mark.parametrize("window", [1, 9, 40])
 @pytest.mark.parametrize("tile_tokens", [4, 11])
 def test_windows_reach_into_earlier_tiles(window, tile_tokens):
-    assert_as_whole(build("TAA", window=window), tile_tokens)
+    assert_as_whole(build("TAA", softmax={"window": window}), tile_tokens)
 
 
 @pytest.mark.parametrize("settings", [
-    {"positions": "sinusoidal", "denom_bias": "head"}, {"positions": "none", "denom_bias": "none", "bias": True},
-    {"membership": "uniform"}, {"pattern": "TA", "window": 3, **OTHER_FORMS, "heads": 4},
-    {"pattern": "DA", "window": 3},
+    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}},
+    {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
+    {"tssa": {"membership": "uniform"}}, {"pattern": "TA", **other_forms(window=3), "heads": 4},
+    {"pattern": "DA", "softmax": {"window": 3}},
 ])  # fmt: skip
 def test_other_models(settings):
     assert_as_whole(build(**settings), 5)
@@ -87,7 +88,7 @@ def test_other_models(settings):
 
 @pytest.mark.parametrize("tile_tokens", [4, 11])
 def test_float32_is_as_accurate_as_whole_rows(tile_tokens):
-    model = build("TA", torch.float32, window=5)
+    model = build("TA", torch.float32, softmax={"window": 5})
     tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (tile_tokens, None))
     for name, truth in loss_and_gradients(model.double()).items():
         assert_as_accurate(tiled[name], whole[name], truth, name)
@@ -106,7 +107,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 
 def test_attention_without_a_window_is_refused():
-    with pytest.raises(ConfigError, match=r"set model\.window"):
+    with pytest.raises(ConfigError, match=r"set model\.softmax\.window"):
         tiled_loss(build("TA"), *data(), 4)
 
 

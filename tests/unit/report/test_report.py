@@ -65,7 +65,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     SAMPLE: {
         "prompt": NASTY, "text": f"{NASTY} again", "prompt_tokens": 9, "tokens": 5, "tokens_per_second": 100.0,
-        "characters": len(NASTY) + 6, "pattern": "T", "window": 0, "state_bytes_after_prompt": 288,
+        "characters": len(NASTY) + 6, "kept_tokens": 0, "state_bytes_after_prompt": 288,
     },
 }  # fmt: skip
 
@@ -317,16 +317,16 @@ def test_few_documents_allow_no_conclusion(evaluated):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "window", "expected"),
+    ("pattern", "kept", "expected"),
     [
         ("T", 0, "it is the same after any number of tokens"),
         ("TA", 64, "grows up to the attention window of 64 tokens"),
-        ("TA", 0, "it grows with every token (softmax attention)"),
+        ("TA", None, "it grows with every token (softmax attention)"),
     ],
 )
-def test_growth_of_the_state_is_described(evaluated, pattern, window, expected):
-    for protocol in (NEEDLE, SAMPLE):
-        change_results(evaluated, protocol, pattern=pattern, window=window)
+def test_growth_of_the_state_is_described(evaluated, pattern, kept, expected):
+    change_results(evaluated, NEEDLE, pattern=pattern)
+    change_results(evaluated, SAMPLE, kept_tokens=kept)
     page = text_of(evaluated)
     assert expected in page.text
     assert ("not expected to recall" in page.text) == (pattern == "T")
@@ -338,7 +338,7 @@ def test_growth_of_the_state_is_described(evaluated, pattern, window, expected):
         ('pattern = "T"', "token statistics (TSSA), linear in time", "16 positions"),
         ('pattern = "A"', "softmax attention", "16 positions"),
         (
-            'pattern = "TA"\nwindow = 8\npositions = "none"\ndenom_bias = "head"',
+            'pattern = "TA"\nsoftmax.window = 8\npositions = "none"\ntssa.denom_bias = "head"',
             "pattern TA: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
             "unlimited",
         ),
@@ -363,7 +363,7 @@ def test_scores_of_a_text_file_are_shown(run_folder):
             "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
             "bits_per_byte": 1.0655,
         },
-        "pattern": "T", "window": 0, "state_bytes": 4321,
+        "kept_tokens": 0, "state_bytes": 4321,
     }  # fmt: skip
     subject.write_results(TEXT, subject.identity(settings, None), 0.0, results)
     page = text_of(run_folder)
@@ -397,7 +397,7 @@ def test_each_test_set_has_a_row(run_folder):
 
 
 def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
-    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", denom_bias="none")
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "none"})
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     assert f"tost eval text {run_folder} text.file=PATH" in text_of(run_folder).text
 

@@ -2,5 +2,11 @@
 
 from typing import Any
 
-OTHER_FORMS: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "tied_head": False, "kv_heads": 2, "qk_norm": True}
-"""For models of 4 heads."""
+
+def other_forms(**softmax: Any) -> dict[str, Any]:
+    """The settings, with more of softmax layers."""
+    own = {"kv_heads": 2, "qk_norm": True, **softmax}
+    return {"norm": "rms", "mlp": "swiglu", "tied_head": False, "softmax": own}
+
+
+OTHER_FORMS = other_forms()

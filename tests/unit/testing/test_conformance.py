@@ -88,8 +88,8 @@ def layer_report(letter: str, **settings: Any) -> Report:
     "settings",
     [
         {},
-        {"membership": "energy-mean", "denom_bias": "head", "bias": True},
-        {"membership": "uniform", "denom_bias": "none"},
+        {"tssa": {"membership": "energy-mean", "denom_bias": "head"}, "bias": True},
+        {"tssa": {"membership": "uniform", "denom_bias": "none"}},
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_tssa_conforms(settings: dict[str, Any]):
     assert report.with_result("not offered") == [RANKS, WINDOW]
 
 
-@pytest.mark.parametrize("settings", [{}, {"slots": 1, "slot_channels": 3, "bias": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"slots": {"per_head": 1, "value_size": 3}, "bias": True}], ids=str)
 def test_slot_memory_conforms(settings: dict[str, Any]):
     report = layer_report("S", **settings)
     report.require()
@@ -107,13 +107,15 @@ def test_slot_memory_conforms(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"window": 5, "kv_heads": 1, "qk_norm": True}, {"window": 1, "rope_theta": 0.0}], ids=str
+    "settings",
+    [{}, {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}}, {"softmax": {"window": 1, "rope_theta": 0.0}}],
+    ids=str,
 )
 def test_softmax_attention_conforms_but_a_nan_reaches_earlier_tokens(settings: dict[str, Any]):
     report = layer_report("A", **settings)
     # Masked weights are 0, and 0 · NaN is NaN.
     assert report.with_result("fails") == [NAN]
-    assert report.with_result("not offered") == ([RANKS] if "window" in settings else [RANKS, WINDOW])
+    assert report.with_result("not offered") == ([RANKS] if settings else [RANKS, WINDOW])
 
 
 def attention_with_cache(

@@ -1,7 +1,7 @@
 """Multi-query associative recall (protocol mqar@zoology): trains and tests small models of several patterns.
 
     tost eval recall configs/eval/mqar.toml
-    tost eval recall configs/eval/mqar.toml 'recall.patterns=["T"]' model.membership=energy-mean
+    tost eval recall configs/eval/mqar.toml 'recall.patterns=["T"]' model.tssa.membership=energy-mean
 
 Prints a table of accuracy at held-out queries by pattern, and the accuracy of guessing. The result of each model is
 written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained

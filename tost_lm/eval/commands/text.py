@@ -41,8 +41,8 @@ def main(path: Path, config: ScoreTextConfig) -> None:
             return
         print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
         model = ranks.load(subject)
-        if "A" in model.config.pattern and not model.config.window and model.config.position_limit is None:
-            print("the softmax layers have no window: memory and time per token grow with the text", flush=True)
+        if model.config.kept_tokens is None and model.config.position_limit is None:
+            print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
         saved = SavedPosition(subject.results_path(TEXT).with_name("position.pt"), identity, ranks)
         with Progress("scoring", "tokens") as progress:
             report = progress if ranks.rank == 0 else None
@@ -58,8 +58,7 @@ def main(path: Path, config: ScoreTextConfig) -> None:
     print(f"final state: {bytes_of_state:,} bytes")
     results = {
         "model": scores,
-        "pattern": model.config.pattern,
-        "window": model.config.window,
+        "kept_tokens": model.config.kept_tokens,
         "state_bytes": bytes_of_state,
     }
     subject.write_results(TEXT, identity, started, results)

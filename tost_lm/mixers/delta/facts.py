@@ -25,7 +25,6 @@ from tost_lm.mixers.delta.settings import (
     DEVICE_GROUP_ELEMENTS,
     GROUP_CHUNKS,
     GROUP_ELEMENTS,
-    DeltaSettings,
     Sizes,
 )
 from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
@@ -40,7 +39,6 @@ class DeltaFacts(RecurrentFacts):
     folder = "delta"
     name = "gated delta rule"
     tag = "gated-delta-rule"
-    settings = DeltaSettings
 
     def description(self, model: "ModelConfig") -> str:
         return "gated delta rule, linear in time"

@@ -25,8 +25,8 @@ GROUP_CHUNKS = 8
 """Chunks of a document that are computed at once, at least: a state is stored for each group of them."""
 
 
-class DeltaShape(Section):
-    """Shape of a delta layer."""
+class DeltaSettings(Section):
+    """Settings of D layers, `[model.delta]`."""
 
     qk_heads: int | None = Field(default=None, gt=0)
     """Heads of queries and keys; without it model.heads."""
@@ -38,12 +38,6 @@ class DeltaShape(Section):
     """Channels of the values of a head; without it qk_size."""
     beta_to_two: bool = False
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
-
-
-class DeltaSettings(Section):
-    """D layers."""
-
-    delta: DeltaShape = Field(default_factory=DeltaShape)
 
 
 class Sizes(NamedTuple):

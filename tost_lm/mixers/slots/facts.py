@@ -30,7 +30,7 @@ forward and its gradient backward. Recomputation keeps up to 16 of them for each
 from typing import TYPE_CHECKING
 
 from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
-from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsSettings
+from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS, TRITON_SLOT_CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -42,25 +42,24 @@ class SlotsFacts(RecurrentFacts):
     folder = "slots"
     name = "slot memory"
     tag = "slot-memory"
-    settings = SlotsSettings
 
     def description(self, model: "ModelConfig") -> str:
         return "slot memory, linear in time"
 
     def channels_in(self, model: "ModelConfig") -> int:
         """Two keys and two values."""
-        return 2 * model.heads * (model.slots + model.slot_channels)
+        return 2 * model.heads * (model.slots.per_head + model.slots.value_size)
 
     def channels_out(self, model: "ModelConfig") -> int:
-        return model.heads * model.slot_channels
+        return model.heads * model.slots.value_size
 
     def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
         """The convolution and the norm; two temperatures and a decay for each head."""
         H = model.heads
-        return OwnNumbers(H * (model.slots * CONV_TAPS + model.slot_channels), 3 * H, 0, 0)
+        return OwnNumbers(H * (model.slots.per_head * CONV_TAPS + model.slots.value_size), 3 * H, 0, 0)
 
     def operator_flops(self, model: "ModelConfig") -> Flops:
-        H, S, V = model.heads, model.slots, model.slot_channels
+        H, S, V = model.heads, model.slots.per_head, model.slots.value_size
         forward = H * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
@@ -70,9 +69,9 @@ class SlotsFacts(RecurrentFacts):
 
     def stored_bytes(self, load: Load) -> float:
         model, e = load.model, load.element_bytes
-        slots, values = model.heads * model.slots, model.heads * model.slot_channels
+        slots, values = model.heads * model.slots.per_head, model.heads * model.slots.value_size
         projected = 2 * e * (slots + values) + (4 * slots if e == 2 else 0)
-        state = slots * (model.slot_channels + 1)
+        state = slots * (model.slots.value_size + 1)
         states = (2 if load.sequence > 1 else 1) * state
         if load.on_cpu:
             at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
@@ -82,8 +81,8 @@ class SlotsFacts(RecurrentFacts):
         return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
 
     def state_bytes(self, load: Load) -> float:
-        model = load.model
-        return model.heads * model.slots * (8 * (model.slot_channels + 1) + load.element_bytes * (CONV_TAPS - 1))
+        of_slot = 8 * (load.model.slots.value_size + 1) + load.element_bytes * (CONV_TAPS - 1)
+        return load.model.heads * load.model.slots.per_head * of_slot
 
 
 SLOTS = SlotsFacts()

@@ -71,7 +71,7 @@ class SlotMixer(TokenMixer):
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()
-        H, S, V = config.heads, config.slots, config.slot_channels
+        H, S, V = config.heads, config.slots.per_head, config.slots.value_size
         self.heads, self.slots, self.channels = H, S, V
         self.in_proj = nn.Linear(config.width, H * (2 * S + 2 * V), bias=config.bias)
         self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)

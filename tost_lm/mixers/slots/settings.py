@@ -9,9 +9,9 @@ CONV_TAPS = 4
 
 
 class SlotsSettings(Section):
-    """S layers."""
+    """Settings of S layers, `[model.slots]`."""
 
-    slots: int = Field(default=16, gt=0)
-    """S layers: slots of each head."""
-    slot_channels: int = Field(default=28, gt=0)
-    """S layers: channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
+    per_head: int = Field(default=16, gt=0)
+    """Slots of each head."""
+    value_size: int = Field(default=28, gt=0)
+    """Channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""

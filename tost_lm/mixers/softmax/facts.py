@@ -5,9 +5,10 @@ T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 
 
 Autograd stores q, k and v, in units of e·C bytes per token: 3. With rotary embedding 5, because v keeps the memory of
 all three, and without a window on one sequence rank 6: the kernel's output and a copy of it. The input of the output
-projection adds 1. With `model.kv_heads`, k and v are narrower. With `model.qk_norm` it stores q and k before and after
-the norm, and 4 bytes for each of their heads. With several sequence ranks it stores k and v of the whole sequence; with
-a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also stores 4·H.
+projection adds 1. With `model.softmax.kv_heads`, k and v are narrower. With `model.softmax.qk_norm` it stores q and k
+before and after the norm, and 4 bytes for each of their heads. With several sequence ranks it stores k and v of the
+whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also stores
+4·H.
 
 A state has the keys and values of a window. Sequence ranks gather keys and values of all tokens, or of the last w − 1
 of each rank; recomputation keeps what was received.
@@ -16,7 +17,7 @@ of each rank; recomputation keeps what was received.
 from typing import TYPE_CHECKING
 
 from tost_lm.mixers.facts import NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
-from tost_lm.mixers.softmax.settings import SoftmaxSettings
+from tost_lm.mixers.softmax.settings import kv_width
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
@@ -27,39 +28,45 @@ class SoftmaxFacts(MixerFacts):
     folder = "softmax"
     name = "softmax attention"
     tag = "softmax-attention"
-    settings = SoftmaxSettings
 
     def description(self, model: "ModelConfig") -> str:
-        return "softmax attention" + (f" over {model.window:,} tokens" if model.window else "")
+        return "softmax attention" + (f" over {model.softmax.window:,} tokens" if model.softmax.window else "")
 
     def problem(self, model: "ModelConfig") -> str | None:
-        if model.kv_heads and model.heads % model.kv_heads:
-            return f"model.heads {model.heads} is not a multiple of model.kv_heads {model.kv_heads}; change one of them"
-        if model.rope_theta and model.width // model.heads % 2:
+        kv_heads = model.softmax.kv_heads
+        if kv_heads and model.heads % kv_heads:
+            return (
+                f"model.heads {model.heads} is not a multiple of model.softmax.kv_heads {kv_heads}; change one of them"
+            )
+        if model.softmax.rope_theta and model.width // model.heads % 2:
             return (
                 f"model.width {model.width} / model.heads {model.heads} is odd, but a rotary embedding rotates pairs "
-                "of channels; change one of them or set model.rope_theta=0"
+                "of channels; change one of them or set model.softmax.rope_theta=0"
             )
         return None
 
     def has_position_parameters(self, model: "ModelConfig") -> bool:
         return False
 
-    def is_rotary(self, model: "ModelConfig") -> bool:
-        return model.rope_theta > 0
+    def rope_theta(self, model: "ModelConfig") -> float:
+        return model.softmax.rope_theta
+
+    def kept_tokens(self, model: "ModelConfig") -> int | None:
+        return model.softmax.window or None
 
     def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        if model.window:
+        if model.softmax.window:
             return None
         return (
             f"the A layers of model.pattern {model.pattern!r} attend to all earlier tokens, so their state grows with "
-            "the length; set model.window"
+            "the length; set model.softmax.window"
         )
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        if (model.kv_heads or model.heads) % ranks:
+        kv_heads = model.softmax.kv_heads or model.heads
+        if kv_heads % ranks:
             return (
-                f"model.kv_heads {model.kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
+                f"model.softmax.kv_heads {kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
             )
         return None
 
@@ -67,17 +74,19 @@ class SoftmaxFacts(MixerFacts):
         return None
 
     def channels_in(self, model: "ModelConfig") -> int:
-        return model.width + 2 * model.kv_width
+        return model.width + 2 * kv_width(model)
 
     def channels_out(self, model: "ModelConfig") -> int:
         return model.width
 
     def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
         """The scales of the norms of queries and keys."""
-        return OwnNumbers(0, 0, 2 * (model.width // model.heads), 2) if model.qk_norm else OwnNumbers(0, 0, 0, 0)
+        return (
+            OwnNumbers(0, 0, 2 * (model.width // model.heads), 2) if model.softmax.qk_norm else OwnNumbers(0, 0, 0, 0)
+        )
 
     def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        window = min(model.window or tokens, tokens)
+        window = min(model.softmax.window or tokens, tokens)
         forward = 4 * model.width * (window - window * (window - 1) / (2 * tokens))
         return Flops(forward, 2 * forward)
 
@@ -90,19 +99,19 @@ class SoftmaxFacts(MixerFacts):
 
     def stored_bytes(self, load: Load) -> float:
         model, e, ranks = load.model, load.element_bytes, load.sequence
-        C, kv = model.width, model.kv_width
+        C, kv = model.width, kv_width(model)
         read = C + kv  # queries and keys
-        changed = self.is_rotary(model) or model.qk_norm
+        changed = model.softmax.rope_theta or model.softmax.qk_norm
         if ranks > 1:
             # Gathered keys and values, with a window also a copy.
             relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
-            gathered = 2 * (relative + 1 if model.window else relative)
-            kept = C + 2 * kv if model.qk_norm or not self.is_rotary(model) else 0
+            gathered = 2 * (relative + 1 if model.softmax.window else relative)
+            kept = C + 2 * kv if model.softmax.qk_norm or not model.softmax.rope_theta else 0
             attention = (C if changed else 0) + kept + gathered * kv
         else:
             # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not model.window else 0)
-        normed = (4 * read * model.heads / C + self._norm_bytes(load) * read) if model.qk_norm else 0
+            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not model.softmax.window else 0)
+        normed = (4 * read * model.heads / C + self._norm_bytes(load) * read) if model.softmax.qk_norm else 0
         return e * (C + attention) + 4 * model.heads + normed
 
     def _norm_bytes(self, load: Load) -> int:
@@ -120,14 +129,14 @@ class SoftmaxFacts(MixerFacts):
         return gathered.channels * relative * load.element_bytes / load.tensor
 
     def state_bytes(self, load: Load) -> float:
-        return 2 * load.element_bytes * load.model.kv_width * max(0, load.model.window - 1)
+        return 2 * load.element_bytes * kv_width(load.model) * max(0, load.model.softmax.window - 1)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        window, here = load.model.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * load.model.kv_width)
+        window, here = load.model.softmax.window, tokens / load.sequence
+        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * kv_width(load.model))
 
     def head_softmax_bytes(self, load: Load) -> float:
         return 0.0

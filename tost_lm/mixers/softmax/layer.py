@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
+from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.precision import NORM_EPSILON
@@ -120,11 +121,11 @@ class SoftmaxMixer(TokenMixer):
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.heads, self.kv_heads = config.heads, config.softmax.kv_heads or config.heads
         self.groups = (self.heads // self.kv_heads, 1, 1)
         """Of q, k and v."""
-        self.window = config.window
-        self.in_proj = nn.Linear(config.width, config.width + 2 * config.kv_width, bias=config.bias)
+        self.window = config.softmax.window
+        self.in_proj = nn.Linear(config.width, config.width + 2 * kv_width(config), bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
 
@@ -134,7 +135,7 @@ class SoftmaxMixer(TokenMixer):
 
     @staticmethod
     def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        return local.lengths, min(local.before[0], config.window or local.before[0])
+        return local.lengths, min(local.before[0], config.softmax.window or local.before[0])
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
@@ -164,7 +165,7 @@ MIXER = SoftmaxMixer
 
 
 def _head_norm(config: "ModelConfig") -> nn.Module:
-    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.qk_norm else nn.Identity()
+    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.softmax.qk_norm else nn.Identity()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ ranks exchange one number per token for the softmax over all heads, and three in
 from typing import TYPE_CHECKING
 
 from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
-from tost_lm.mixers.tssa.settings import TssaSettings
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -44,13 +43,12 @@ class TssaFacts(RecurrentFacts):
     folder = "tssa"
     name = "TSSA"
     tag = "token-statistics-self-attention"
-    settings = TssaSettings
 
     def description(self, model: "ModelConfig") -> str:
         return "token statistics (TSSA), linear in time"
 
     def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return model.denom_bias == "position"
+        return model.tssa.denom_bias == "position"
 
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width
@@ -61,11 +59,11 @@ class TssaFacts(RecurrentFacts):
     def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
         """temp and denom_bias; neither has weight decay."""
         biases = {"position": model.heads * model.max_positions, "head": model.heads, "none": 0}
-        return OwnNumbers(0, model.heads + biases[model.denom_bias], 0, 0)
+        return OwnNumbers(0, model.heads + biases[model.tssa.denom_bias], 0, 0)
 
     def operator_flops(self, model: "ModelConfig") -> Flops:
         C, H = model.width, model.heads
-        mean, biased = model.membership == "energy-mean", model.denom_bias != "none"
+        mean, biased = model.tssa.membership == "energy-mean", model.tssa.denom_bias != "none"
         extra = H * (mean + biased * (1 if mean else 2))
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 

@@ -28,12 +28,12 @@ class TssaMixer(TokenMixer):
     def __init__(self, config: "ModelConfig"):
         super().__init__()
         self.heads = config.heads
-        self.membership: Membership = config.membership
+        self.membership: Membership = config.tssa.membership
         self.in_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.temp = nn.Parameter(torch.empty(config.heads))
         shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
-        shape = shapes.get(config.denom_bias)
+        shape = shapes.get(config.tssa.denom_bias)
         self.denom_bias = nn.Parameter(torch.empty(shape)) if shape else None
         set_own_constants(self)
         self.softmax: HeadSoftmax | None = None

@@ -6,9 +6,9 @@ from tost_lm.config import Section
 
 
 class TssaSettings(Section):
-    """T layers."""
+    """Settings of T layers, `[model.tssa]`."""
 
     membership: Literal["energy-share", "energy-mean", "uniform"] = "energy-share"
-    """T layers: the scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
+    """Scores of a token, whose softmax over heads is its membership. `energy-share`, as published, divides the energy w² by its running sum. `energy-mean` divides by the running mean instead, so scores do not shrink with the length. `uniform` sets every membership to 1/heads; temp and denom_bias then have no effect."""
     denom_bias: Literal["position", "head", "none"] = "position"
-    """T layers: learned bias of the scores. `position` has a number for each head and position, as published; `head` one for each head; `none` no bias."""
+    """Learned bias of the scores. `position` has a number for each head and position, as published; `head` one for each head; `none` no bias."""

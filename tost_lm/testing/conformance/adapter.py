@@ -223,7 +223,7 @@ def layer_adapter(
         call=partial(_call, config),
         shard=shard,
         concatenate_states=concatenate_aligned,
-        **{"window": config.window or None if letter == "A" else None, **fields},
+        **{"window": config.kept_tokens or None, **fields},
     )
 
 

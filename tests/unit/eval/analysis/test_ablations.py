@@ -18,7 +18,9 @@ def logits(model: TostLM) -> Tensor:
     return model(TOKENS[:1]).logits
 
 
-@pytest.mark.parametrize("settings", [{}, {"pattern": "TA"}, {"membership": "energy-mean", "denom_bias": "head"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"pattern": "TA"}, {"tssa": {"membership": "energy-mean", "denom_bias": "head"}}]
+)
 def test_the_identity_ablation_changes_nothing(make_model, settings):
     model = make_model(**settings)
     before = logits(model)
@@ -30,7 +32,7 @@ def test_the_identity_ablation_changes_nothing(make_model, settings):
 
 
 def test_uniform_equals_a_model_with_uniform_memberships(make_model):
-    model, even = make_model(), make_model(membership="uniform")
+    model, even = make_model(), make_model(tssa={"membership": "uniform"})
     even.load_state_dict(model.state_dict())
     losses, of_even = ablation_losses(model, TOKENS), ablation_losses(even, TOKENS)
     assert_close(losses[UNIFORM], of_even[AS_IT_IS], rtol=1e-12, atol=0)

@@ -121,7 +121,7 @@ def test_orthonormal_bases_bound_the_projected_rate_by_the_full_rate():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "membership": "uniform"}]
+    "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "tssa": {"membership": "uniform"}}]
 )
 def test_rates_of_a_model_use_the_input_of_its_layers(make_model, settings: dict):
     model, tokens = make_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
@@ -145,7 +145,7 @@ def test_rates_of_a_model_use_the_input_of_its_layers(make_model, settings: dict
     mixer, norm = block.mixer, block.mixer_norm
     assert isinstance(mixer, TssaMixer)
     w = lambda x_TC: mixer.in_proj(norm(x_TC)).unflatten(-1, (4, -1))
-    bias, kind, temp = mixer.denom_bias, model.config.membership, mixer.temp
+    bias, kind, temp = mixer.denom_bias, model.config.tssa.membership, mixer.temp
     bias = None if bias is None else bias.T[None, :33]
     with torch.no_grad():
         w_sq, count = w(x)[None].square(), torch.arange(1, 34)[None]

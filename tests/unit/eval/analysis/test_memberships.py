@@ -8,7 +8,7 @@ import torch
 from tost_lm.eval.analysis.memberships import after_context, by_position, concentration, recorded_memberships
 from tost_lm.ops.positions import position_ends
 
-FREE = {"positions": "none", "denom_bias": "head"}
+FREE = {"positions": "none", "tssa": {"denom_bias": "head"}}
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def test_position_bins_double(tokens: int, ends: list[int]):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, FREE, {"membership": "energy-mean", "denom_bias": "none"}, {**FREE, "pattern": "TA"}]
+    "settings", [{}, FREE, {"tssa": {"membership": "energy-mean", "denom_bias": "none"}}, {**FREE, "pattern": "TA"}]
 )
 def test_recorded_memberships_are_those_of_the_layers(make_model, settings: dict[str, str]):
     """A layer's state holds Σ Π over the tokens, also after an earlier state."""
@@ -56,7 +56,9 @@ def test_recording_ends_with_the_context(make_model):
 
 @pytest.mark.parametrize("heads", [3, 4, 6])  # 1/3 is no binary fraction
 def test_uniform_memberships_never_move(make_model, heads: int):
-    model = make_model(membership="uniform", heads=heads, width=8 * heads, **FREE)
+    model = make_model(
+        tssa={"membership": "uniform", "denom_bias": "head"}, heads=heads, width=8 * heads, positions="none"
+    )
     found = by_position(model, draw(2, 40))
     assert torch.tensor(found.concentration).abs().max() < 1e-15
     assert found.explained == [None, None]
@@ -68,7 +70,7 @@ def test_uniform_memberships_never_move(make_model, heads: int):
 
 def test_tokens_without_energy_follow_the_bias(make_model):
     """With w = 0, z = temp · D · bias at any position and after any context."""
-    model = make_model(denom_bias="head", positions="none")
+    model = make_model(tssa={"denom_bias": "head"}, positions="none")
     odds = [8, 4, 2, 2]
     with torch.no_grad():
         for name, parameter in model.named_parameters():

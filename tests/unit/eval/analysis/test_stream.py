@@ -46,7 +46,7 @@ def test_statistics_equal_sums_over_tokens(make_model, monkeypatch: pytest.Monke
 
 
 def test_a_large_norm_is_found_and_a_frequent_token_is_one_group(make_model):
-    model = make_model(positions="none", denom_bias="head")
+    model = make_model(positions="none", tssa={"denom_bias": "head"})
     with torch.no_grad():
         model.embedding.weight[7] *= 30
     tokens: Tensor = torch.full((2, 30), 3)

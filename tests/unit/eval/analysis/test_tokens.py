@@ -47,13 +47,13 @@ def test_explained_fractions_equal_sums_over_tokens(make_model, monkeypatch: pyt
 
 
 def test_random_labels_explain_nothing_and_single_tokens_are_no_groups(make_model):
-    model, tokens = make_model(positions="none", denom_bias="head"), draw(16, 64)
+    model, tokens = make_model(positions="none", tssa={"denom_bias": "head"}), draw(16, 64)
     random_labels = torch.randint(40, (16, 64), generator=torch.Generator().manual_seed(5))
     found = found_in(model, tokens, random=random_labels, alone=torch.arange(16 * 64).view(16, 64), word=tokens)
     assert torch.tensor(explained_by(found, "random")).abs().max() < 0.02
     assert explained_by(found, "alone") == [None, None]
     assert min(fraction or 0 for fraction in explained_by(found, "word")) > 0.1
-    uniform = make_model(membership="uniform")
+    uniform = make_model(tssa={"membership": "uniform"})
     assert explained_by(found_in(uniform, tokens, word=tokens), "word") == [None, None]
 
 
@@ -86,7 +86,7 @@ def test_typical_groups_are_the_largest_significant_ones():
 
 
 def test_no_random_group_is_typical_of_a_head(make_model):
-    model, tokens = make_model(positions="none", denom_bias="head"), draw(16, 64)
+    model, tokens = make_model(positions="none", tssa={"denom_bias": "head"}), draw(16, 64)
     random_labels = torch.randint(100, (16, 64), generator=torch.Generator().manual_seed(5))
     found = found_in(model, tokens, word=tokens, random=random_labels)
     assert all(head == ([], []) for heads in typical(found, "random", groups=8, tokens=5, errors=4) for head in heads)
@@ -97,8 +97,8 @@ def test_no_random_group_is_typical_of_a_head(make_model):
 def planted_model(make_model, membership: str) -> TostLM:
     """Token v lies in the known subspace of head v mod `HEADS`."""
     model = make_model(
-        layers=1, heads=HEADS, width=HEADS * CHANNELS, vocab_size=WORDS, membership=membership, positions="none",
-        denom_bias="none",
+        layers=1, heads=HEADS, width=HEADS * CHANNELS, vocab_size=WORDS, positions="none",
+        tssa={"membership": membership, "denom_bias": "none"},
     )  # fmt: skip
     width = HEADS * CHANNELS
     generator = torch.Generator().manual_seed(0)

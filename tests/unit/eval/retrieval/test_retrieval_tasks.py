@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     context_length: int
     position_limit: int | None
     pattern: str = "T"
-    window: None = None
+    kept_tokens: None = None
 
 
 @pytest.fixture(params=["SentencePiece", "GPT-2"])

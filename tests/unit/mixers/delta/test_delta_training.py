@@ -74,8 +74,9 @@ def build_theirs(dtype: torch.dtype) -> nn.Module:
 def build_ours() -> TostLM:
     tree = {
         "pattern": LAYERS, "layers": len(LAYERS), "heads": HEADS, "width": WIDTH, "vocab_size": VOCAB,
-        "positions": "none", "rope_theta": 0.0, "qk_norm": True, "norm": "rms", "mlp": "swiglu", "tied_head": False,
-        "layer_scale": 0.0, "delta": {"qk_size": SIZES[0], "value_size": SIZES[1], "beta_to_two": True},
+        "positions": "none", "softmax": {"rope_theta": 0.0, "qk_norm": True}, "norm": "rms", "mlp": "swiglu",
+        "tied_head": False, "layer_scale": 0.0,
+        "delta": {"qk_size": SIZES[0], "value_size": SIZES[1], "beta_to_two": True},
     }  # fmt: skip
     model = TostLM(validate(ModelConfig, tree, "test"))
     for index, letter in enumerate(LAYERS):

@@ -119,7 +119,7 @@ def test_blocks_computed_again_keep_their_input_and_mlps_in_portions_theirs():
 
 
 def test_recomputed_blocks_keep_what_they_received():
-    hybrid = ("model.pattern=TA", "model.rope_theta=10000", "parallel.sequence=2")
+    hybrid = ("model.pattern=TA", "model.softmax.rope_theta=10000", "parallel.sequence=2")
     apart = at("at the loss", *hybrid, "memory.activation_checkpointing=full").activations
     # Six A layers: keys and values of both ranks.
     assert apart == (12 * 4 * 768 + 2 * 768 + 6 * 4 * 2 * 768) * TOKENS / 2
@@ -179,7 +179,7 @@ def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
 
 
 def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
-    words = (*MANY, "model.pattern=TS", "model.slots=2", "model.slot_channels=3")
+    words = (*MANY, "model.pattern=TS", "model.slots.per_head=2", "model.slots.value_size=3")
     [statistics] = [x for x in plan.collectives(planned(BASE, *words)) if "statistics" in x.content]
     state = 12 * 2 * (8 * (3 + 1) + 2 * 3)  # M and N in float64, 3 keys in bfloat16
     assert statistics.input_bytes == 2 * 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)

@@ -25,13 +25,13 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
     [
         {"pattern": "T"},
         {"pattern": "S"},
-        {"pattern": "S", "slots": 32, "layer_scale": 0.0},
+        {"pattern": "S", "slots": {"per_head": 32}, "layer_scale": 0.0},
         {"pattern": "D"},
         {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "qk_size": 24}},
         {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
-        {"pattern": "A", "kv_heads": 2},
-        {"pattern": "A", "kv_heads": 1, "qk_norm": True},
-        {"pattern": "A", "rope_theta": 0.0, "qk_norm": True},
+        {"pattern": "A", "softmax": {"kv_heads": 2}},
+        {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}},
+        {"pattern": "A", "softmax": {"rope_theta": 0.0, "qk_norm": True}},
     ],
 )
 def test_a_block_saves_the_planned_bytes(
