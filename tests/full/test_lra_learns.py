@@ -8,10 +8,10 @@ import torch
 
 from tost_lm.config import load_config
 from tost_lm.eval.small_models import scale_initial_std
+from tost_lm.extra.encoder.model import Encoder
 from tost_lm.extra.lra.experiment import Variant, encoder_config, evaluate, measure, train
 from tost_lm.extra.lra.settings import LraConfig
 from tost_lm.extra.lra.tasks import Split, Task, load
-from tost_lm.model.encoder import Encoder
 
 RECIPE = Path(__file__).parents[2] / "configs/eval/lra_small.toml"
 

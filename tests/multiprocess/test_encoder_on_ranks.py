@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.model.config import EncoderConfig
-from tost_lm.model.encoder import Encoder
-from tost_lm.parallel.apply import parallelize
+from tost_lm.extra.encoder.model import Encoder
+from tost_lm.extra.encoder.ranks import split_encoder
+from tost_lm.extra.encoder.settings import EncoderConfig
 from tost_lm.parallel.mesh import all_reduce
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -62,11 +62,11 @@ def logits_and_gradients(
 def run_cases(tensor: int) -> list[Any]:
     mesh, found = mesh_of(tensor, 1), []
     with pytest.raises(ConfigError, match=rf"model.heads 1 is not divisible by parallel\.tensor {tensor}"):
-        parallelize(drawn_encoder({"vocab_size": 13, "heads": 1}), mesh)
+        split_encoder(drawn_encoder({"vocab_size": 13, "heads": 1}), mesh.tensor)
     with pytest.raises(ConfigError, match="the C/S layers of an encoder do not support tensor parallelism"):
-        parallelize(drawn_encoder({"vocab_size": 13, "pattern": "SC"}), mesh)
+        split_encoder(drawn_encoder({"vocab_size": 13, "pattern": "SC"}), mesh.tensor)
     for case in CASES:
-        model = parallelize(drawn_encoder(case), mesh)
+        model = split_encoder(drawn_encoder(case), mesh.tensor)
         logits, gradients = logits_and_gradients(model, case, mesh.data.rank, mesh.data.size)
         summed = {name: all_reduce(x, mesh.data) for name, x in gradients.items()}
         found.append((mesh.data.rank, logits, whole(summed, model, mesh)))  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,6 @@
 """A small hybrid model, trained on any parallel layout, and in one process with whole batches and torch alone."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -56,8 +57,7 @@ class Record(NamedTuple):
 def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
     torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
-    model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"))
-    model.head.z_loss = z_loss
+    model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"), z_loss=z_loss)
     for name, parameter in model.named_parameters():
         if (parameter.dim() == 1 and not name.endswith("log_rate")) or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -93,11 +93,15 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-@cache
 def train_in_one_process(
     optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int = STEPS, **settings: Any
 ) -> Record:
-    model = build_model(**settings).to(dtype)
+    return _trained(optimizer_name, grad_clip, dtype, steps, json.dumps(settings, sort_keys=True))
+
+
+@cache
+def _trained(optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: int, settings: str) -> Record:
+    model = build_model(**json.loads(settings)).to(dtype)
     optimizer = build_optimizer(model, optimizer_name)
     losses, norms, gradients = [], [], []
     for step in range(steps):

@@ -21,9 +21,10 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.interop import to_released
+from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.files import sha256_file
 from tost_lm.interop.authors import read_authors, to_authors
-from tost_lm.model import ModelConfig, TostLM, VisionConfig
+from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PROGRAM = "tost convert"

@@ -33,7 +33,7 @@ from tost_lm.files import (
     xxh3_file,
 )
 from tost_lm.mixers.plugins import VARIABLE, file_name, plugin_files, unknown_letters
-from tost_lm.model.config import ModelConfig, VisionConfig
+from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     path = folder / MODEL
     is_ours = path.is_file()
     path = path if is_ours else folder / HUGGING_FACE_MODEL
-    tree = _read_object(path)
+    tree = read_object(path)
     for letter in sorted(unknown_letters(str(tree.get("pattern", "")))):
         if (file := folder / file_name(letter)).is_file():
             raise CheckpointError(
@@ -152,21 +152,13 @@ def read_model_config(folder: Path) -> ModelConfig:
     return validate(ModelConfig, fields, str(path))
 
 
-def read_vision_config(folder: Path) -> VisionConfig:
-    """The settings of the image classifier in a checkpoint folder. Raises CheckpointError if it is another model."""
-    if not is_classifier(folder):
-        raise CheckpointError(f"{folder}: a language model, not an image classifier; give the folder of a classifier")
-    path = folder / MODEL
-    return validate(VisionConfig, _read_object(path), where=str(path))
-
-
 def is_classifier(folder: Path) -> bool:
     """Whether the model of a checkpoint folder is a classifier, which has no tokenizer."""
     path = folder / MODEL
-    return path.is_file() and CLASSES in _read_object(path)
+    return path.is_file() and CLASSES in read_object(path)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError if it has none."""
     try:
         return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())

@@ -103,18 +103,25 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config)
         self.mlp = MLP_OF[config.mlp](config)
         self.mlp_scale = _layer_scale(config)
-        self.checkpoint: CheckpointWrapper = no_checkpoint
-        """Wraps the whole block."""
-        self.mlp_checkpoint: CheckpointWrapper = no_checkpoint
-        """Wraps the MLP branch, where tokens do not interact: it may call the function on tiles of tokens."""
+        self._compiled: Callable[..., Any] | None = None
+        self.set_checkpoints()
+
+    def set_checkpoints(self, whole: CheckpointWrapper = no_checkpoint, mlp: CheckpointWrapper = no_checkpoint) -> None:
+        """Set the wrappers of the whole block and of its MLP branch, where tokens do not interact: it may call the
+        function on tiles of tokens."""
+        self._checkpoint, self._mlp_checkpoint = whole, mlp
+
+    def compile_inside(self) -> None:
+        """Compile `compute`."""
+        self._compiled = torch.compile(self.compute, fullgraph=True)
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
-        return self.checkpoint(self.compute, x_BTC, state, info)
+        return self._checkpoint(self._compiled or self.compute, x_BTC, state, info)
 
     def compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
-        """The block without a checkpoint around it; `compile_blocks` replaces it."""
+        """The block without the wrapper around it."""
         mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, info)
-        return self.mlp_checkpoint(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
+        return self._mlp_checkpoint(self._add_mlp, x_BTC + self.mixer_scale(mixed_BTC)), new_state
 
     def _add_mlp(self, x_BTC: Tensor) -> Tensor:
         return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC)))

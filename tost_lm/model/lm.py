@@ -26,10 +26,10 @@ class Head(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, z_loss: float = 0.0):
+        """`z_loss`: in training, coefficient of the mean squared log-sum-exp of the logits, which the loss includes."""
         super().__init__()
-        self.z_loss = 0.0
-        """In training, the coefficient of the mean squared log-sum-exp of the logits, which is added to the loss."""
+        self.z_loss = z_loss
         tied = config.tied_head
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width)))
 
@@ -52,10 +52,11 @@ class TostLM(nn.Module):
     """A decoder-only language model. Initialization as published: N(0, 0.02), but N(0, 0.02/√(2·layers)) for the output
     projections of mixer and MLP, temp 1, denom_bias 0, LayerScale as configured.
 
-    The seed of the draws comes from torch's CPU generator. Under `torch.device("meta")` nothing is drawn.
+    The seed of the draws comes from torch's CPU generator. Under `torch.device("meta")` nothing is drawn. `head` makes
+    the head of the settings and of `z_loss`.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, z_loss: float = 0.0, head: Callable[[ModelConfig, float], Head] = Head):
         super().__init__()
         device = torch.get_default_device()
         self.config = config
@@ -65,9 +66,8 @@ class TostLM(nn.Module):
             self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
             self.blocks = nn.ModuleList(Block(config, mixer_class(letter)(config)) for letter in config.letters)
             self.norm = build_norm(config)
-            self.head: Any = Head(config)
-        self.residual_positions: Callable[[Tensor], Tensor] = lambda position: position
-        """Maps positions of the call's tokens to those of the residual stream on this rank; set by tensor ranks."""
+            self.head = head(config, z_loss)
+        self._positions_here: Callable[[Tensor], Tensor] = lambda position: position
         if device.type != "meta":
             initialize(self.to_empty(device=device), config.layers, draw_seed())
 
@@ -113,7 +113,7 @@ class TostLM(nn.Module):
             self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
         x_BTC = x_BTC.to(statistics_dtype(x_BTC))  # see tost_lm.model.block
-        position = self.residual_positions(info.position)
+        position = self._positions_here(info.position)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(position)
         elif self.config.positions == "sinusoidal":
@@ -141,6 +141,17 @@ class TostLM(nn.Module):
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, tile by tile: see `TokenStream`."""
         return TokenStream(self, tokens, state, tile_tokens)
+
+    def split_ends(self, embedding: nn.Module, head: Head, positions_here: Callable[[Tensor], Tensor]) -> None:
+        """Replace what is outside the blocks by that of a tensor rank, whose residual stream has a part of the tokens.
+
+        Args:
+            embedding: maps ids [B, T] to embeddings of that part.
+            head: reads the part, returns results of all tokens.
+            positions_here: maps positions of the call's tokens to those of the part.
+        """
+        self.set_submodule("embedding", embedding)
+        self.head, self._positions_here = head, positions_here
 
     def parameter_count(self) -> int:
         """Number of parameters without the learned positions, as in the published figures."""

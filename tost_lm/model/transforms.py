@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import Block
+from tost_lm.model.block import Block, no_checkpoint
 from tost_lm.model.lm import TostLM
 from tost_lm.torch_internals import allow_graphs, missing_compiler, use_private_inductor_cache
 
@@ -39,12 +39,12 @@ def apply_activation_checkpointing(
             a time. With sequence or tensor ranks, the tokens are those of this rank's residual stream.
         context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
     """
+    is_full = activation_checkpointing == "full"
+    whole = partial(checkpoint, **OPTIONS, context_fn=context_fn) if is_full else no_checkpoint
+    mlp = no_checkpoint if mlp_tile_tokens is None else partial(_in_tiles, mlp_tile_tokens)
     for block in model.blocks:
-        if isinstance(block, Block):
-            if activation_checkpointing == "full":
-                block.checkpoint = partial(checkpoint, **OPTIONS, context_fn=context_fn)
-            if mlp_tile_tokens is not None:
-                block.mlp_checkpoint = partial(_in_tiles, mlp_tile_tokens)
+        assert isinstance(block, Block)
+        block.set_checkpoints(whole, mlp)
     return model
 
 
@@ -73,5 +73,5 @@ def compile_blocks(model: TostLM) -> TostLM:
     use_private_inductor_cache()
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.compute = torch.compile(block.compute, fullgraph=True)
+        block.compile_inside()
     return model

@@ -9,14 +9,13 @@ from torch.utils.checkpoint import noop_context_fn
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.encoder import Encoder
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Mesh, all_gather, keep_received
 from tost_lm.parallel.sequence import RankShard
 from tost_lm.parallel.settings import obstacle_to_sequence_ranks
 
-Model = TypeVar("Model", bound=TostLM | Encoder)
+Model = TypeVar("Model", bound=TostLM)
 
 
 def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object] = lambda model: None) -> Model:
@@ -25,14 +24,14 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
     A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
     1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
-    2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`). Not for an `Encoder`.
+    2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
     3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks, or a mixer supports fewer sequence
             ranks.
     """
-    if isinstance(model, TostLM) and (obstacle := obstacle_to_sequence_ranks(model.config, mesh.sequence.size)):
+    if obstacle := obstacle_to_sequence_ranks(model.config, mesh.sequence.size):
         raise ConfigError(obstacle)
     if mesh.tensor.size == 1:
         allocate(model)
@@ -42,7 +41,7 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     apply_tensor_parallelism(model, mesh.tensor)
     allocate(model)  # makes new parameters, and gradients are hooks of parameters
-    sum_gradients_of_replicas(model, mesh.tensor)
+    sum_gradients_of_replicas(model.parameters(), mesh.tensor)
     return model
 
 

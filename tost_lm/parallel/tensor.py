@@ -6,10 +6,11 @@ If R does not divide T, the stream is padded; mixers and loss do not see the pad
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core import ModelParallelConfig
+from megatron.core import ModelParallelConfig, tensor_parallel, utils
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,50 +26,51 @@ from tost_lm.errors import ConfigError
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
-from tost_lm.model.encoder import Encoder
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
 from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
-from tost_lm.parallel.settings import obstacle_to_split_blocks, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 
-if not torch.cuda.is_available():
-    # megatron-core calls it for every buffer.
-    torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 
 
-def apply_tensor_parallelism(model: TostLM | Encoder, axis: Axis) -> None:
-    """Replace each layer by this rank's slice of it. The embedding and the head of an encoder stay whole.
+class _With:
+    """A module with some other attributes."""
+
+    def __init__(self, module: Any, **others: Any):
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+if not torch.cuda.is_available():
+    # Without a GPU, these modules of megatron-core find that the current device is the CPU; no others do.
+    torch_on_cpu = _With(torch, cuda=_With(torch.cuda, current_device=lambda: torch.device("cpu")))
+    for module in (tensor_parallel.layers, tensor_parallel.mappings, utils):
+        vars(module)["torch"] = torch_on_cpu
+
+
+def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
+    """Replace each layer by this rank's slice of it.
 
     Raises:
-        ConfigError: heads or vocabulary are not divisible by the tensor ranks, or an encoder has other layers than T
-            and A.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if isinstance(model, Encoder):
-        obstacle = obstacle_to_split_blocks(model.config.blocks, axis.size)
-        if axis.size > 1 and (others := set(model.config.pattern) - {"T", "A"}):
-            obstacle = (
-                f"the {'/'.join(sorted(others))} layers of an encoder do not support tensor parallelism; set "
-                "parallel.tensor = 1"
-            )
-    else:
-        obstacle = obstacle_to_tensor_ranks(model.config, axis.size)
-    if obstacle:
+    if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
         raise ConfigError(obstacle)
     residual = Residual(axis)
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
-        _replace_layers(model, residual)
+        embedding = VocabularyEmbedding(model.embedding, residual)
+        model.split_ends(embedding, VocabularyHead(model.head, model.config, residual), residual.shard)
+        split_blocks(model, residual)
 
 
-def _replace_layers(model: TostLM | Encoder, residual: "Residual") -> None:
-    if isinstance(model, Encoder):
-        model.shard_tokens, model.gather_tokens = residual.shard_tokens, residual.gather_tokens
-    else:
-        model.set_submodule("embedding", VocabularyEmbedding(model.embedding, residual))
-        model.set_submodule("head", VocabularyHead(model.head, model.config, residual))
-        model.residual_positions = residual.shard
+def split_blocks(model: nn.Module, residual: "Residual") -> None:
+    """Replace mixers and MLPs by this rank's slices of them, on the meta device."""
     for name, module in list(model.named_modules()):
         if isinstance(module, TokenMixer):
             module.split_heads(residual.axis.size, SoftmaxOverRanks(residual.axis))
@@ -78,11 +80,10 @@ def _replace_layers(model: TostLM | Encoder, residual: "Residual") -> None:
             model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
 
 
-def sum_gradients_of_replicas(model: TostLM | Encoder, axis: Axis) -> None:
+def sum_gradients_of_replicas(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
     """Sum the gradients of replicated parameters over tensor ranks."""
-    whole = {*model.head.parameters()} if isinstance(model, Encoder) else {}  # all ranks compute the head alike
-    for parameter in model.parameters():
-        if slice_of(parameter) is None and parameter not in whole:
+    for parameter in parameters:
+        if slice_of(parameter) is None:
             # Each rank's gradient covers its own tokens only.
             parameter.register_hook(lambda d: all_reduce(d.to(statistics_dtype(d)), axis).to(d.dtype))
 
@@ -176,8 +177,8 @@ class VocabularyHead(Head):
     """The head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
 
     def __init__(self, whole: Head, config: ModelConfig, residual: Residual):
-        super().__init__(config)
-        self.residual, self.z_loss = residual, whole.z_loss
+        super().__init__(config, whole.z_loss)
+        self.residual = residual
         _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 

@@ -20,11 +20,10 @@ from tost_lm.data.shards import Concatenation, Shards, token_counts
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import token_text
 from tost_lm.errors import DataError
-from tost_lm.mixers.tssa.layer import TssaMixer, bias_of
+from tost_lm.mixers.tssa.layer import BidirectionalTssa, TssaMixer, bias_of
 from tost_lm.mixers.tssa.naive import TssaState, bidirectional_scores, memberships, token_scores
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
-from tost_lm.model.encoder import BidirectionalTssa
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype

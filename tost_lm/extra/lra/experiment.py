@@ -20,12 +20,12 @@ from torch.nn.functional import cross_entropy
 
 from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.eval.small_models import Result, fit, scale_initial_std, store_result, stored_results
+from tost_lm.extra.encoder.model import Encoder
+from tost_lm.extra.encoder.settings import EncoderConfig
 from tost_lm.extra.lra.settings import BAG_OF_TOKENS, LraConfig, LraPretrainConfig
 from tost_lm.extra.lra.tasks import Split, Task
 from tost_lm.files import require_writable
 from tost_lm.inference.subject import pick_device, results_path
-from tost_lm.model.config import EncoderConfig
-from tost_lm.model.encoder import Encoder
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.version import VERSION
 

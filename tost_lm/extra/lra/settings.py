@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
 
 from tost_lm.config import Section
-from tost_lm.model.config import EncoderConfig
+from tost_lm.extra.encoder.settings import EncoderConfig
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule
 
 TaskName = Literal["listops", "text", "retrieval", "image", "pathfinder"]

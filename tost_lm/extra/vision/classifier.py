@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.softmax.layer import KeyValueState
+from tost_lm.extra.vision.settings import VisionConfig
+from tost_lm.mixers.softmax.layer import BidirectionalSoftmax, KeyValueState
+from tost_lm.mixers.tssa.layer import BidirectionalTssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
-from tost_lm.model.config import ModelConfig, VisionConfig
-from tost_lm.model.encoder import BidirectionalSoftmax, BidirectionalTssa
+from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import INITIAL_STD
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype

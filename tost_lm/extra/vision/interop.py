@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tost_lm.checkpointing.format import StoredTensors, read_vision_config
+from tost_lm.checkpointing.format import MODEL, StoredTensors, is_classifier, read_object
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
 from tost_lm.extra.vision.classifier import TostVision
+from tost_lm.extra.vision.settings import VISION_PRESETS, VisionConfig
 from tost_lm.interop.gpt2 import check_weights
 from tost_lm.interop.torch_file import read_torch_file
-from tost_lm.model.config import VISION_PRESETS, VisionConfig
 
 NAMES = {
     "class_blocks.": "cls_attn_blocks.",
@@ -141,4 +141,7 @@ def _config(path: Path, found: Mapping[str, Any]) -> VisionConfig:
 
 def _read_folder(source: Path) -> VisionWeights:
     folder = find_checkpoint(source)
-    return read_vision_config(folder), dict(StoredTensors(folder, "model"))
+    if not is_classifier(folder):
+        raise CheckpointError(f"{folder}: a language model, not an image classifier; give the folder of a classifier")
+    path = folder / MODEL
+    return validate(VisionConfig, read_object(path), where=str(path)), dict(StoredTensors(folder, "model"))

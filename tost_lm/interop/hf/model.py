@@ -110,8 +110,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gradient_checkpointing = False
         model_config = config.to_model()
-        self.model = TostLM(model_config)
-        self.model.head = HiddenStates(model_config)
+        self.model = TostLM(model_config, head=HiddenStates)
         if model_config.tied_head:
             self.lm_head = nn.Linear(model_config.width, model_config.vocab_size, bias=False)
         self.post_init()
@@ -129,7 +128,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         if self.model.head.weight is None:
             self.lm_head = new_embeddings
         else:
-            self.model.head.weight = new_embeddings.weight
+            self.model.head.weight = new_embeddings.weight  # pyright: ignore[reportAttributeAccessIssue]
 
     @can_return_tuple
     def forward(
@@ -250,7 +249,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = enable
         for n, block in enumerate(self.model.blocks):
             assert isinstance(block, Block)
-            block.checkpoint = gradient_checkpointing_func if enable and n % every_n_layers == 0 else no_checkpoint
+            block.set_checkpoints(gradient_checkpointing_func if enable and n % every_n_layers == 0 else no_checkpoint)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
+from tost_lm.mixers.tssa.bidirectional import tssa
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.chunked import chunk_tokens
 from tost_lm.mixers.tssa.naive import Membership, TssaState
@@ -61,7 +62,16 @@ class TssaMixer(TokenMixer):
         return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
 
 
-MIXER = TssaMixer
+class BidirectionalTssa(TssaMixer):
+    """Bidirectional TSSA (arXiv 2412.17810)."""
+
+    def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, None]:
+        w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        y_BTHD = tssa(w_BTHD, self.temp, cu_seqlens=info.cu_seqlens, heads=self.softmax)
+        return self.out_proj(y_BTHD.flatten(-2)), None
+
+
+MIXER, BIDIRECTIONAL = TssaMixer, BidirectionalTssa
 
 
 def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:

@@ -10,13 +10,13 @@ import torch
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.extra.encoder.model import Encoder
+from tost_lm.extra.encoder.settings import EncoderConfig
 from tost_lm.extra.lra import experiment
 from tost_lm.extra.lra.experiment import Variant, encoder_config, measure, plan, pretrain
 from tost_lm.extra.lra.settings import LraConfig, LraPretrainConfig
 from tost_lm.extra.lra.tables import plan_table, results_table
 from tost_lm.extra.lra.tasks import Split, Task
-from tost_lm.model.config import EncoderConfig
-from tost_lm.model.encoder import Encoder
 from tost_lm.optim.settings import OptimConfig
 
 TINY: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.classifier import TostVision
-from tost_lm.model import VisionConfig
+from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.optim.optimizers import parameter_groups
 from tost_lm.testing import assert_close
 

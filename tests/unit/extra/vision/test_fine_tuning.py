@@ -10,7 +10,7 @@ from image_folders import CLASSES, flipped, settings, to_tensor, write_images
 from torch import Tensor
 
 import tost_lm
-from tost_lm.checkpointing.format import StoredTensors, read_vision_config, write_checkpoint
+from tost_lm.checkpointing.format import StoredTensors, write_checkpoint
 from tost_lm.checkpointing.run_folder import step_folders
 from tost_lm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from tost_lm.extra.vision.classifier import TostVision
@@ -120,7 +120,7 @@ def test_the_state_of_the_optimizer_is_restored(workplace: Path, kind: str):
     moments = StoredTensors(checkpoint, "optimizer")
     moved = {"adamw": "exp_avg/blocks.0.mixer.in_proj.weight", "muon": "momentum_buffer/blocks.0.mixer.in_proj.weight"}
     assert moments[moved[kind]].any()
-    assert read_vision_config(checkpoint) == config.model
+    assert tost_lm.load_vision(checkpoint).config == config.model
 
 
 def test_training_starts_from_the_weights_of_a_model_with_another_head(workplace: Path, capsys: pytest.CaptureFixture):

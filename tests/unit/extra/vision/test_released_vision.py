@@ -12,12 +12,12 @@ from released_vision import Weights
 from torch import Tensor
 
 import tost_lm
-from tost_lm.checkpointing.format import StoredTensors, read_model_config, read_vision_config, write_checkpoint
+from tost_lm.checkpointing.format import StoredTensors, read_model_config, write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.interop import from_released, read_released, released_name, to_released
-from tost_lm.model import VisionConfig
+from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.testing import assert_as_accurate, assert_close
 
 SIZES = {"layers": 2, "heads": 2, "width": 16, "classes": 5}
@@ -107,7 +107,7 @@ def test_a_checkpoint_becomes_a_model_and_a_checkpoint_again_bit_for_bit(tmp_pat
             model = tost_lm.load_vision(source)
             assert not model.training
             assert_close(model(images(torch.float32)), expected, 1e-5)
-    assert read_vision_config(tmp_path / "ours") == config
+    assert tost_lm.load_vision(tmp_path / "ours").config == config
     stored = dict(StoredTensors(tmp_path / "ours", "model"))
     assert all(torch.equal(stored[name], weight) for name, weight in ours.items())
 

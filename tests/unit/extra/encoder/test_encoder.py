@@ -11,8 +11,9 @@ from torch.nn.functional import conv2d, normalize
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.model.config import EncoderConfig
-from tost_lm.model.encoder import BidirectionalSlots, Encoder
+from tost_lm.extra.encoder.model import Encoder
+from tost_lm.extra.encoder.settings import EncoderConfig
+from tost_lm.mixers.slots.layer import BidirectionalSlots
 from tost_lm.testing import assert_close
 
 LAYERS, HEADS, WIDTH, VOCAB, CLASSES = 2, 2, 8, 11, 3

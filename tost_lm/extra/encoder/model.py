@@ -7,62 +7,24 @@ unless packed).
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, silu
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.slots.layer import SlotMixer
-from tost_lm.mixers.slots.settings import CONV_TAPS
-from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
-from tost_lm.mixers.tssa.bidirectional import tssa
-from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.naive import TssaState
+from tost_lm.extra.encoder.settings import EncoderConfig
+from tost_lm.mixers.registry import bidirectional_class
 from tost_lm.model.block import Block, build_norm
-from tost_lm.model.config import EncoderConfig, ModelConfig
+from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import INITIAL_STD, InitialValue, draw_seed, initialize, set_own_constants
 from tost_lm.ops.layout import int64_tensor
-from tost_lm.ops.positions import SequenceInfo, sinusoidal
+from tost_lm.ops.positions import SequenceInfo, reverse, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.short_conv import short_conv
 
-
-class BidirectionalTssa(TssaMixer):
-    """Bidirectional TSSA (arXiv 2412.17810)."""
-
-    def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, None]:
-        w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        y_BTHD = tssa(w_BTHD, self.temp, cu_seqlens=info.cu_seqlens, heads=self.softmax)
-        return self.out_proj(y_BTHD.flatten(-2)), None
-
-
-class BidirectionalSoftmax(SoftmaxMixer):
-    """Softmax attention of all tokens of a document, by torch's kernels."""
-
-    def forward(self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo) -> tuple[Tensor, None]:
-        qkv = self.project(x_BTC, info)
-        if info.cu_seqlens is None:
-            y_BHTD = scaled_dot_product_attention(*qkv)
-        else:
-            documents = zip(*(x.split(info.local.lengths, 2) for x in qkv), strict=True)
-            y_BHTD = torch.cat([scaled_dot_product_attention(*document) for document in documents], 2)
-        return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), None
-
-
-class BidirectionalSlots(nn.Module):
-    """Slot memory in both directions: half of the heads read a document from its start, the others from its end."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        half = config.model_copy(update={"heads": config.heads // 2})
-        self.from_start, self.from_end = SlotMixer(half), SlotMixer(half)
-
-    def forward(self, x_BTC: Tensor, state: None, info: SequenceInfo) -> tuple[Tensor, None]:
-        y_BTC, _ = self.from_start(x_BTC, None, info)
-        backwards_BTC, _ = self.from_end(reverse(x_BTC, info), None, info)
-        return y_BTC + reverse(backwards_BTC, info), None
+CONV_TAPS = 4
+"""Tokens that a convolution reads in each direction, itself included."""
 
 
 class NoMixer(nn.Module):
@@ -101,24 +63,9 @@ class BidirectionalConvolution(NoMixer):
         return y_BTC + reverse(backwards_BTC, info)
 
 
-def reverse(x_BTC: Tensor, info: SequenceInfo) -> Tensor:
-    """The tokens of each document in reverse order."""
-    if info.cu_seqlens is None:
-        return x_BTC.flip(1)
-    return x_BTC[:, int64_tensor(_reversed(info.local.offsets), x_BTC.device)]
-
-
-def _reversed(offsets: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for start, end in pairwise(offsets) for i in reversed(range(start, end)))
-
-
-MIXER_OF = {
-    "T": BidirectionalTssa,
-    "S": BidirectionalSlots,
-    "A": BidirectionalSoftmax,
-    "C": BidirectionalConvolution,
-    "N": NoMixer,
-}
+def mixer_of(letter: str) -> Callable[[ModelConfig], nn.Module]:
+    """The layer of a letter of `model.pattern`."""
+    return {"C": BidirectionalConvolution, "N": NoMixer}.get(letter) or bidirectional_class(letter)
 
 
 class PatchEmbedding(nn.Linear):
@@ -177,14 +124,16 @@ class Encoder(nn.Module):
                 self.embedding = PatchEmbedding(config.image_channels, config.patch_size or 1, width)
             self.positions = nn.Embedding(config.max_positions, width) if config.positions == "learned" else None
             self.class_token = nn.Embedding(1, width) if config.pooling == "class_token" else None
-            self.blocks = nn.ModuleList(Block(blocks, MIXER_OF[letter](blocks)) for letter in config.letters)
+            self.blocks = nn.ModuleList(Block(blocks, mixer_of(letter)(blocks)) for letter in config.letters)
             self.norm = build_norm(blocks)
             self.head = ClassificationHead(config)
-        self.shard_tokens: Callable[[Tensor], Tensor] = lambda x_BTC: x_BTC
-        """Maps the residual stream to this rank's tokens of it; set by tensor ranks, with its inverse."""
-        self.gather_tokens: Callable[[Tensor], Tensor] = lambda x_BTC: x_BTC
+        self.split_tokens(lambda x_BTC: x_BTC, lambda x_BTC: x_BTC)
         if device.type != "meta":
             initialize(self.to_empty(device=device), config.layers, draw_seed())
+
+    def split_tokens(self, shard: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> None:
+        """Set the map of the residual stream to this tensor rank's tokens of it, and its inverse."""
+        self._shard_tokens, self._gather_tokens = shard, gather
 
     def forward(self, inputs: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits of each document [N, classes]; with two towers, of documents 2n and 2n + 1 together [N/2, classes].
@@ -214,10 +163,10 @@ class Encoder(nn.Module):
         x_BTC = x_BTC + self._positions(x_BTC, info)
         if self.class_token is not None:
             x_BTC, info = self._with_class_tokens(x_BTC, info)
-        x_BTC = self.shard_tokens(x_BTC)
+        x_BTC = self._shard_tokens(x_BTC)
         for block in self.blocks:
             x_BTC, _ = block(x_BTC, None, info)
-        return self.gather_tokens(self.norm(x_BTC)), info
+        return self._gather_tokens(self.norm(x_BTC)), info
 
     def _positions(self, x_BTC: Tensor, info: SequenceInfo) -> Tensor | float:
         if self.positions is not None:

@@ -1,0 +1,1 @@
+"""The bidirectional encoder of documents and images (docs/encoder.md)."""
