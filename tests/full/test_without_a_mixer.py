@@ -1,0 +1,77 @@
+"""A mixer is its folder, its lines in the registry and its analysis: all else works without those of slot memory."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+IMPORT_ALL = """
+import importlib, pkgutil, tost_lm
+names = [module.name for module in pkgutil.walk_packages(tost_lm.__path__, "tost_lm.")]
+for name in names:
+    importlib.import_module(name)
+print(tost_lm.__file__, len(names))
+"""
+TRAIN = (
+    "train",
+    "demo",
+    "model.pattern=TDA",
+    "model.layers=3",
+    "train.steps=2",
+    "validation.sequences=2",
+    "run.name=rest",
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project without slot memory."""
+    folder = tmp_path_factory.mktemp("rest")
+    for name in ("tost_lm", "tests", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.rmtree(folder / "tost_lm/mixers/slots")
+    (folder / "tost_lm/eval/analysis/slots.py").unlink()
+    registry = folder / "tost_lm/mixers/registry.py"
+    lines = [line for line in registry.read_text().splitlines() if not re.search(r"mixers\.slots|SlotsSettings", line)]
+    registry.write_text("\n".join(lines).replace("SLOTS, ", ""))
+    return folder
+
+
+def run(copy: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Python in the copy."""
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(copy)}
+    return subprocess.run([sys.executable, *words], cwd=copy, env=environment, capture_output=True, text=True)
+
+
+def python(copy: Path, *words: str) -> str:
+    """The output of Python in the copy, which must succeed."""
+    done = run(copy, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_everything_else_is_imported(copy: Path):
+    file, modules = python(copy, "-c", IMPORT_ALL).split()
+    assert Path(file) == copy / "tost_lm/__init__.py"
+    assert int(modules) > 200
+
+
+def test_the_tests_of_the_other_mixers_pass(copy: Path):
+    python(copy, "-m", "pytest", "-p", "no:cacheprovider", "tests/unit/mixers/delta", "tests/unit/mixers/softmax")
+
+
+def test_a_model_of_the_other_mixers_is_trained(copy: Path):
+    tost = "-m", "tost_lm.cli.main"
+    python(copy, *tost, "prepare", "tokenizer", "embedded")
+    python(copy, *tost, "prepare", "shards", "embedded")
+    python(copy, *tost, *TRAIN)
+    python(copy, *tost, "generate", "runs/rest", "sample.tokens=2")
+    refused = run(copy, *tost, *TRAIN, "model.pattern=S")
+    assert refused.returncode == 2
+    assert "invalid model.pattern: 'S'; use the letters T (TSSA), D" in refused.stderr
