@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import long_cells, loss_cells, model_cells, operator_cells, precision_cells
 from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
-from benchmarks.gpu import GpuBenchmarkConfig
+from benchmarks.gpu_settings import GpuBenchmarkConfig
 from benchmarks.loss import OURS as OUR_LOSS
 from benchmarks.loss import WHOLE as WHOLE_LOGITS
 from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_bytes, table_file

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, PositiveInt
 
 from benchmarks import measure
+from benchmarks.parallel_cells import SEQUENCE, TENSOR, bytes_sent_by_a_layer, model_settings, time_in_turns
 from tost_lm.config import Section, run_program, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
@@ -28,7 +29,7 @@ from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 OURS, RING, ULYSSES, LASP2 = "TSSA, tost_lm", "Ring Attention", "DeepSpeed Ulysses", "LASP-2"
-NO_AXIS, DATA, SEQUENCE, TENSOR = "none", "data", "sequence", "tensor"
+NO_AXIS, DATA = "none", "data"
 
 
 class TrafficConfig(Section):
@@ -75,8 +76,8 @@ class Bytes(NamedTuple):
 
 def run(config: ParallelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     traffic, scaling = config.traffic, config.scaling
-    model = model_settings(scaling)
-    _require_even_shards(config)
+    model = model_settings(scaling.layers, scaling.heads, scaling.width, scaling.vocab_size)
+    _require_even_shards(config, validate(ModelConfig, model, "benchmarks.parallel"))
     load = os.getloadavg()[0]
     traffics = traffic_cells(traffic)
     steps = scaling_cells(scaling, model)
@@ -115,8 +116,6 @@ def traffic_by_formula(tokens: int, ranks: int, heads: int, channels: int) -> di
 
 def traffic_cells(traffic: TrafficConfig) -> list[dict[str, Any]]:
     """A cell for each number of ranks and length: `bytes` by method, and whether ours are `counted`."""
-    from benchmarks.parallel_cells import bytes_sent_by_a_layer
-
     cells = []
     for ranks in traffic.ranks:
         for tokens in sorted(set(traffic.tokens)):
@@ -177,8 +176,6 @@ def traffic_notes(traffic: TrafficConfig) -> str:
 
 def scaling_cells(scaling: ScalingConfig, model: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A cell for each axis and number of ranks; one rank has no axis."""
-    from benchmarks.parallel_cells import time_in_turns
-
     cells = []
     for ranks in sorted(set(scaling.ranks)):
         for axis in (DATA, SEQUENCE, TENSOR) if ranks > 1 else (NO_AXIS,):
@@ -222,8 +219,7 @@ def scaling_notes(scaling: ScalingConfig, load: float) -> str:
     )
 
 
-def _require_even_shards(config: ParallelBenchmarkConfig) -> None:
-    model = validate(ModelConfig, model_settings(config.scaling), "benchmarks.parallel")
+def _require_even_shards(config: ParallelBenchmarkConfig, model: ModelConfig) -> None:
     for ranks in config.scaling.ranks:
         if obstacle := obstacle_to_tensor_ranks(model, ranks):
             raise ConfigError(obstacle)
@@ -232,12 +228,6 @@ def _require_even_shards(config: ParallelBenchmarkConfig) -> None:
             f"traffic.tokens {min(config.traffic.tokens)} are fewer than traffic.ranks {max(config.traffic.ranks)}: "
             "give each rank at least one token"
         )
-
-
-def model_settings(shape: ScalingConfig) -> dict[str, Any]:
-    """Settings of a model that reads sequences of any length."""
-    settings = shape.model_dump(include={"layers", "heads", "width", "vocab_size"})
-    return {"pattern": "T", "positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **settings}
 
 
 if __name__ == "__main__":

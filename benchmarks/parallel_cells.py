@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import call_seconds
-from benchmarks.parallel import SEQUENCE, TENSOR, ScalingConfig, model_settings
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
@@ -27,6 +26,13 @@ from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
 LIMIT_S = 600
 TOGETHER, ALONE = "together", "alone"
 EXCHANGES = {"all_gather_into_tensor", "all_to_all_single"}
+SEQUENCE, TENSOR = "sequence", "tensor"
+
+
+def model_settings(layers: int, heads: int, width: int, vocab_size: int) -> dict[str, Any]:
+    """Settings of a model that reads sequences of any length."""
+    shape = {"layers": layers, "heads": heads, "width": width, "vocab_size": vocab_size}
+    return {"pattern": "T", "positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **shape}
 
 
 def bytes_sent_by_a_layer(ranks: int, tokens: int, heads: int, channels: int) -> float:
@@ -86,7 +92,7 @@ def _bytes_sent(tokens: int, heads: int, width: int) -> int:
     world = start_world("cpu")
     mesh = build_mesh(world, ParallelConfig(sequence=world.size))
     split = even_split(mesh, tokens)
-    model = _model(model_settings(ScalingConfig(layers=1, heads=heads, width=width, vocab_size=256)), mesh)
+    model = _model(model_settings(1, heads, width, 256), mesh)
     tokens_BT = split.shard(torch.zeros(1, tokens, dtype=torch.int64))
     with Traffic() as traffic:
         output = model(tokens_BT, labels=tokens_BT, label_count=tokens, output_state=False, shard=shard_of(mesh, split))

@@ -11,7 +11,7 @@ from memory_of_training import Settings
 
 from tost_lm.config import validate
 from tost_lm.data.loader import Batch
-from tost_lm.pretrain.plan.execute import batch_shard, execute_rank, layout_of
+from tost_lm.pretrain.execute import batch_shard, execute_rank, layout_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing.ranks import PRELOADED
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import gpu, precision_cells
 from benchmarks.engine import packed_batches
-from benchmarks.gpu import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_parts import SLOW_CALL_S, measured, operator_tests
+from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import EXIT_INTERRUPTED, load_config
 from tost_lm.errors import ConfigError, TostError

@@ -32,7 +32,7 @@ from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
 if TYPE_CHECKING:
-    from tost_lm.pretrain.plan.execute import Comparison, ExecutedClass
+    from tost_lm.pretrain.execute import Comparison, ExecutedClass
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
 """An override with several values, without quotes and brackets."""
@@ -105,7 +105,7 @@ def print_execution(config: PlanConfig) -> None:
     if not find_spec("deepspeed"):
         raise ConfigError(f"plan.execute needs deepspeed; {install_hint('train')}")
     from tost_lm.data.loader import Corpora
-    from tost_lm.pretrain.plan.execute import beside_plan, execute, layout_of, mismatch
+    from tost_lm.pretrain.execute import beside_plan, execute, layout_of, mismatch
     from tost_lm.pretrain.step import check_vocabulary
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
@@ -160,7 +160,7 @@ def _comparison_row(one: "Comparison") -> Row:
 
 
 def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
-    from tost_lm.pretrain.plan.execute import in_loops
+    from tost_lm.pretrain.execute import in_loops
 
     rows: list[Row] = [(f"class {number}: collectives in order", "group", "bytes of a rank")]
     for times, messages in in_loops(one.messages):

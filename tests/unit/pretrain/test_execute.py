@@ -9,8 +9,8 @@ from hand_made import hand_made
 from tost_lm.config import validate
 from tost_lm.data.loader import Corpora
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.pretrain.plan import execute
-from tost_lm.pretrain.plan.execute import layout_of, mesh_of, read_all, require_executable
+from tost_lm.pretrain import execute
+from tost_lm.pretrain.execute import layout_of, mesh_of, read_all, require_executable
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.step import build_batches, tiling_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tost_lm.pretrain.plan.execute import AXES, ExecutedClass, Message, RankLayout, in_loops, mismatch
+from tost_lm.pretrain.execute import AXES, ExecutedClass, Message, RankLayout, in_loops, mismatch
 
 LAYOUT = RankLayout(tensor=2, sequence=3, world=12)
 GATHER, SCATTER = Message("all-gather", "sequence", 64), Message("reduce-scatter", "tensor", 256)
