@@ -195,6 +195,8 @@ def waiting_passes() -> int:
 
 
 def test_what_a_handle_stands_for_is_freed_with_it():
+    torch.compiler.reset()
+    gc.collect()  # models of other tests
     before = len(registered._OBJECTS), waiting_passes()
     model = compile_blocks(apply_activation_checkpointing(drawn_model("TS"), activation_checkpointing="full"))
     for _ in range(2):
