@@ -32,6 +32,9 @@ ALL_GATHER_RANKS = 16
 """Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second
 collective."""
 
+PASSED_SLICES = 8
+"""Slices in which more ranks than these pass states on: the next rank begins with the first of them."""
+
 BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 

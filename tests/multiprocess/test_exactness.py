@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from torch import Tensor
 from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
@@ -154,7 +155,11 @@ def test_packed_documents_cross_ranks(name: str, tensor: int, sequence: int, len
     model = drawn_model(name)
     tokens, labels = packed_batch()
     expected = [loss_and_gradients(model, tokens, labels, cu_seqlens=torch.tensor(x)) for x in OFFSETS]
-    for plain, recomputed in run_on_ranks(train_packed_on_ranks, tensor * sequence, name, tensor, sequence, lengths):
+    ranks, layout = tensor * sequence, (name, tensor, sequence, lengths)
+    found = run_on_ranks(train_packed_on_ranks, ranks, *layout)
+    if name == "delta":  # more ranks pass states on
+        found += run_on_ranks(by_all_to_alls, ranks, train_packed_on_ranks, *layout)
+    for plain, recomputed in found:
         for offsets, (loss, gradients), (true_loss, true) in zip(
             OFFSETS * 2, plain + recomputed, expected * 2, strict=True
         ):

@@ -1,7 +1,7 @@
-"""What up to 8 sequence ranks exchange, by one all-gather and by two all-to-alls, against one process."""
+"""What up to 8 sequence ranks exchange, by one all-gather and as more ranks do, against one process."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from toy_mixer import rank_shard
 
+from tost_lm.mixers.delta import ranks as delta_ranks
 from tost_lm.model import ModelConfig
-from tost_lm.ops.layout import SequenceSplit
+from tost_lm.ops import short_conv as convolution
+from tost_lm.ops.layout import LocalDocuments, SequenceSplit
 from tost_lm.parallel import sequence
 from tost_lm.testing import run_on_ranks
 from tost_lm.testing.conformance import layer_adapter
@@ -41,7 +43,7 @@ class Found(NamedTuple):
 
 
 def compare_with_one_process() -> list[Found]:
-    return [*compare_layer("T"), *compare_layer("S")]
+    return [*compare_layer("T"), *compare_layer("S"), *compare_layer("D")]
 
 
 def compare_layer(letter: str) -> list[Found]:
@@ -83,10 +85,43 @@ def on_this_rank(
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
     first, *others = run_on_ranks(compare_with_one_process, ranks)
-    assert len(first) == 2 * 12
+    assert len(first) == 3 * 12
     for case, of_others in zip(first, zip(*others, strict=True), strict=True):
         assert case.error < 1e-10, case.where
         for other in of_others:
             assert other.states.keys() == case.states.keys()
             for name, state in case.states.items():
                 assert torch.equal(other.states[name], state), name
+
+
+FAULTS = ("states in the wrong order", "a convolution across cuts", "cu_seqlens divided by the ranks")
+
+
+def error_with(fault: str, gathers: bool) -> float:
+    """The largest error of delta layers on this rank with a fault in them."""
+    ranks, offsets, convolve = dist.get_world_size(), OFFSETS, convolution.short_conv
+    gathered, pass_on = delta_ranks._gathered, cast(Any, sequence.RankShard.pass_on)
+    subject = Subject(layer_adapter("D", ModelConfig(pattern="D", **SETTINGS)), 0)
+    x_BTC = subject.tokens(1, T)
+    expected = subject.results(partial(subject, offsets=OFFSETS, output_state=False), x_BTC, None)
+    if fault == FAULTS[0]:
+        delta_ranks._gathered = lambda x, shard: gathered(x, shard).flip(0)
+        turned: Any = lambda *arguments, reverse=False: pass_on(*arguments, reverse=not reverse)
+        sequence.RankShard.pass_on = turned
+    elif fault == FAULTS[1]:
+        one = lambda x_BTC: LocalDocuments.of(None, len(x_BTC), x_BTC.shape[1], None)
+        convolution.short_conv = lambda x_BTC, weight, **_: convolve(x_BTC, weight, local=one(x_BTC))
+    else:
+        offsets = *sorted({offset // ranks for offset in OFFSETS}), T
+    sequence.ALL_GATHER_RANKS = ranks if gathers else 1
+    split = SequenceSplit((*LENGTHS[: ranks - 1], T - sum(LENGTHS[: ranks - 1])), dist.get_rank())
+    ours = subject.results(partial(on_this_rank, subject, split, offsets, False), x_BTC, None)
+    for x in ours.values():
+        dist.all_reduce(x)
+    return max(subject.differences(ours, expected, fault))[0]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, gathers: bool):
+    assert min(run_on_ranks(error_with, 3, fault, gathers)) > 1e-3

@@ -9,6 +9,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
+from tost_lm.mixers.delta import facts as delta_facts
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import estimate as plan
@@ -72,6 +73,7 @@ def test_messages_of_what_is_computed_again(pattern: str):
         ("TA", {"tile_tokens": 100}),
         ("SA", {"tile_tokens": 100}),
         ("TS", {"tile_tokens": 100, "activation_checkpointing": "full"}),
+        ("DS", {"tile_tokens": 100}),
     ],
 )
 def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
@@ -94,6 +96,19 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
     if tile_tokens == 100:
         found = executed(settings, 4, [0, 3], ALL_GATHER_RANKS=1)
         assert [one.sent for one in found] == [by_kind(on_ranks[rank]) for rank in (0, 3)]
+
+
+@pytest.mark.parametrize("tile_tokens", [256, 100])
+def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """On average: the first and the last rank pass on less."""
+    settings = settings_of(**TINY, heads=8, pattern="DS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
+    for module in (plan, plan_activations, delta_facts):
+        monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
+    on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
+    expected = [one for one in plan.collectives(planned(settings)) if one.kind == "all-to-all"]
+    sent = [measured.sent["all_to_all_single"] for measured in on_ranks]
+    assert {calls for calls, _ in sent} == {sum(one.calls for one in expected)}
+    assert sum(size for _, size in sent) == 4 * sum(one.input_bytes for one in expected)
 
 
 def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:

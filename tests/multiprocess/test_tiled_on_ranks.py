@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
 from test_parallel_layouts import GRAD_CLIP
@@ -66,6 +67,8 @@ def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
 def test_float64(tensor: int, sequence: int):
     tokens, labels = packed_batch()
     found = run_on_ranks(tiled_on_ranks, tensor * sequence, tensor, sequence)
+    if sequence > 1:
+        found += run_on_ranks(by_all_to_alls, tensor * sequence, tiled_on_ranks, tensor, sequence)
     for at, (number, tile_tokens, offsets) in enumerate(CASES):
         cu_seqlens = offsets and torch.tensor(offsets)
         true_loss, true = loss_and_gradients(drawn_model(number), tokens, labels, cu_seqlens=cu_seqlens)

@@ -14,6 +14,7 @@ from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.sizes import PASSED_SLICES
 from tost_lm.testing import Traffic, run_on_ranks
 from tost_lm.testing.ranks import Sent
 
@@ -130,6 +131,28 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
             # A row on average: where ranks do not divide the columns, the first ranks scan one more.
             second = zip(*([size for _, size in way[1::2]] for way in ways), strict=True)
             assert [sum(sizes) for sizes in second] == [ranks * size for size in expected]
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_delta_layers_pass_states_on_whatever_the_length_and_the_ranks(ranks: int):
+    """After two all-to-alls of the convolution; the backward in reverse. The last rank passes no state on."""
+    cases = [
+        Case(tokens=1024, pattern="D"),
+        Case(tokens=16384, pattern="D"),
+        Case(tokens=1024, pattern="D", layers=2, sequences=3),
+        Case(tokens=1024, pattern="D", offsets=PACKED),
+        Case(tokens=64, pattern="D", recomputed="but what was received"),
+    ]
+    K = V = C // H
+    hops = ranks + min(V, PASSED_SLICES) - 2
+    for rank, on_rank in enumerate(run_on_ranks(by_all_to_alls, ranks, sent_in_steps, cases)):
+        for case, (forward, backward) in zip(cases, on_rank, strict=True):
+            for way, passes in ((forward, rank < ranks - 1), (backward[::-1], rank > 0)):
+                assert {kind for kind, _ in way} == {OTHER_KIND}
+                for layer in range(case.layers):
+                    of_layer = [size for _, size in way[layer * (hops + 2) : (layer + 1) * (hops + 2)]]
+                    assert sum(of_layer[2:]) == passes * case.sequences * 4 * H * K * V, case
+                assert len(way) == case.layers * (hops + 2), case
 
 
 @pytest.mark.parametrize(("run", "collectives"), [(partial, 1), (partial(partial, by_all_to_alls), 2)])

@@ -140,10 +140,6 @@ class MixerFacts(ABC):
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
 
     @abstractmethod
-    def most_sequence_ranks(self) -> int | None:
-        """The most ranks that can share a sequence; None: any number."""
-
-    @abstractmethod
     def channels_in(self, model: "ModelConfig") -> int:
         """Channels that the first projection computes."""
 
@@ -186,6 +182,16 @@ class MixerFacts(ABC):
         all tensor ranks together."""
 
     @abstractmethod
+    def passed_on_bytes(self, load: Load) -> float:
+        """Bytes of a row's states that a sequence rank passes on to the next in a forward, and of their gradients in a
+        backward, for all tensor ranks together."""
+
+    @abstractmethod
+    def summed_bytes(self, load: Load) -> float:
+        """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange, for
+        all tensor ranks together."""
+
+    @abstractmethod
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         """Channels of tokens that sequence ranks receive of a tile of `tokens` tokens."""
 
@@ -222,16 +228,20 @@ class RecurrentFacts(MixerFacts):
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         return None
 
-    def most_sequence_ranks(self) -> int | None:
-        return None
-
     def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
         return NO_FLOPS
 
     def received_bytes(self, load: Load) -> float:
         if load.sequence == 1:
             return 0.0
-        return load.exchanged_rows * self.exchanged_bytes(load, backward=False) / load.tokens_here / load.tensor
+        received = load.exchanged_rows * self.exchanged_bytes(load, backward=False) + self.passed_on_bytes(load)
+        return received / load.tokens_here / load.tensor
+
+    def passed_on_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def summed_bytes(self, load: Load) -> float:
+        return 0.0
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return self.state_bytes(load)

@@ -222,6 +222,11 @@ class SequenceShard(Protocol):
     @property
     def split(self) -> SequenceSplit: ...
 
+    @property
+    def gathers(self) -> bool:
+        """Whether `exchange_rows` gathers the rows of all ranks; they are few enough then."""
+        ...
+
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """A function of the rows of all R ranks, column by column, in one exchange. Not differentiable.
 
@@ -233,6 +238,21 @@ class SequenceShard(Protocol):
 
         Returns:
             The result of this rank, […, C]. What `function` returns for all ranks alike has the same bits on all.
+        """
+        ...
+
+    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
+        """What the rank before this one passes on; with `reverse` the one after it. Not differentiable.
+
+        Columns go through the ranks in slices: a rank works on one while the next rank works on the one before it.
+
+        Args:
+            like: has the shape […, C] and the dtype of what is passed on, the same on all ranks.
+            function: called with received columns […, c], 0 on the first rank, and the slice of C that these are.
+                Returns what this rank passes on in these columns.
+
+        Returns:
+            All that was received, […, C].
         """
         ...
 

@@ -6,14 +6,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Mesh, all_gather, keep_received
 from tost_lm.parallel.sequence import RankShard
-from tost_lm.parallel.settings import obstacle_to_sequence_ranks
 
 Model = TypeVar("Model", bound=TostLM)
 
@@ -28,11 +26,8 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
     3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
 
     Raises:
-        ConfigError: heads or vocabulary are not divisible by the tensor ranks, or a mixer supports fewer sequence
-            ranks.
+        ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if obstacle := obstacle_to_sequence_ranks(model.config, mesh.sequence.size):
-        raise ConfigError(obstacle)
     if mesh.tensor.size == 1:
         allocate(model)
         return model

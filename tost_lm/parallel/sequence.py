@@ -4,7 +4,8 @@ Softmax attention gathers keys and values, with a window those of each rank's la
 row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients
 in reverse order. A slot layer does so with its states. Each rank needs the sum over earlier ranks (backward: over later
 ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
-so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Shapes as in
+so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer
+gathers maps of states (`tost_lm.mixers.delta.ranks`), or passes states on from rank to rank. Shapes as in
 `tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
-from tost_lm.sizes import ALL_GATHER_RANKS
+from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
 
 
 class RankShard:
@@ -27,10 +28,15 @@ class RankShard:
     def __init__(self, axis: Axis, split: SequenceSplit):
         self.axis, self.split = axis, split
 
+    @property
+    def gathers(self) -> bool:
+        """Implements `SequenceShard.gathers`."""
+        return self.axis.size <= ALL_GATHER_RANKS
+
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """`SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
         R, C = self.axis.size, row.shape[-1]
-        if R <= ALL_GATHER_RANKS:
+        if self.gathers:
             return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank].clone()  # frees the other ranks'
         columns = SequenceSplit.even(C, R, self.axis.rank)
         own = [columns.end - columns.start] * R
@@ -39,6 +45,27 @@ class RankShard:
         result_R = function(row_R, slice(columns.start, columns.end))
         returned = all_to_all(result_R.flatten(1, -2).mT.flatten(0, 1), own, columns.lengths, self.axis)
         return returned.T.contiguous().unflatten(0, result_R.shape[1:-1])
+
+    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
+        """`SequenceShard.pass_on`: an all-to-all a hop, in which ranks send a slice to their neighbour only."""
+        R, rank, C = self.axis.size, self.axis.rank, like.shape[-1]
+        place, after, before = (R - 1 - rank, rank - 1, rank + 1) if reverse else (rank, rank + 1, rank - 1)
+        count = min(C, PASSED_SLICES)
+        columns = [SequenceSplit.even(C, count, i) for i in range(count)]
+        slices = [slice(one.start, one.end) for one in columns]
+        received = [torch.zeros_like(like[..., one]) for one in slices]
+        nothing = like.new_empty(0)
+        for hop in range(R + count - 2):
+            number, sent, sizes, expected = hop - place, nothing, [0] * R, [0] * R
+            if place < R - 1 and 0 <= number < count:
+                sent = function(received[number], slices[number]).flatten()
+                sizes[after] = len(sent)
+            if arrives := place > 0 and 0 <= number + 1 < count:
+                expected[before] = received[number + 1].numel()
+            found = all_to_all(sent, sizes, expected, self.axis)
+            if arrives:
+                received[number + 1] = found.view_as(received[number + 1])
+        return torch.cat(received, -1)
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Implements `SequenceShard.gather`."""

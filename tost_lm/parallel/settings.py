@@ -101,12 +101,3 @@ def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
             "choose a divisor of them"
         )
     return None
-
-
-def obstacle_to_sequence_ranks(model: ModelConfig, ranks: int) -> str | None:
-    """Why `ranks` sequence ranks cannot share a sequence; None: they can."""
-    for facts in facts_of(model.pattern):
-        limit = facts.most_sequence_ranks()
-        if limit is not None and ranks > limit:
-            return f"the {facts.letter} layers of model.pattern support up to {limit} sequence ranks; lower parallel.sequence"
-    return None

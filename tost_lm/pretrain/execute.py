@@ -2,9 +2,10 @@
 whether the collectives of all ranks match, and the plan beside them.
 
 Ranks are in one class if all their tensors have equal shapes: those with slices of equal length, with equal numbers of
-documents and of the operators' chunks in each tile, and with columns to scan for other ranks in the same exchanges. In
-an A layer also the lengths of documents and of what they attend to are equal. The lengths of documents may differ
-otherwise, and the tensors that a partition of ZeRO consists of.
+documents and of the operators' chunks in each tile, and with columns to scan for other ranks in the same exchanges.
+Sequence ranks that pass states on are in classes of their own. In an A layer also the lengths of documents and of what
+they attend to are equal. The lengths of documents may differ otherwise, and the tensors that a partition of ZeRO
+consists of.
 
 Everything of the step runs: the loader, the model, its parallel layers, and at ZeRO stages 0 to 2 DeepSpeed.
 """
@@ -21,7 +22,7 @@ import torch
 from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.mixers.registry import mixer_class
+from tost_lm.mixers.registry import facts_of, mixer_class
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.parallel.agreement import rank_numbers
 from tost_lm.parallel.fake_rank import FakeRank, fake_world, ranks_of_group
@@ -29,6 +30,7 @@ from tost_lm.parallel.mesh import Axis, Mesh, build_mesh
 from tost_lm.parallel.zero import own_state, summed_gradients
 from tost_lm.pretrain.loop import build_training_engine
 from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan.activations import load_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.step import build_batches, tiling_of, train_step
 from tost_lm.pretrain.tiled import Tile, tile, tile_batches
@@ -239,10 +241,13 @@ def execute(config: PlanConfig, corpora: Corpora, log: Callable[[str], None]) ->
     messages, peak = run(0)
     # In an all-to-all of statistics, ranks scan different numbers of columns: those vectors of `rows` that are unequal.
     columns = sorted({rows for message in messages for rows in message.rows or () if len({*rows}) > 1})
+    # States that are passed on go from each sequence rank to another one.
+    passes = any(facts.passed_on_bytes(load_of(config)) for facts in facts_of(config.model.pattern))
     keys: dict[Hashable, list[int]] = {}
     for rank, shape in enumerate(of_rank):
         place = layout.coordinates(rank)[1]
-        keys.setdefault((shape, tuple(rows[place] for rows in columns)), []).append(rank)
+        scanned = tuple(rows[place] for rows in columns)
+        keys.setdefault((shape, scanned, place if passes else None), []).append(rank)
     classes = []
     for number, ranks in enumerate(keys.values()):
         if ranks[0]:

@@ -12,7 +12,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
-from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_sequence_ranks, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
 from tost_lm.parallel.timeouts import Timeouts
 
 
@@ -260,8 +260,6 @@ class PretrainConfig(Section):
     @model_validator(mode="after")
     def _model_fits_ranks(self) -> "PretrainConfig":
         if obstacle := obstacle_to_tensor_ranks(self.model, self.parallel.tensor):
-            raise ValueError(obstacle)
-        if obstacle := obstacle_to_sequence_ranks(self.model, self.parallel.sequence):
             raise ValueError(obstacle)
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
             raise ValueError(

@@ -12,9 +12,10 @@ normalized 8·h·K; what the state lacks of the values 4·H·V; the output's nor
 gate, product and the input of the output projection; 24·H + 16·h for rates and lengths; a state 4·H·K·V for each group
 of chunks. With several sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
-A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
-ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V in the backward; and the
-convolution's tokens.
+A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Up to
+`ALL_GATHER_RANKS` sequence ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V
+in the backward; more pass states of 4·H·K·V bytes on, in both. All exchange the convolution's tokens. Between tiles
+they add up the states in float64, and their gradients.
 """
 
 from typing import TYPE_CHECKING
@@ -57,10 +58,6 @@ class DeltaFacts(RecurrentFacts):
         if heads % ranks == 0:
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
-
-    def most_sequence_ranks(self) -> int | None:
-        """Beyond, the columns of a state are scanned by several ranks, and each would need the maps of all."""
-        return ALL_GATHER_RANKS
 
     def channels_in(self, model: "ModelConfig") -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""
@@ -107,7 +104,14 @@ class DeltaFacts(RecurrentFacts):
         sizes = Sizes.of(load.model)
         columns = sizes.value_size if backward else sizes.key_size + 2 * sizes.value_size
         taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
-        return 4 * sizes.value_heads * sizes.key_size * columns + taps
+        return taps + (4 * sizes.value_heads * sizes.key_size * columns if load.sequence <= ALL_GATHER_RANKS else 0)
+
+    def passed_on_bytes(self, load: Load) -> float:
+        return self.summed_bytes(load) / 2 if load.sequence > ALL_GATHER_RANKS else 0.0
+
+    def summed_bytes(self, load: Load) -> float:
+        sizes = Sizes.of(load.model)
+        return 8 * sizes.value_heads * sizes.key_size * sizes.value_size
 
 
 DELTA = DeltaFacts()

@@ -1,9 +1,10 @@
 """Sequence ranks of the gated delta rule.
 
 The tokens of a document on a rank are an affine map of its state, S → M S + C. M [K, K] depends on the tokens, so a
-scan column by column (`ops/exchange.py`) does not fit: the owner of some columns would need M of all ranks. Each rank
-gathers the maps of all ranks instead, and scans them. Their size does not depend on the length. They are float32, or
-float64 for float64 values, also where the tokens are computed by kernels of 16 bits.
+scan column by column (`ops/exchange.py`) does not fit: the owner of some columns would need M of all ranks. Up to
+`ALL_GATHER_RANKS` ranks gather the maps of all ranks instead, and each scans them. More ranks pass states on, from each
+to the next, and in the backward their gradients from each to the one before. Neither depends on the length. Maps and
+states are float32, or float64 for float64 values, also where the tokens are computed by kernels of 16 bits.
 
 Only a document that crosses the border to the next rank needs a map: the last one of a rank, or all rows if each row is
 a document. X below is their number, R that of ranks.
@@ -72,40 +73,48 @@ def _starts(local: LocalDocuments, shard: SequenceShard) -> tuple[bool, ...]:
 
 
 class _Scan(torch.autograd.Function):
-    """The states before each rank's first tokens. The forward and the backward gather one tensor of each rank."""
+    """The states before each rank's first tokens."""
 
     @staticmethod
     def forward(
         ctx, map_XHKE: Tensor, own_XHKV: Tensor, shard: SequenceShard, starts_R: tuple[bool, ...], continues: bool
     ) -> Tensor:
-        V = own_XHKV.shape[-1]
+        V, rank = own_XHKV.shape[-1], shard.split.rank
         # The states before the documents that begin on a rank are those of this rank only.
-        sent = torch.cat([map_XHKE, own_XHKV.to(map_XHKE.dtype)], -1)
-        added_R, map_R, own_R = _gathered(sent, shard).split([V, map_XHKE.shape[-1] - V, V], -1)
-        previous_R, after = [], torch.zeros_like(own_R[0])
-        before_R = [after]
-        for added, matrix, own, starts in zip(added_R, map_R, own_R, starts_R, strict=True):
-            previous_R.append(own if starts else after)
-            after = added + matrix @ previous_R[-1]
-            before_R.append(after)
-        rank = shard.split.rank
+        own, starts = own_XHKV.to(map_XHKE.dtype), starts_R[rank]
+        if shard.gathers:
+            added_R, map_R, own_R = _gathered(torch.cat([map_XHKE, own], -1), shard).split([V, own.shape[-2], V], -1)
+            before = torch.zeros_like(own)
+            for r in range(rank):
+                before = added_R[r] + map_R[r] @ (own_R[r] if starts_R[r] else before)
+            maps = map_R.contiguous()
+        else:
+            added, matrix = map_XHKE.split([V, own.shape[-2]], -1)
+            before = shard.pass_on(own, lambda before, c: added[..., c] + matrix @ (own[..., c] if starts else before))
+            maps = matrix[None].contiguous()
         ctx.shard, ctx.starts_R, ctx.continues, ctx.dtype = shard, starts_R, continues, own_XHKV.dtype
-        ctx.save_for_backward(map_R.contiguous(), previous_R[rank])
-        return before_R[rank].to(own_XHKV.dtype) if continues else own_XHKV.clone()
+        ctx.save_for_backward(maps, own if starts else before)
+        return before.to(own_XHKV.dtype) if continues else own_XHKV.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_before: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        map_R, previous = ctx.saved_tensors
-        d_before_R, rank = _gathered(d_before.to(map_R.dtype), ctx.shard), ctx.shard.split.rank
-        d_after = torch.zeros_like(d_before_R[0])
-        for r in reversed(range(rank + 1, len(ctx.starts_R))):
-            # Before rank r's first tokens, which its last document passes on unless it begins there.
-            passed = 0 if ctx.starts_R[r] else map_R[r].mT @ d_after
-            d_after = d_before_R[r] + passed
+        (maps, previous), shard, starts_R, rank = ctx.saved_tensors, ctx.shard, ctx.starts_R, ctx.shard.split.rank
+        # What arrives before a rank's first tokens its last document passes on, unless it begins there.
+        d_here = d_before.to(maps.dtype) if ctx.continues else torch.zeros_like(previous)
+        if shard.gathers:
+            matrix, d_R = maps[rank], _gathered(d_here, shard)
+            d_after = torch.zeros_like(d_here)
+            for r in reversed(range(rank + 1, len(starts_R))):
+                d_after = d_R[r] if starts_R[r] else d_R[r] + maps[r].mT @ d_after
+        else:
+            matrix, starts = maps[0], starts_R[rank]
+            d_after = shard.pass_on(
+                d_here, lambda d, c: d_here[..., c] if starts else d_here[..., c] + matrix.mT @ d, reverse=True
+            )
         d_own = torch.zeros_like(d_before) if ctx.continues else d_before
-        if ctx.starts_R[rank]:
-            d_own = d_own + (map_R[rank].mT @ d_after).to(ctx.dtype)
+        if starts_R[rank]:
+            d_own = d_own + (matrix.mT @ d_after).to(ctx.dtype)
         return torch.cat([d_after, d_after @ previous.mT], -1), d_own, None, None, None
 
 
@@ -143,5 +152,5 @@ def _gathered(x: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def _summed(x: Tensor, shard: SequenceShard) -> Tensor:
-    total = shard.exchange_rows(x.flatten(), lambda row_RC, _: row_RC.sum(0).expand_as(row_RC))
+    total = shard.exchange_rows(x.reshape(1, -1), lambda row_R1C, _: row_R1C.sum(0).expand_as(row_R1C))
     return total.view_as(x)

@@ -70,9 +70,6 @@ class SoftmaxFacts(MixerFacts):
             )
         return None
 
-    def most_sequence_ranks(self) -> int | None:
-        return None
-
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width + 2 * kv_width(model)
 
@@ -132,6 +129,12 @@ class SoftmaxFacts(MixerFacts):
         return 2 * load.element_bytes * kv_width(load.model) * max(0, load.model.softmax.window - 1)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+        return 0.0
+
+    def passed_on_bytes(self, load: Load) -> float:
+        return 0.0
+
+    def summed_bytes(self, load: Load) -> float:
         return 0.0
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:

@@ -27,7 +27,7 @@ from tost_lm.pretrain.plan.activations import (
 )
 from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
-from tost_lm.sizes import ALL_GATHER_RANKS
+from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
 
@@ -285,7 +285,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one.
+    results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
     """
     parallel, model, k, load = config.parallel, config.model, config.micro_batches, load_of(config)
     ranks, tensor, mixers = parallel.sequence, parallel.tensor, facts_of(config.model.pattern)
@@ -293,7 +293,9 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     exchanging = [facts for facts in mixers if facts.exchanged_bytes(load, backward=False)]
     again, backwards = sends_again(config), tiles(config)
     passes = tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1) + again * tiles(config)
-    calls = 2 * (passes + backwards) * k * sum(facts.layers(model) for facts in exchanging)
+    passing = [facts for facts in mixers if facts.passed_on_bytes(load)]
+    exchanges = sum(facts.layers(model) * (1 if facts in passing else 2) for facts in exchanging)
+    calls = (passes + backwards) * k * exchanges
     in_layers = sum(
         facts.layers(model)
         * (
@@ -308,6 +310,18 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     else:
         sent = load.exchanged_rows * statistics
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
+    # States between tiles, forward and, where the gradient goes through them, again and backward.
+    between = (tiles(config) - 1) * ((1 if config.train.truncate_tokens else 3) + again) * k
+    if summed := between * sum(facts.layers(model) for facts in mixers if facts.summed_bytes(load)):
+        row = rows * between * sum(facts.layers(model) * facts.summed_bytes(load) for facts in mixers) / tensor
+        kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
+        yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
+    for facts in passing:
+        times = (passes + backwards) * k * facts.layers(model)
+        hops = times * (ranks + PASSED_SLICES - 2)
+        # On average: the last rank does not pass states on, nor the first one gradients.
+        sent = times * rows * facts.passed_on_bytes(load) / tensor * (ranks - 1) / ranks
+        yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
     for facts in mixers:
         starts = range(0, config.row_tokens, config.tile_tokens)
         of_tiles = [facts.gathered_tokens(load, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
