@@ -60,11 +60,16 @@ class Slices:
 class Slice:
     """A `SequenceShard`."""
 
+    gathers = True
+
     def __init__(self, slices: Slices, rank: int) -> None:
         self._slices, self.split = slices, SequenceSplit(LENGTHS, rank)
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         return self._slices.exchange(self.split.rank, row, function)
+
+    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
+        raise NotImplementedError
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         raise NotImplementedError
