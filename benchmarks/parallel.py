@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from pydantic import Field, PositiveInt
 
 from benchmarks import measure
-from benchmarks.parallel_cells import SEQUENCE, TENSOR, bytes_sent_by_a_layer, model_settings, time_in_turns
 from tost_lm.config import Section, run_program, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
@@ -29,7 +28,7 @@ from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 OURS, RING, ULYSSES, LASP2 = "TSSA, tost_lm", "Ring Attention", "DeepSpeed Ulysses", "LASP-2"
-NO_AXIS, DATA = "none", "data"
+NO_AXIS, DATA, SEQUENCE, TENSOR = "none", "data", "sequence", "tensor"
 
 
 class TrafficConfig(Section):
@@ -116,6 +115,8 @@ def traffic_by_formula(tokens: int, ranks: int, heads: int, channels: int) -> di
 
 def traffic_cells(traffic: TrafficConfig) -> list[dict[str, Any]]:
     """A cell for each number of ranks and length: `bytes` by method, and whether ours are `counted`."""
+    from benchmarks.parallel_cells import bytes_sent_by_a_layer
+
     cells = []
     for ranks in traffic.ranks:
         for tokens in sorted(set(traffic.tokens)):
@@ -123,7 +124,8 @@ def traffic_cells(traffic: TrafficConfig) -> list[dict[str, Any]]:
             counted = tokens <= traffic.count_up_to
             if counted:
                 by_formula = by_method[OURS]
-                sent = bytes_sent_by_a_layer(ranks, tokens, traffic.heads, traffic.channels)
+                model = model_settings(1, traffic.heads, traffic.heads * traffic.channels, 256)
+                sent = bytes_sent_by_a_layer(ranks, tokens, model)
                 by_method[OURS] = Bytes(sent, sent / by_formula.sent * by_formula.received)
             cell = {
                 "work": "traffic", "ranks": ranks, "tokens": tokens, "heads": traffic.heads, "counted": counted,
@@ -176,6 +178,8 @@ def traffic_notes(traffic: TrafficConfig) -> str:
 
 def scaling_cells(scaling: ScalingConfig, model: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A cell for each axis and number of ranks; one rank has no axis."""
+    from benchmarks.parallel_cells import time_in_turns
+
     cells = []
     for ranks in sorted(set(scaling.ranks)):
         for axis in (DATA, SEQUENCE, TENSOR) if ranks > 1 else (NO_AXIS,):
@@ -228,6 +232,12 @@ def _require_even_shards(config: ParallelBenchmarkConfig, model: ModelConfig) ->
             f"traffic.tokens {min(config.traffic.tokens)} are fewer than traffic.ranks {max(config.traffic.ranks)}: "
             "give each rank at least one token"
         )
+
+
+def model_settings(layers: int, heads: int, width: int, vocab_size: int) -> dict[str, Any]:
+    """Settings of a model that reads sequences of any length."""
+    shape = {"layers": layers, "heads": heads, "width": width, "vocab_size": vocab_size}
+    return {"pattern": "T", "positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **shape}
 
 
 if __name__ == "__main__":

@@ -29,16 +29,10 @@ EXCHANGES = {"all_gather_into_tensor", "all_to_all_single"}
 SEQUENCE, TENSOR = "sequence", "tensor"
 
 
-def model_settings(layers: int, heads: int, width: int, vocab_size: int) -> dict[str, Any]:
-    """Settings of a model that reads sequences of any length."""
-    shape = {"layers": layers, "heads": heads, "width": width, "vocab_size": vocab_size}
-    return {"pattern": "T", "positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **shape}
-
-
-def bytes_sent_by_a_layer(ranks: int, tokens: int, heads: int, channels: int) -> float:
+def bytes_sent_by_a_layer(ranks: int, tokens: int, model: Mapping[str, Any]) -> float:
     """Bytes that a rank passes to collectives in forward and backward of a model with one TSSA layer, for one
     sequence: the mean over ranks. Nothing else in the model communicates."""
-    return mean(run_on_ranks(_bytes_sent, ranks, tokens, heads, heads * channels, timeout_s=LIMIT_S))
+    return mean(run_on_ranks(_bytes_sent, ranks, tokens, model, timeout_s=LIMIT_S))
 
 
 def time_in_turns(axis: str, ranks: int, model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, Any]:
@@ -88,11 +82,11 @@ class ExchangeClock(TorchDispatchMode):
         return result
 
 
-def _bytes_sent(tokens: int, heads: int, width: int) -> int:
+def _bytes_sent(tokens: int, settings: Mapping[str, Any]) -> int:
     world = start_world("cpu")
     mesh = build_mesh(world, ParallelConfig(sequence=world.size))
     split = even_split(mesh, tokens)
-    model = _model(model_settings(1, heads, width, 256), mesh)
+    model = _model(settings, mesh)
     tokens_BT = split.shard(torch.zeros(1, tokens, dtype=torch.int64))
     with Traffic() as traffic:
         output = model(tokens_BT, labels=tokens_BT, label_count=tokens, output_state=False, shard=shard_of(mesh, split))
