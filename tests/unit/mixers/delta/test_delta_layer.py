@@ -14,7 +14,6 @@ from tost_lm.mixers.delta.layer import DELTA_RULE, DeltaMixer, unit_length
 from tost_lm.model import ModelConfig
 from tost_lm.ops.initialization import initialize
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 WIDTH = 12
@@ -70,14 +69,6 @@ def test_a_compiled_graph_expects_the_shapes_that_come(offsets: list[int] | None
     tensors = [*drawn[:3], -drawn[3], drawn[4], None, info.state_offsets]
     for ours, fake in zip(DELTA_RULE._run(info, tensors, wanted), DELTA_RULE._fake(tensors, wanted), strict=True):
         assert (ours.shape, ours.dtype) == (fake.shape, fake.dtype)
-
-
-def test_more_sequence_ranks_than_maps_are_gathered_of_are_refused():
-    model = {"pattern": "D", "layers": 1, "heads": 2, "width": WIDTH}
-    tree = {"model": model, "data": {"folder": "x"}, "run": {"name": "r"}, "parallel": {"sequence": 17}}
-    train = {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_len": 34}
-    with pytest.raises(ConfigError, match=r"the D layers of model\.pattern support up to 16 sequence ranks; lower"):
-        validate(PretrainConfig, {**tree, "train": train}, "test")
 
 
 def test_sizes_follow_the_model_and_value_heads_are_a_multiple_of_key_heads():
