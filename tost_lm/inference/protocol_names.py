@@ -2,9 +2,8 @@
 
 HELDOUT, SAMPLE, TEXT, POSITIONS = "heldout@bpb", "sample", "text@bpb", "positions"
 
-MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES = "memberships@3", "tokens", "coding_rate@2", "subspaces"
-STREAM, INFLUENCE, ABLATIONS, SLOTS = "stream", "influence", "ablations@2", "slots"
-ANALYSES = (MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, SLOTS)
+MEMBERSHIPS, CODING_RATE, ABLATIONS, SLOTS = "memberships@3", "coding_rate@2", "ablations@2", "slots"
+ANALYSES = (MEMBERSHIPS, CODING_RATE, ABLATIONS, SLOTS)
 
 NEEDLE = "needle@words"
 VARIABLE_TRACKING = "vt@own-words"

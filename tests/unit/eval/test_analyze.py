@@ -11,7 +11,7 @@ import torch
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.eval.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
+from tost_lm.eval.analysis import ablations, coding_rate, memberships, slots
 from tost_lm.eval.commands.analyze import main
 from tost_lm.eval.sections import evaluation_sections
 from tost_lm.eval.settings import AnalyzeConfig, TextConfig
@@ -66,48 +66,6 @@ def test_contexts_beyond_the_positions_are_skipped(run_folder: Path, analyzed, c
     assert f"Over all positions it explains {percentages} (by layer)" in section
 
 
-def test_token_preferences_are_written_and_reported(run_folder: Path, analyzed):
-    results, output, section, charts = analyzed("tokens", tokens.section, sequences=16)
-    for name, fractions in results["explained"].items():
-        assert f"the {name} explains, by layer: {' '.join(f'{fraction:.1%}' for fraction in fractions)}" in output
-    listed = [
-        (layer, head, words["most"])
-        for layer, heads in enumerate(results["layers"], start=1)
-        for head, words in enumerate(heads, start=1)
-    ]
-    layer, head, most = next(row for row in listed if row[2])
-    assert all(word["tokens"] >= 5 and word["surplus"] * word["tokens"] ** 0.5 >= 4 for word in most)
-    first = f"“{most[0]['text'].replace(' ', '␣')}” {most[0]['surplus']:+.1f} ± {most[0]['tokens'] ** -0.5:.1f}"
-    assert f"| {layer} | {head} | {first}" in section
-    explained = charts["f/explained"].rows
-    assert [row[1] for row in explained] == [100 * fraction for fraction in results["explained"]["word"]]
-    assert len(charts["f/word_classes"].rows) == 2 * 2 * len(results["word_classes"])
-    assert sum(results["word_class_tokens"]) == 16 * 16
-    coloured = (run_folder / "eval/tokens/text.html").read_text()
-    assert coloured.count('<p class="text">') == 2
-    assert coloured.count('title="head ') + coloured.count('title="no head') == 2 * 16
-
-
-def test_residual_stream_is_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("stream", stream.section)
-    assert sum(group["tokens"] for group in results["groups"]) == 3 * 16
-    assert results["groups"][0]["kept"][0] == pytest.approx(1)
-    for number, layer in enumerate(results["layers"], start=1):
-        longest = layer["longest"][0]
-        assert f"{longest['medians']:.1f} medians: {longest['text']!r} at position {longest['position']}" in output
-        assert f"| {number} | {layer['median']:.3g} | {layer['long_share']:.2%} | " in section
-    assert [row[1] for row in charts["f/stream"].rows] == results["groups"][0]["update"]
-
-
-def test_influence_is_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("influence", influence.section)
-    assert "after one earlier token is replaced, 12 tokens" in output
-    assert results["distance_ends"] == [1, 2, 4, 8]
-    cells = [f"{results['mean'][i][2]:#.2g} ± {results['standard_error'][i][2]:#.2g}" for i in (0, 1)]
-    assert f"| 4 | {cells[0]} | {cells[1]} |" in section
-    assert [row[1] for row in charts["f/influence"].rows] == results["mean"][0]
-
-
 def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_model, tokenizer, analyzed):
     first, _, _, charts = analyzed("coding_rate@2", coding_rate.section)
     assert [row["step"] for row in first["steps"]] == [100]
@@ -131,17 +89,6 @@ def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_mode
     assert [row[0] for row in charts["f/coding_rate_steps"].rows] == [100, 200]
     gap = results["layers"][1]["variational"]["mean"] - results["layers"][1]["coding"]["mean"]
     assert charts["f/coding_rate_steps"].rows[1][-1] == pytest.approx(gap)
-
-
-def test_subspaces_are_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("subspaces", subspaces.section)
-    layers = results["layers"]
-    assert "effective rank" in output
-    assert charts["f/subspaces"].rows[1] == [1, 1, 2, layers[0]["overlap"][0][1]]
-    for number, layer in enumerate(layers, start=1):
-        assert 1 <= layer["mean"]["effective_rank"] <= layer["channels"] == 8
-        assert f"| {number} | {layer['mean']['effective_rank']:.1f} of 8 | " in section
-        assert f" | {layer['spanned']} | {layer['outside']:.2%} |" in section
 
 
 def test_ablations_are_written_and_reported(analyzed):
@@ -195,7 +142,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
     assert report.startswith("# Model export\n")
     assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
     assert "## Coding rates (coding\\_rate@2)" in report
-    assert (export / "eval/report/influence.pdf").read_bytes().startswith(b"%PDF")
+    assert (export / "eval/report/ablations.pdf").read_bytes().startswith(b"%PDF")
     main(run_folder, settings())
     own = results_of(run_folder, "coding_rate@2")
     assert rates["layers"] == own["layers"]

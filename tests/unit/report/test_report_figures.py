@@ -14,12 +14,7 @@ from matplotlib.text import Text
 
 from tost_lm.eval.analysis.ablations import ablations_chart
 from tost_lm.eval.analysis.coding_rate import change_chart, steps_chart
-from tost_lm.eval.analysis.influence import influence_chart
-from tost_lm.eval.analysis.layers import WORD_CLASSES
 from tost_lm.eval.analysis.memberships import position_chart as memberships_chart
-from tost_lm.eval.analysis.stream import information_chart
-from tost_lm.eval.analysis.subspaces import overlap_chart
-from tost_lm.eval.analysis.tokens import classes_chart, explained_chart
 from tost_lm.report.page import Chart
 from tost_lm.report.protocols import extrapolation_chart
 from tost_lm.report.record import Curve, position_curves_chart, step_chart
@@ -59,7 +54,7 @@ def rate(mean: float) -> dict[str, float]:
     return {"mean": mean, "standard_error": 0.01}
 
 
-def analysis(layers: int, heads: int) -> Iterator[Chart]:
+def analysis(layers: int) -> Iterator[Chart]:
     by_layer = [FALLING] * layers
     yield memberships_chart({
         "concentration_by_position": by_layer, "score_spread_by_position": by_layer,
@@ -68,16 +63,6 @@ def analysis(layers: int, heads: int) -> Iterator[Chart]:
     rates = [{"coding_change": rate(-0.1), "variational_change": rate(-0.2), "gap": rate(12.0)}] * layers
     yield change_chart(rates)
     yield steps_chart([{"step": step, "layers": rates} for step in (100_000, 350_000, 600_000)])
-    yield influence_chart({"distance_ends": ENDS, "mean": by_layer, "standard_error": None})
-    yield explained_chart({name: [0.5] * layers for name in ("word", "word class", "document")})
-    for classes in (1, len(WORD_CLASSES)):
-        yield classes_chart({
-            "word_class_surplus": np.ones((layers, classes, heads)).tolist(),
-            "word_classes": [*WORD_CLASSES][:classes], "word_class_tokens": [1_234_567] * classes,
-        })  # fmt: skip
-    yield overlap_chart([{"overlap": np.full((heads, heads), 0.2).tolist(), "chance_overlap": 1 / heads}] * layers)
-    group = {"from_nats": 10.5, "to_nats": 12.5, "update": [0.1] * layers, "concentration": [0.1] * layers}
-    yield information_chart([group | {"kept": [0.1] * layers}] * 4)
     names = ("as it is", "uniform", "by position", "constant moments")
     loss = {"nats_per_token": 3.0, "change": 0.0012345, "standard_error": 0.001}
     yield ablations_chart([{"name": name, **loss} for name in names[:2]])
@@ -94,7 +79,7 @@ CHARTS: dict[str, Callable[[], Iterable[Chart]]] = {
     "needle": lambda: starmap(needle, ((1, 1), (2, 3), (5, 3), (11, 6))),
     "tasks": lambda: starmap(tasks, ((1, 1), (9, 6))),
     **{f"{len(x)} steps": partial(training, x) for x in ([1], range(3), range(10, 161, 10), range(0, 600_001, 1000))},
-    **{f"{layers} layers": partial(analysis, layers, heads) for layers, heads in ((1, 2), (4, 6), (48, 25))},
+    **{f"{layers} layers": partial(analysis, layers) for layers in (1, 4, 48)},
 }
 
 

@@ -1,12 +1,11 @@
-"""Input of the analyses: held-out text with the information and word class of its tokens, and the inputs, memberships
-and outputs of the TSSA layers of a model while it processes tokens.
+"""Input of the analyses: held-out text, and the inputs, memberships and outputs of the TSSA layers of a model while
+it processes tokens.
 
 Shapes: B rows, N sequences, T tokens, S tokens of context, V vocabulary, K different tokens of the text or documents,
 H heads, D channels per head, C channels. Standard errors are over documents.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,30 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tost_lm.data.shards import Concatenation, Shards, token_counts
-from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.interface import token_text
+from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.errors import DataError
-from tost_lm.mixers.tssa.layer import BidirectionalTssa, TssaMixer, bias_of
-from tost_lm.mixers.tssa.naive import TssaState, bidirectional_scores, memberships, token_scores
+from tost_lm.mixers.tssa.layer import TssaMixer, bias_of
+from tost_lm.mixers.tssa.naive import TssaState, memberships, token_scores
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
-
-WORD_CLASSES: Mapping[str, str] = {
-    "end of text": r"",
-    "line break": r"\s*\n\s*",
-    "spaces": r"\s+",
-    "number": r"\s*\d+",
-    "letters after a space": r"\s+[^\W\d_]\w*",
-    "letters without a space": r"[^\W\d_]\w*",
-    "incomplete character": "\\s*\ufffd+",
-    "punctuation": r"\s*(?:[^\w\s]|_)+\s*",
-    "other": r".*",
-}
-"""Patterns by class. A token belongs to the first class whose pattern it matches."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +64,6 @@ def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) 
     ends = np.cumsum(np.concatenate(shards.lengths("valid")), dtype=np.int64)
     documents_NT = np.searchsorted(ends, starts[:, None] + np.arange(tokens), "right")
     return HeldoutText(flat.view(sequences, tokens), torch.from_numpy(documents_NT), context_S)
-
-
-def unigram_information(shards: Shards) -> Tensor:
-    """−ln of each token's relative frequency in the held-out text, nats [V]; ∞ for tokens that do not occur."""
-    count_V = token_counts(shards, "valid")
-    return -torch.from_numpy(count_V / count_V.sum()).log()
-
-
-def word_classes(tokenizer: Tokenizer, tokens_K: Tensor) -> Tensor:
-    """Index in `WORD_CLASSES` of each token's class [K]."""
-    patterns = [re.compile(pattern, re.DOTALL) for pattern in WORD_CLASSES.values()]
-    texts = [token_text(tokenizer, token) for token in tokens_K.tolist()]
-    found = [next(i for i, pattern in enumerate(patterns) if pattern.fullmatch(text)) for text in texts]
-    return torch.tensor(found, device=tokens_K.device)
 
 
 TILE_TOKENS = 2048
@@ -190,11 +160,9 @@ def project(mixer: TssaMixer, z_BTC: Tensor) -> Tensor:
 
 
 def layer_scores(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, info: SequenceInfo) -> Tensor:
-    """Token scores z [B, T, H] of a layer that is called with this state. A bidirectional layer reads whole rows."""
+    """Token scores z [B, T, H] of a layer that is called with this state."""
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
-    if isinstance(mixer, BidirectionalTssa):
-        return bidirectional_scores(w_sq_BTHD, mixer.temp.to(dtype))
     energy_BTHD = w_sq_BTHD.cumsum(1)
     count_BT = torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device).expand(w_BTHD.shape[:2])
     if state is not None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.eval.analysis.layers import HeldoutText, LayerTile, observe_layers, run_in_tiles, tssa_mixers
 from tost_lm.inference.protocol_names import MEMBERSHIPS
 from tost_lm.markdown import table
@@ -195,9 +194,6 @@ class Analysis:
 
     model: TostLM
     text: HeldoutText
-    tokenizer: Tokenizer
-    information_V: Tensor
-    """Unigram information in nats."""
 
     @property
     def sequences(self) -> Tensor:

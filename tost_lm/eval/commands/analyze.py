@@ -1,14 +1,12 @@
-"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, influence, ages, ablations.
+"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, ages, ablations.
 
     tost eval analyze runs/demo
 
-Memberships Π: concentration by position; variance explained by position, word, word class and document; typical words
-of each head; change after more context. Layers: the coding rate R_c of the tokens and its variational form R_var,
-before and after the layer's branch, also for each retained checkpoint; subspaces of the heads; frequent and rare tokens
-and token norms in the residual stream; influence of a replaced token by distance; loss with ablations of the operator.
-Slot layers: half-lives, and the effective memory length of each head, the mean age of what it reads.
-Writes results.json to eval/memberships@3, tokens (with text.html, a text coloured by head), coding_rate@2, subspaces,
-stream, influence, ablations@2 and slots. docs/analysis.md explains the results.
+Memberships Π: concentration and variance explained by position; change after more context. Layers: the coding rate R_c
+of the tokens and its variational form R_var, before and after the layer's branch, also for each retained checkpoint;
+loss with ablations of the operator. Slot layers: half-lives, and the effective memory length of each head, the mean age
+of what it reads. Writes results.json to eval/memberships@3, coding_rate@2, ablations@2 and slots. docs/analysis.md
+explains the results.
 """
 
 import time
@@ -32,23 +30,14 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST, read_model_config
     from tost_lm.checkpointing.run_folder import step_folders
     from tost_lm.files import sha256_file
-    from tost_lm.inference.protocol_names import (
-        ABLATIONS,
-        CODING_RATE,
-        INFLUENCE,
-        MEMBERSHIPS,
-        SLOTS,
-        STREAM,
-        SUBSPACES,
-        TOKENS,
-    )
+    from tost_lm.inference.protocol_names import ABLATIONS, CODING_RATE, MEMBERSHIPS, SLOTS
     from tost_lm.inference.subject import Subject
 
     subject = Subject.find(path)
     model = read_model_config(subject.checkpoint)
     names = [SLOTS] if "S" in model.pattern else []
     if "T" in model.pattern and model.heads > 1:
-        names = [MEMBERSHIPS, TOKENS, CODING_RATE, SUBSPACES, STREAM, INFLUENCE, ABLATIONS, *names]
+        names = [MEMBERSHIPS, CODING_RATE, ABLATIONS, *names]
     if not names:
         raise ConfigError(
             f"{subject.home}: no slot layer, and no TSSA layer with several heads: model.pattern={model.pattern}, "
@@ -65,18 +54,13 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if not wanted:
         return
 
-    from tost_lm.eval.analysis import ablations, coding_rate, influence, memberships, slots, stream, subspaces, tokens
+    from tost_lm.eval.analysis import ablations, coding_rate, memberships, slots
 
     analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
-    page = subject.results_path(TOKENS).with_name("text.html")
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
         MEMBERSHIPS: (partial(memberships.measure, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
-        TOKENS: (partial(tokens.measure, page=page), _print_tokens),
         CODING_RATE: (partial(coding_rate.measure, kept=kept), _print_coding_rates),
-        SUBSPACES: (subspaces.measure, _print_subspaces),
-        STREAM: (stream.measure, _print_stream),
-        INFLUENCE: (influence.measure, _print_influence),
         ABLATIONS: (ablations.measure, _print_ablations),
         SLOTS: (slots.measure, _print_slots),
     }
@@ -90,7 +74,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
 
 def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
     """The model and its held-out text. Raises DataError if that is too short."""
-    from tost_lm.eval.analysis.layers import read_text, unigram_information
+    from tost_lm.eval.analysis.layers import read_text
     from tost_lm.eval.analysis.memberships import Analysis, fitting_contexts
     from tost_lm.inference.subject import pick_device
     from tost_lm.interop.load import load
@@ -100,7 +84,7 @@ def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_c
     amounts = settings.context_tokens if with_contexts else []
     contexts = fitting_contexts(model.config, amounts, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.context_length, max(contexts, default=0))
-    return Analysis(model, text.to(device), shards.tokenizer(), unigram_information(shards))
+    return Analysis(model, text.to(device))
 
 
 def _print_memberships(found: dict[str, Any]) -> None:
@@ -122,11 +106,6 @@ def _print_memberships(found: dict[str, Any]) -> None:
     print(f"over all positions, by layer: {_join(found['explained_by_position'], '.1%')}")
 
 
-def _print_tokens(found: dict[str, Any]) -> None:
-    for name, fractions in found["explained"].items():
-        print(f"fraction of the variance at a position that the {name} explains, by layer: {_join(fractions, '.1%')}")
-
-
 def _print_coding_rates(found: dict[str, Any]) -> None:
     print(f"coding rates in nats (change by the layer's branch), {found['sequences']} sequences:")
     for number, layer in enumerate(found["layers"], start=1):
@@ -140,35 +119,6 @@ def _print_coding_rates(found: dict[str, Any]) -> None:
         print(f"step {row['step']:>7,}: change of R_var by layer {changes}")
     for problem in found["left_out_checkpoints"]:
         print(f"skipped checkpoint: {problem}")
-
-
-def _print_subspaces(found: dict[str, Any]) -> None:
-    print("subspaces of the heads, means over heads:")
-    for number, layer in enumerate(found["layers"], start=1):
-        mean = layer["mean"]
-        print(
-            f"TSSA layer {number:<5}effective rank {mean['effective_rank']:.1f} of {layer['channels']}  "
-            f"non-orthogonality {mean['orthogonality']:.3f}  overlap {mean['overlap']:.3f} (chance "
-            f"{layer['chance_overlap']:.3f})  outside {layer['outside']:.1%} of the tokens' energy"
-        )
-
-
-def _print_stream(found: dict[str, Any]) -> None:
-    print("tokens by unigram information: relative update by the branch, and cosine with the first TSSA layer's input,")
-    print("by layer:")
-    for group in found["groups"]:
-        nats = f"{group['from_nats']:.1f} to {group['to_nats']:.1f} nats"
-        print(f"{nats:<19}update {_join(group['update'], '#.2g')}  cosine {_join(group['kept'])}")
-    print(f"fraction of tokens with a norm above {found['long_medians']:g} medians, and the largest norm:")
-    for number, layer in enumerate(found["layers"], start=1):
-        longest = layer["longest"][0]
-        at = f"{longest['text']!r} at position {longest['position']:,}"
-        print(f"TSSA layer {number:<5}{layer['long_share']:.2%}, {longest['medians']:.1f} medians: {at}")
-
-
-def _print_influence(found: dict[str, Any]) -> None:
-    print(f"relative change of a layer's output after one earlier token is replaced, {found['swaps']} tokens:")
-    _print_rows("tokens later", found["distance_ends"], found["mean"], form="#.2g")
 
 
 def _print_ablations(found: dict[str, Any]) -> None:
