@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
 from benchmarks.forms.mixers import MIXERS, Form, Mixer
-from tost_lm.eval.small_models import PUBLISHED_WIDTH
+from tost_lm.eval.recall import PUBLISHED_WIDTH
 from tost_lm.ops.initialization import INITIAL_STD
 
 

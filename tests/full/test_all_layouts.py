@@ -2,7 +2,6 @@
 
 import pytest
 from test_checksums import assert_flips_are_found
-from test_encoder_on_ranks import assert_ranks_equal_one_process
 from test_evaluation_on_layouts import assert_evaluated_as_one_process
 from test_exactness import MODELS, assert_training_equals_one_process
 from test_parallel_layouts import GRAD_CLIP, train_in_stages
@@ -37,7 +36,3 @@ def test_every_flipped_bit_is_found_and_named():
 
 def test_every_layout_evaluates_as_one_process():
     assert_evaluated_as_one_process([(2, 2), (1, 4)])
-
-
-def test_an_encoder_on_four_tensor_ranks_equals_one_process():
-    assert_ranks_equal_one_process(4, 1)

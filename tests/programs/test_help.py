@@ -27,8 +27,6 @@ PATHS = {
     "tost train": ["configs/pretrain/demo.toml"],
     "tost extend": ["runs/some", "extend.folder=longer", "extend.max_positions=9"],
     "tost eval recall": ["configs/eval/mqar.toml"],
-    "tost eval lra": ["configs/eval/lra.toml"],
-    "tost vision train": ["configs/vision/cifar10.toml"],
     "tost eval suite": ["runs/some", "configs/eval/suite_demo.toml"],
     "tost eval text": ["runs/some", "text.file=some.txt"],
     "tost convert": ["ckpt.pt", "convert.folder=x"],

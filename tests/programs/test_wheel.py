@@ -44,7 +44,6 @@ EXTRAS = {
     "tost_lm.mixers.slots.triton": {"triton"},
     "tost_lm.mixers.tssa.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
-    "tost_lm.extra.encoder.ranks": {"megatron"},
     "tost_lm.parallel.tensor": {"megatron"},
     "tost_lm.pretrain.execute": {"psutil"},
     "tost_lm.parallel.graceful_stop": {"psutil"},

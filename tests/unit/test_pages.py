@@ -84,7 +84,7 @@ def test_packages_are_installed_from_a_checkout_by_extras_that_exist():
         text = path.read_text()
         assert not re.search(r"pip install\s+['\"]?tost", text), f"{path}: no package index has the project"
         named.update(re.findall(r"(?:install_hint\(['\"]|pip\s+install\s+'\.\[)([a-z0-9-]+)", text))
-    assert named >= {"train", "hf", "vision"}
+    assert named >= {"train", "hf"}
     assert named <= tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 

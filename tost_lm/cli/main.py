@@ -30,18 +30,12 @@ COMMANDS = {
         "eval positions": "tost_lm.eval.commands.positions",
         "eval text": "tost_lm.eval.commands.text",
         "eval recall": "tost_lm.eval.commands.recall",
-        "eval lra": "tost_lm.extra.lra.command",
         "eval analyze": "tost_lm.eval.commands.analyze",
         "eval suite": "tost_lm.eval.commands.suite",
         "eval compare": "tost_lm.eval.commands.compare",
         "eval verify": "tost_lm.eval.commands.verify",
         "eval contamination": "tost_lm.eval.commands.contamination",
         "report": "tost_lm.eval.commands.report",
-    },
-    "Image classifiers": {
-        "vision train": "tost_lm.extra.vision.commands.train",
-        "vision eval": "tost_lm.extra.vision.commands.eval",
-        "vision analyze": "tost_lm.extra.vision.commands.analyze",
     },
     "Generation and other formats": {
         "generate": "tost_lm.cli.generate",
@@ -120,7 +114,7 @@ def refuse(command: str) -> NoReturn:
     fix = "run tost --help"
     if meant := SYNONYMS.get(command.split()[-1].lower().replace("_", "-")):
         fix = f"write {meant}"
-    elif near := get_close_matches(command, [*MODULES, "prepare", "eval", "vision"], n=1):
+    elif near := get_close_matches(command, [*MODULES, "prepare", "eval"], n=1):
         fix = f"did you mean tost {near[0]}? {fix}"
     print(f"error: unknown command: tost {command}; {fix}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)

@@ -1,1 +1,1 @@
-"""Models and measurements beside language models: image classifiers and the tasks of Long-Range Arena."""
+"""Models that are no language models: the released image classifiers."""

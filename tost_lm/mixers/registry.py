@@ -38,11 +38,6 @@ def mixer_class(letter: str) -> Any:
     return facts.plugin.layer if facts.plugin else import_module(f"tost_lm.mixers.{facts.folder}.layer").MIXER
 
 
-def bidirectional_class(letter: str) -> Any:
-    """The layer whose tokens read their whole document."""
-    return import_module(f"tost_lm.mixers.{FACTS[letter].folder}.layer").BIDIRECTIONAL
-
-
 def facts_of(letters: str) -> list[MixerFacts]:
     """The facts of the mixers in a pattern, each once."""
     return [facts for letter, facts in FACTS.items() if letter in letters]

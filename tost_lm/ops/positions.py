@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor, to_device
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
 from tost_lm.ops.registered import handle_for
 
 SINUSOIDAL_BASE = 10000.0
@@ -112,14 +111,6 @@ class SequenceInfo:
 def state_rows(rows: int, state_offsets: Tensor | None) -> int:
     """Rows of the state that a call on this many `rows` returns, from what a compiled graph knows."""
     return rows if state_offsets is None else len(state_offsets) - 1
-
-
-def reverse(x_BTC: Tensor, info: SequenceInfo) -> Tensor:
-    """The tokens of each document in reverse order."""
-    if info.cu_seqlens is None:
-        return x_BTC.flip(1)
-    backwards = tuple(i for start, end in pairwise(info.local.offsets) for i in reversed(range(start, end)))
-    return x_BTC[:, int64_tensor(backwards, x_BTC.device)]
 
 
 def position_ends(tokens: int) -> list[int]:

@@ -8,7 +8,6 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.extra.vision.settings import VisionTrainConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import learning_rate
 from tost_lm.pretrain.plan.fit import complete, memory_problem
@@ -32,20 +31,6 @@ def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
     assert memory_problem(config) is None
     words = re.findall(r"configs/pretrain/(\w+).toml", path.read_text())
     assert set(words) <= {other.stem for other in path.parent.glob("*.toml")}
-
-
-@pytest.mark.parametrize("path", sorted((CONFIGS / "vision").glob("*.toml")), ids=lambda path: path.stem)
-def test_fine_tuning_of_images_follows_the_released_program(path: Path):
-    config = load_config(VisionTrainConfig, path)
-    optim, train = config.optim, config.train
-    assert (optim.kind, optim.lr, optim.weight_decay, optim.beta1, optim.beta2) == ("adamw", 1e-4, 0.01, 0.9, 0.999)
-    assert (train.epochs, train.batch_size, config.data.image_size, optim.grad_clip) == (200, 256, 224, 0.0)
-    steps = 200 * 196
-    rates = [learning_rate(step, steps, optim) for step in (0, (steps - 1) // 2, steps - 1)]
-    assert rates == pytest.approx([1e-4, 5e-5, 0.0], rel=1e-4)
-    classes = {"cifar10": 10, "cifar100": 100, "flowers102": 102, "pets": 37}
-    assert config.model.classes == classes[config.run.name]
-    assert config.run.name == path.stem
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.settings import VisionConfig
-from tost_lm.mixers.softmax.layer import BidirectionalSoftmax, KeyValueState
+from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
 from tost_lm.mixers.tssa.layer import BidirectionalTssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
@@ -80,7 +80,7 @@ class StochasticDepth(LayerScale):
         return x_BTC * (x_BTC.new_empty(len(x_BTC), 1, 1).bernoulli_(kept) / kept)
 
 
-class ClassAttention(BidirectionalSoftmax):
+class ClassAttention(SoftmaxMixer):
     """Softmax attention of the first token, the class token, to all tokens."""
 
     def forward(self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_step
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.positions import SequenceInfo, reverse, state_rows
+from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.ops.short_conv import CONVOLUTION
@@ -114,21 +114,7 @@ class SlotMixer(TokenMixer):
         return -self.log_rate.to(statistics_dtype(self.log_rate)).exp()
 
 
-class BidirectionalSlots(nn.Module):
-    """Slot memory in both directions: half of the heads read a document from its start, the others from its end."""
-
-    def __init__(self, config: "ModelConfig"):
-        super().__init__()
-        half = config.model_copy(update={"heads": config.heads // 2})
-        self.from_start, self.from_end = SlotMixer(half), SlotMixer(half)
-
-    def forward(self, x_BTC: Tensor, state: None, info: SequenceInfo) -> tuple[Tensor, None]:
-        y_BTC, _ = self.from_start(x_BTC, None, info)
-        backwards_BTC, _ = self.from_end(reverse(x_BTC, info), None, info)
-        return y_BTC + reverse(backwards_BTC, info), None
-
-
-MIXER, BIDIRECTIONAL = SlotMixer, BidirectionalSlots
+MIXER = SlotMixer
 
 
 def memberships(scores_BTHS: Tensor, temp_H: Tensor) -> Tensor:

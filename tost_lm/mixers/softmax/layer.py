@@ -161,20 +161,7 @@ class SoftmaxMixer(TokenMixer):
         return q, k, v
 
 
-class BidirectionalSoftmax(SoftmaxMixer):
-    """Softmax attention of all tokens of a document, by torch's kernels."""
-
-    def forward(self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo) -> tuple[Tensor, None]:
-        qkv = self.project(x_BTC, info)
-        if info.cu_seqlens is None:
-            y_BHTD = scaled_dot_product_attention(*qkv)
-        else:
-            documents = zip(*(x.split(info.local.lengths, 2) for x in qkv), strict=True)
-            y_BHTD = torch.cat([scaled_dot_product_attention(*document) for document in documents], 2)
-        return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), None
-
-
-MIXER, BIDIRECTIONAL = SoftmaxMixer, BidirectionalSoftmax
+MIXER = SoftmaxMixer
 
 
 def _head_norm(config: "ModelConfig") -> nn.Module:

@@ -71,7 +71,7 @@ class BidirectionalTssa(TssaMixer):
         return self.out_proj(y_BTHD.flatten(-2)), None
 
 
-MIXER, BIDIRECTIONAL = TssaMixer, BidirectionalTssa
+MIXER = TssaMixer
 
 
 def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:

@@ -1,1 +1,0 @@
-"""The bidirectional encoder of documents and images (docs/encoder.md)."""
