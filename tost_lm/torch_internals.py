@@ -4,6 +4,7 @@
     torch._C._dispatch_tls_local_include_set, ._dispatch_tls_local_exclude_set,
     ._ForceDispatchKeyGuard                                                     autograd inside of an operator
     torch.ops._c10d_functional                                                  collectives that graphs may contain
+    torch.ops.aten._flash_attention_forward                                     flash attention of packed documents
     torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
     DataLoader iterators' _workers and _shutdown_workers, and Python's
     Queue._on_queue_feeder_error                                                worker processes
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -172,3 +174,30 @@ def _flight_record() -> dict[str, Any]:
             for group, name in distributed_c10d._world.pg_names.items()
         }
     return record
+
+
+def flash_attention(
+    q_MHD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    query_offsets_N1: Tensor,
+    key_offsets_N1: Tensor,
+    longest_query: int,
+    longest_key: int,
+    window: int,
+) -> Tensor:
+    """Causal flash attention in documents, differentiable; the last query of each attends to its last key.
+
+    The public `torch.nn.attention.varlen.varlen_attn` calls this operator. Until torch 2.11 it has no window, and no
+    gradients of it are possible for parts of the keys.
+
+    Args:
+        q_MHD, k_SGD, v_SGD: on CUDA, in a 16-bit type; D is a multiple of 8 and at most 256, G divides H.
+        query_offsets_N1, key_offsets_N1: int32, on the device.
+        longest_query, longest_key: tokens of the longest document.
+        window: a query attends to its own token and the window − 1 tokens before it; 0: all before it.
+    """
+    return torch.ops.aten._flash_attention_forward(
+        q_MHD, k_SGD, v_SGD, query_offsets_N1, key_offsets_N1, longest_query, longest_key, 0.0, not window, False,
+        window_size_left=window - 1 if window else -1, window_size_right=0,
+    )[0]  # fmt: skip

@@ -25,6 +25,8 @@ class Flops(NamedTuple):
 
 
 NO_FLOPS = Flops(0, 0)
+BLOCK_LAUNCHES = 36
+"""Operations of a block around its mixer: norms, LayerScale, MLP and sums."""
 
 
 class OwnNumbers(NamedTuple):
@@ -161,7 +163,7 @@ class MixerFacts(ABC):
 
     @abstractmethod
     def launches(self) -> int:
-        """Operations of a layer for a tile of a micro-batch, forward and backward."""
+        """Operations of a block for a tile of a micro-batch, forward and backward, as `benchmarks.launches` counts."""
 
     @abstractmethod
     def stored_bytes(self, load: Load) -> float:

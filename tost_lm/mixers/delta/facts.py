@@ -28,7 +28,7 @@ from tost_lm.mixers.delta.settings import (
     GROUP_ELEMENTS,
     Sizes,
 )
-from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ class DeltaFacts(RecurrentFacts):
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
     def launches(self) -> int:
-        """Assumed: as in an S layer."""
-        return 110
+        return 174 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         sizes, e = Sizes.of(load.model), load.element_bytes

@@ -29,7 +29,7 @@ forward and its gradient backward. Recomputation keeps up to 16 of them for each
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS, TRITON_SLOT_CHUNK_TOKENS
 
@@ -64,8 +64,7 @@ class SlotsFacts(RecurrentFacts):
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
     def launches(self) -> int:
-        """103 that torch's dispatcher counts, and the 6 kernels of slot memory."""
-        return 110
+        return 107 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         model, e = load.model, load.element_bytes

@@ -16,7 +16,7 @@ of each rank; recomputation keeps what was received.
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.facts import NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
 from tost_lm.mixers.softmax.settings import kv_width
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class SoftmaxFacts(MixerFacts):
         return NO_FLOPS
 
     def launches(self) -> int:
-        """Torch's dispatcher counts 74."""
-        return 80
+        return 38 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         model, e, ranks = load.model, load.element_bytes, load.sequence

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
+from tost_lm.mixers.softmax.attention import KeysAndValues, attend_packed, attend_rows
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
@@ -20,88 +20,6 @@ from tost_lm.ops.registered import Registered
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
-
-MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
-
-
-def causal_attention(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int = 0, before_B: Tensor | None = None
-) -> Tensor:
-    """Attention of the last T of S tokens, each to itself and the tokens before it.
-
-    Args:
-        q_BHTD: queries of the last T tokens.
-        k_BGSD: keys of all S ≥ T tokens. With G < H heads, each is that of H/G adjacent heads of the queries.
-        v_BGSD: their values.
-        window: a token attends to itself and the window − 1 tokens before it; 0: to all tokens before it.
-        before_B: int64, the number of tokens of each row before the last T. Keys further left are padding, which is
-            masked. None: no padding.
-
-    Returns:
-        y [B, H, T, D]. Without earlier keys and with a window of all tokens, torch's causal kernel computes it (flash
-        attention where available). Otherwise it is computed for one tile of queries at a time, with the keys in its
-        window.
-    """
-    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
-    window = min(window or S, S)
-    # On a GPU, only the kernels of 16-bit types share keys between heads; others would compute T × T scores.
-    grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
-    kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
-    if before_B is None and window == S and T in (1, S) and kernel_exists:
-        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=T == S, enable_gqa=grouped)
-    tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
-    sizes = [min(tile, T - start) for start in range(0, T, tile)]
-    # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
-    key_tiles, value_tiles = k_BGSD.split([S - T, *sizes], 2), v_BGSD.split([S - T, *sizes], 2)
-    first_key = None if before_B is None else (S - T - before_B)[:, None, None, None]
-    start, ys = S - T, []
-    starts = [0]  # of the key tiles
-    for n, q in enumerate(q_BHTD.split(sizes, 2), 1):
-        starts.append(start)
-        first = max(i for i in range(n + 1) if starts[i] <= max(0, start - window + 1))
-        tiles = *key_tiles[first : n + 1], *value_tiles[first : n + 1]
-        ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
-        start += q.shape[2]
-    return torch.cat(ys, 2)
-
-
-class _Tile(torch.autograd.Function):
-    """The backward computes a tile again instead of storing its mask and its copy of the keys."""
-
-    @staticmethod
-    def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
-        device = qkv[0].device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.where = query_start, key_start, window
-        ctx.save_for_backward(first_key, *qkv)
-        return _attend(*ctx.where, first_key, *qkv)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_key, *qkv = ctx.saved_tensors
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        with torch.enable_grad(), torch.autocast(*ctx.autocast):
-            y_BHTD = _attend(*ctx.where, first_key, *leaves)
-        return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
-
-
-def _attend(
-    query_start: int, key_start: int, window: int, first_key: Tensor | None, q_BHTD: Tensor, *keys_and_values: Tensor
-) -> Tensor:
-    half = len(keys_and_values) // 2
-    k_BGSD, v_BGSD = torch.cat(keys_and_values[:half], 2), torch.cat(keys_and_values[half:], 2)
-    k_BHSD, v_BHSD = (x.repeat_interleave(q_BHTD.shape[1] // x.shape[1], 1) for x in (k_BGSD, v_BGSD))
-    i_T1 = torch.arange(query_start, query_start + q_BHTD.shape[2], device=q_BHTD.device)[:, None]
-    j_S = torch.arange(key_start, key_start + k_BHSD.shape[2], device=q_BHTD.device)
-    visible = (j_S <= i_T1) & (j_S > i_T1 - window)
-    if first_key is not None:
-        visible = visible & (j_S >= first_key)
-    return scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
-
-
-KeysAndValues = tuple[Tensor, Tensor]
-"""Each [B, H, S, D]; H may be fewer heads than those of the queries."""
 
 
 class KeyValueState(NamedTuple):
@@ -154,18 +72,21 @@ class SoftmaxMixer(TokenMixer):
     def project(self, x_BTC: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
         heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
-        q, k, v = heads_BHTD.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        read_BHTD, v = heads_BHTD.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
+            read_BHTD = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         if info.rotary is not None:
-            q, k = apply_rotary(q, info.rotary), apply_rotary(k, info.rotary)
+            read_BHTD = apply_rotary(read_BHTD, info.rotary)  # of both: half of the operations
+        q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
         return q, k, v
 
 
 MIXER = SoftmaxMixer
 
 
-def _head_norm(config: "ModelConfig") -> nn.Module:
-    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.softmax.qk_norm else nn.Identity()
+def _head_norm(config: "ModelConfig") -> nn.Module | None:
+    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.softmax.qk_norm else None
 
 
 @dataclass(frozen=True)
@@ -211,7 +132,7 @@ class _Attention:
             up_to_here = _append(state, tokens, up_to_here)
             sequence = up_to_here if alone else _append(state, tokens, sequence)
         before_B = info.position[:, 0] if info.position.dim() == 2 else None
-        y = causal_attention(q, *self._in_reach(up_to_here, q), self.window, before_B)
+        y = attend_rows(q, self._in_reach(up_to_here, q), self.window, before_B)
         return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
@@ -226,23 +147,26 @@ class _Attention:
             return _append(row, info.start_positions[n], of_document)
 
         # Of earlier ranks' tokens, only the first document here has some.
-        earlier = up_to_here[0].shape[2] - q.shape[2]
-        before = min(earlier, local.before[0])
-        sizes = [before + local.lengths[0], *local.lengths[1:]]
-        documents = zip(*(_last(x, before + q.shape[2]).split(sizes, 2) for x in up_to_here), strict=True)
-        ys = []
-        for n, q_n, of_document in zip(range(N)[local.documents], q.split(local.lengths, 2), documents, strict=True):
-            k_n, v_n = self._in_reach(with_state(n, of_document), q_n)
-            ys.append(causal_attention(q_n, k_n, v_n, self.window))
+        before = min(up_to_here[0].shape[2] - q.shape[2], local.before[0])
+        kv = _last_of_both(up_to_here, before + q.shape[2])
+        keys = before + local.lengths[0], *local.lengths[1:]
+        if state is not None and local.documents.start < len(state.key):
+            split = zip(*(x.split(keys, 2) for x in kv), strict=True)
+            documents = [with_state(n, document) for n, document in enumerate(split, local.documents.start)]
+            kv = torch.cat([k for k, _ in documents], 2), torch.cat([v for _, v in documents], 2)
+            keys = tuple(k.shape[2] for k, _ in documents)
+        if self.window and (beyond := keys[0] - (local.lengths[0] + self.window - 1)) > 0:
+            kv, keys = _last_of_both(kv, sum(keys) - beyond), (keys[0] - beyond, *keys[1:])
+        y = attend_packed(q, kv, local.lengths, keys, self.window)
         if not info.output_state:
-            return torch.cat(ys, 2), None
+            return y, None
         if info.output_state == "last":
             ends = [with_state(N - 1, _last_of_both(sequence, local.whole_lengths[-1]))]
         else:
             whole = zip(*(x.split(local.whole_lengths, 2) for x in sequence), strict=True)
             ends = [with_state(n, of_document) for n, of_document in enumerate(whole)]
         states = (_right_aligned([self._in_window(end[i]) for end in ends]) for i in (0, 1))
-        return torch.cat(ys, 2), KeyValueState(*states)
+        return y, KeyValueState(*states)
 
     def _in_reach(self, kv: KeysAndValues, q: Tensor) -> KeysAndValues:
         """Without what is before the first query's window."""

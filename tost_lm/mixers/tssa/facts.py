@@ -31,7 +31,7 @@ ranks exchange one number per token for the softmax over all heads, and three in
 
 from typing import TYPE_CHECKING
 
-from tost_lm.mixers.facts import Flops, Load, OwnNumbers, RecurrentFacts
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class TssaFacts(RecurrentFacts):
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
     def launches(self) -> int:
-        """Assumed: as in an A layer, of which torch's dispatcher counts 74."""
-        return 80
+        return 64 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         C, H = load.model.width, load.model.heads

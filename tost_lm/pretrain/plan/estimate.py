@@ -171,7 +171,7 @@ def recomputed_flops(config: PlanConfig) -> float:
 
 
 def operations_per_layer(config: PlanConfig) -> float:
-    """Launches in a layer for a tile of a micro-batch, averaged over layers: assumed, not counted."""
+    """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
     model = config.model
     return sum(facts.layers(model) * facts.launches() for facts in facts_of(model.pattern)) / model.layers
 

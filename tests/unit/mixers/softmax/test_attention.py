@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tost_lm.mixers.softmax.layer import causal_attention
+from tost_lm.mixers.softmax.attention import causal_attention
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int, before_B: Tensor | None) -> Tensor:

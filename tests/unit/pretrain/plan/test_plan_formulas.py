@@ -204,10 +204,9 @@ def test_compiled_blocks_that_are_computed_again_receive_again():
     assert (again.calls, again.input_bytes) == (1.5 * kept.calls, 1.5 * kept.input_bytes)
 
 
-def test_slot_layers_launch_operations_for_the_chunks_that_are_scanned_at_once():
-    assert plan.operations_per_layer(planned(BASE)) == 80
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=S")) == 110
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (80 + 110) / 2
+def test_launches_are_those_of_the_layers():
+    assert plan.operations_per_layer(planned(BASE)) == 100
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (100 + 143) / 2
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():

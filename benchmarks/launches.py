@@ -1,0 +1,62 @@
+"""Operations that a GPU would launch for a micro-batch of packed documents, counted without a GPU.
+
+    python -m benchmarks.launches
+
+The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are not computed: Triton kernels and flash
+attention are counted and return what is in memory. Counted are operations of torch's dispatcher that are no views, and
+launches of Triton kernels; a fused matrix product is one operation, and an operation may launch more than one kernel.
+The counts depend on the layers and on the documents, not on the width. Output: one table, and benchmarks/results/.
+"""
+
+from typing import Any
+
+from pydantic import Field, PositiveInt
+
+from benchmarks import measure
+from tost_lm.config import Section, run_program
+
+
+class CountConfig(Section):
+    """What is counted."""
+
+    models: list[str] = Field(default=["T", "S", "D", "A", "tost-base", "slots-base", "hybrid-base"], min_length=1)
+    """Layers, by a letter of `model.pattern`, or presets."""
+    rows: PositiveInt = 16
+    """Rows of a micro-batch, packed into one."""
+    seq_len: PositiveInt = 1024
+    """Tokens of a row."""
+    documents: PositiveInt = 28
+    """Documents in all rows, at least as many as these."""
+
+
+class LaunchesConfig(Section):
+    """Settings of `benchmarks.launches`."""
+
+    count: CountConfig = CountConfig()
+
+
+def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]:
+    from benchmarks.launches_cells import count
+
+    settings = config.count
+    cells = [count(name, settings.rows, settings.seq_len, settings.documents) for name in settings.models]
+    rows = [
+        {
+            "": f"one {cell['model']} layer" if len(cell["model"]) == 1 else cell["model"],
+            "forward": f"{cell['forward']:,}",
+            "backward": f"{cell['backward']:,}",
+            "together": f"{cell['forward'] + cell['backward']:,}",
+        }
+        for cell in cells
+    ]
+    text = (
+        f"{measure.markdown_table(rows)}\n\n{settings.rows} × {settings.seq_len:,} tokens in {cells[0]['documents']} "
+        "documents. Operations that are no views, without the optimizer. Layers are without norm, residual and MLP."
+    )
+    return cells, text
+
+
+main = measure.benchmark("launches", run)
+
+if __name__ == "__main__":
+    run_program(main, name="benchmarks.launches", doc=__doc__ or "", positional="[CONFIG]", config=LaunchesConfig)

@@ -1,0 +1,162 @@
+"""Softmax layers by flash attention: what it is called with, against a transcription of it that runs here in float64.
+
+The numbers of the kernels themselves are in tests/gpu.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from benchmarks.launches_cells import count
+from tost_lm.config import validate
+from tost_lm.mixers.softmax import attention
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.torch_internals import autograd_as_outside
+
+
+def transcription(
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
+    causal: bool, left: int, right: int,
+) -> Tensor:  # fmt: skip
+    """Flash attention of packed documents: the last query of each stands at its last key."""
+    assert offsets_q.dtype == offsets_k.dtype == torch.int32
+    assert len(offsets_q) == len(offsets_k)
+    assert (int(offsets_q[-1]), int(offsets_k[-1])) == (len(q), len(k))
+    assert (longest_q, longest_k) == (int(offsets_q.diff().max()), int(offsets_k.diff().max()))
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert right == 0
+    assert causal == (left < 0)
+    ys = []
+    for (a, b), (c, d) in zip(pairwise(offsets_q.tolist()), pairwise(offsets_k.tolist()), strict=True):
+        keys, values = (x[c:d].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        i, j = torch.arange(d - c - (b - a), d - c)[:, None], torch.arange(d - c)
+        visible = (j <= i) & ((j >= i - left) | causal)
+        scores = torch.einsum("ihd,jhd->hij", q[a:b], keys) * q.shape[-1] ** -0.5
+        ys.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values))
+    return torch.cat(ys)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls of flash attention, which runs wherever CUDA would run it."""
+    made = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, window_size_left: int, window_size_right: int):
+        offsets_q, offsets_k, longest_q, longest_k, dropout, causal, debug = rest
+        assert (dropout, debug) == (0.0, False)
+        where = offsets_q, offsets_k, longest_q, longest_k, causal, window_size_left, window_size_right
+        made.append(where)
+        return transcription(q, k, v, *where), *(q.new_empty(0) for _ in range(4))
+
+    def backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, window_size_left: int, window_size_right: int
+    ):
+        _, _, *offsets_and_longest, _, causal, _, _ = rest
+        with autograd_as_outside(), torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            y = transcription(*leaves, *offsets_and_longest, causal, window_size_left, window_size_right)
+            return torch.autograd.grad(y, leaves, dy)
+
+    monkeypatch.setattr(attention, "flash_runs", lambda _: True)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield made
+    library._destroy()
+
+
+MODELS = {
+    "full": {"softmax": {}},
+    "window": {"softmax": {"window": 7}},
+    "grouped": {"softmax": {"kv_heads": 2, "qk_norm": True, "window": 12}},
+}
+TOKENS = 40
+
+
+def model_of(name: str) -> TostLM:
+    torch.manual_seed(0)
+    shape = {"pattern": "SA", "layers": 2, "heads": 4, "width": 32, "vocab_size": 20, "positions": "none"}
+    return TostLM(validate(ModelConfig, {**shape, **MODELS[name]}, "test")).double()
+
+
+def packed(model: TostLM, tokens: Tensor) -> Tensor:
+    cu_seqlens = torch.tensor([0, 1, 9, 30, 40], dtype=torch.int32)
+    return model(tokens[:1], cu_seqlens=cu_seqlens).logits
+
+
+def in_two_tiles(model: TostLM, tokens: Tensor) -> Tensor:
+    """The second document continues in the second call, which has a third."""
+    first = model(tokens[:1, :21], cu_seqlens=torch.tensor([0, 9, 21]), output_state="last")
+    second = model(tokens[:1, 21:], state=first.state, cu_seqlens=torch.tensor([0, 11, 19]))
+    return torch.cat([first.logits, second.logits], 1)
+
+
+def rows_then_documents(model: TostLM, tokens: Tensor) -> Tensor:
+    """Rows of equal length, then more tokens of each, packed."""
+    first = model(tokens[:, :15])
+    rest = torch.cat([tokens[0, 15:], tokens[1, 15:31]])[None]
+    second = model(rest, state=first.state, cu_seqlens=torch.tensor([0, 25, 41]))
+    return torch.cat([first.logits.flatten(0, 1), second.logits[0]])
+
+
+def rows_in_two_calls(model: TostLM, tokens: Tensor) -> Tensor:
+    first = model(tokens[:, :17])
+    return torch.cat([first.logits, model(tokens[:, 17:], state=first.state).logits], 1)
+
+
+@pytest.mark.parametrize("run", [packed, in_two_tiles, rows_then_documents, rows_in_two_calls])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_the_tiles(
+    name: str, run: Callable[[TostLM, Tensor], Tensor], request: pytest.FixtureRequest
+):
+    model, tokens = model_of(name), torch.randint(20, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def results() -> list[Tensor]:
+        logits = run(model, tokens)
+        pull = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
+        return [logits.detach(), *torch.autograd.grad(logits, list(model.parameters()), pull)]
+
+    by_tiles = results()
+    made = request.getfixturevalue("calls")
+    for ours, theirs in zip(results(), by_tiles, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=1e-11)
+    assert len(made) == (1 if run is packed else 2)
+
+
+def test_all_documents_of_a_call_are_one_call(calls: list[Any]):
+    packed(model_of("window"), torch.zeros(2, TOKENS, dtype=torch.int64))
+    [(queries, keys, longest_query, longest_key, causal, left, right)] = calls
+    assert queries.tolist() == keys.tolist() == [0, 1, 9, 30, 40]
+    assert (longest_query, longest_key, causal, left, right) == (21, 21, False, 6, 0)
+
+
+def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
+    def runs(dtype: torch.dtype, channels: int) -> bool:
+        q = torch.empty(1, 1, 1, channels, dtype=dtype)
+        on_cpu = attention.flash_runs(q)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+            assert not on_cpu
+            return attention.flash_runs(q)
+
+    assert runs(torch.bfloat16, 64)
+    assert runs(torch.float16, 256)
+    assert not runs(torch.float32, 64)
+    assert not runs(torch.bfloat16, 257)
+    assert not runs(torch.bfloat16, 12)
+
+
+@pytest.mark.parametrize("documents", [16, 100])
+def test_operations_on_cuda(documents: int):
+    layer = count("A", 16, 64, documents)
+    assert layer["forward"] <= 20, layer
+    assert layer["backward"] <= 30, layer
+    assert layer["forward_operations"]["aten::_flash_attention_forward"] == 1
+    hybrid = count("hybrid-base", 16, 64, documents)
+    assert hybrid["forward"] + hybrid["backward"] <= 1700, hybrid
+    assert hybrid["forward_operations"]["aten::_flash_attention_forward"] == 3

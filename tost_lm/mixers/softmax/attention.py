@@ -1,0 +1,153 @@
+"""Causal attention of the tokens of one call to those of their document, full or in a sliding window.
+
+On CUDA in 16-bit types it is one call of flash attention for all documents. Elsewhere rows are cut into tiles of
+queries, and documents are attended to one after another: on CPUs, a masked call of several was slower than calls of
+8 tokens.
+
+Shapes: B rows, H heads of queries, G heads of keys and values (each of H/G adjacent ones), T queries, S ≥ T keys, D
+channels a head, M tokens of all documents.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from tost_lm.ops.layout import cached_on_device, to_device
+from tost_lm.torch_internals import flash_attention
+
+MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
+MAX_FLASH_CHANNELS = 256
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""Each [B, G, S, D]."""
+
+
+def flash_runs(q: Tensor) -> bool:
+    """Whether flash attention computes these queries."""
+    channels = q.shape[-1]
+    is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and is_16_bit and channels % 8 == 0 and channels <= MAX_FLASH_CHANNELS
+
+
+def attend_rows(q_BHTD: Tensor, kv: KeysAndValues, window: int, before_B: Tensor | None = None) -> Tensor:
+    """`causal_attention` by the fastest code."""
+    if before_B is not None or not flash_runs(q_BHTD):
+        return causal_attention(q_BHTD, *kv, window, before_B)
+    B, _, T, _ = q_BHTD.shape
+    S = kv[0].shape[2]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, *kv))
+    return _flash(q, k, v, (T,) * B, (S,) * B, window).unflatten(0, (B, T)).transpose(1, 2)
+
+
+def attend_packed(
+    q_1HMD: Tensor, kv: KeysAndValues, lengths: tuple[int, ...], keys: tuple[int, ...], window: int
+) -> Tensor:
+    """`causal_attention` in each document of one row.
+
+    Args:
+        q_1HMD: queries of all documents.
+        kv: keys and values of all documents, of tokens up to the last query of each.
+        lengths: queries of each document.
+        keys: keys of each document.
+
+    Returns:
+        y [1, H, M, D].
+    """
+    if not flash_runs(q_1HMD):
+        documents = zip(q_1HMD.split(lengths, 2), kv[0].split(keys, 2), kv[1].split(keys, 2), strict=True)
+        return torch.cat([causal_attention(*document, window) for document in documents], 2)
+    q, k, v = (x[0].transpose(0, 1) for x in (q_1HMD, *kv))
+    return _flash(q, k, v, lengths, keys, window).transpose(0, 1)[None]
+
+
+def _flash(
+    q_MHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, lengths: tuple[int, ...], keys: tuple[int, ...], window: int
+) -> Tensor:
+    """Flash attention in documents; y [M, H, D]."""
+    queries_N1, keys_N1 = _offsets(lengths, q_MHD.device), _offsets(keys, q_MHD.device)
+    return flash_attention(q_MHD, k_SGD, v_SGD, queries_N1, keys_N1, max(lengths), max(keys), window)
+
+
+@cached_on_device(maxsize=128)
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [N + 1], cached for all layers of a call."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def causal_attention(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int = 0, before_B: Tensor | None = None
+) -> Tensor:
+    """Attention of the last T of S tokens, each to itself and the tokens before it.
+
+    Args:
+        q_BHTD: queries of the last T tokens.
+        k_BGSD: keys of all S ≥ T tokens. With G < H heads, each is that of H/G adjacent heads of the queries.
+        v_BGSD: their values.
+        window: a token attends to itself and the window − 1 tokens before it; 0: to all tokens before it.
+        before_B: int64, the number of tokens of each row before the last T. Keys further left are padding, which is
+            masked. None: no padding.
+
+    Returns:
+        y [B, H, T, D]. Without earlier keys and with a window of all tokens, torch's causal kernel computes it (flash
+        attention where available). Otherwise it is computed for one tile of queries at a time, with the keys in its
+        window.
+    """
+    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+    window = min(window or S, S)
+    # On a GPU, only the kernels of 16-bit types share keys between heads; others would compute T × T scores.
+    grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
+    kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
+    if before_B is None and window == S and T in (1, S) and kernel_exists:
+        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=T == S, enable_gqa=grouped)
+    tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
+    sizes = [min(tile, T - start) for start in range(0, T, tile)]
+    # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
+    key_tiles, value_tiles = k_BGSD.split([S - T, *sizes], 2), v_BGSD.split([S - T, *sizes], 2)
+    first_key = None if before_B is None else (S - T - before_B)[:, None, None, None]
+    start, ys = S - T, []
+    starts = [0]  # of the key tiles
+    for n, q in enumerate(q_BHTD.split(sizes, 2), 1):
+        starts.append(start)
+        first = max(i for i in range(n + 1) if starts[i] <= max(0, start - window + 1))
+        tiles = *key_tiles[first : n + 1], *value_tiles[first : n + 1]
+        ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
+        start += q.shape[2]
+    return torch.cat(ys, 2)
+
+
+class _Tile(torch.autograd.Function):
+    """The backward computes a tile again instead of storing its mask and its copy of the keys."""
+
+    @staticmethod
+    def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
+        device = qkv[0].device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.where = query_start, key_start, window
+        ctx.save_for_backward(first_key, *qkv)
+        return _attend(*ctx.where, first_key, *qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        first_key, *qkv = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            y_BHTD = _attend(*ctx.where, first_key, *leaves)
+        return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
+
+
+def _attend(
+    query_start: int, key_start: int, window: int, first_key: Tensor | None, q_BHTD: Tensor, *keys_and_values: Tensor
+) -> Tensor:
+    half = len(keys_and_values) // 2
+    k_BGSD, v_BGSD = torch.cat(keys_and_values[:half], 2), torch.cat(keys_and_values[half:], 2)
+    k_BHSD, v_BHSD = (x.repeat_interleave(q_BHTD.shape[1] // x.shape[1], 1) for x in (k_BGSD, v_BGSD))
+    i_T1 = torch.arange(query_start, query_start + q_BHTD.shape[2], device=q_BHTD.device)[:, None]
+    j_S = torch.arange(key_start, key_start + k_BHSD.shape[2], device=q_BHTD.device)
+    visible = (j_S <= i_T1) & (j_S > i_T1 - window)
+    if first_key is not None:
+        visible = visible & (j_S >= first_key)
+    return scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
