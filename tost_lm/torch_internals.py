@@ -4,7 +4,8 @@
     torch._C._dispatch_tls_local_include_set, ._dispatch_tls_local_exclude_set,
     ._ForceDispatchKeyGuard                                                     autograd inside of an operator
     torch.ops._c10d_functional                                                  collectives that graphs may contain
-    torch.ops.aten._flash_attention_forward                                     flash attention of packed documents
+    torch.ops.aten._flash_attention_forward, ._flash_attention_backward         flash attention of packed documents
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu                  attention to keys in parts
     torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
     DataLoader iterators' _workers and _shutdown_workers, and Python's
     Queue._on_queue_feeder_error                                                worker processes
@@ -35,6 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TorchDispatchMode", "pytree"]
 GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
 RECORDS = 2000
+FlashOffsets = tuple[Tensor, Tensor, int, int]
+"""Offsets of documents in queries and in keys, int32 [N + 1] on the device, and the tokens of the longest in each."""
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 _PREFIX = "TORCH_FR_DUMP_TEMP_FILE"  # torch's variable: NCCL writes here too if it ends a process first
 
@@ -177,27 +180,52 @@ def _flight_record() -> dict[str, Any]:
 
 
 def flash_attention(
-    q_MHD: Tensor,
-    k_SGD: Tensor,
-    v_SGD: Tensor,
-    query_offsets_N1: Tensor,
-    key_offsets_N1: Tensor,
-    longest_query: int,
-    longest_key: int,
-    window: int,
-) -> Tensor:
-    """Causal flash attention in documents, differentiable; the last query of each attends to its last key.
-
-    The public `torch.nn.attention.varlen.varlen_attn` calls this operator. Until torch 2.11 it has no window, and no
-    gradients of it are possible for parts of the keys.
+    q_MHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, offsets: FlashOffsets, causal: bool = True, window: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Flash attention in documents. The public `torch.nn.attention.varlen.varlen_attn` calls this operator, but has no
+    window until torch 2.11.
 
     Args:
         q_MHD, k_SGD, v_SGD: on CUDA, in a 16-bit type; D is a multiple of 8 and at most 256, G divides H.
-        query_offsets_N1, key_offsets_N1: int32, on the device.
-        longest_query, longest_key: tokens of the longest document.
+        causal: the last query of a document attends to its last key; False: every query to all keys.
         window: a query attends to its own token and the window − 1 tokens before it; 0: all before it.
+
+    Returns:
+        y [M, H, D], differentiable, and the log-sum-exp of the scores [H, M], float32.
     """
-    return torch.ops.aten._flash_attention_forward(
-        q_MHD, k_SGD, v_SGD, query_offsets_N1, key_offsets_N1, longest_query, longest_key, 0.0, not window, False,
-        window_size_left=window - 1 if window else -1, window_size_right=0,
-    )[0]  # fmt: skip
+    y_MHD, log_sum_HM, *_ = torch.ops.aten._flash_attention_forward(
+        q_MHD, k_SGD, v_SGD, *offsets, 0.0, causal and not window, False,
+        window_size_left=window - 1 if window else -1, window_size_right=0 if causal else -1,
+    )  # fmt: skip
+    return y_MHD, log_sum_HM
+
+
+def flash_attention_backward(
+    dy_MHD: Tensor,
+    q_MHD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    y_MHD: Tensor,
+    log_sum_HM: Tensor,
+    offsets: FlashOffsets,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, and of some of the keys and values: y and the log-sum-exp are those of all keys."""
+    random = dy_MHD.new_zeros(2, dtype=torch.uint64), dy_MHD.new_empty(0)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD, log_sum_HM, *offsets, 0.0, causal, *random,
+        window_size_left=-1, window_size_right=0 if causal else -1,
+    )  # fmt: skip
+
+
+def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """y [B, H, T, D], and the log-sum-exp of the scores [B, H, T]; any floating dtype."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def cpu_flash_attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `flash_attention_backward`."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(dy, q, k, v, y, log_sum, 0.0, causal)

@@ -68,16 +68,19 @@ def test_messages_of_what_is_computed_again(pattern: str):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "memory"),
+    ("pattern", "window", "memory"),
     [
-        ("TA", {"tile_tokens": 100}),
-        ("SA", {"tile_tokens": 100}),
-        ("TS", {"tile_tokens": 100, "activation_checkpointing": "full"}),
-        ("DS", {"tile_tokens": 100}),
+        ("TA", 30, {"tile_tokens": 100}),
+        ("SA", 30, {"tile_tokens": 100}),
+        ("SA", 0, {"tile_tokens": 100}),
+        ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
+        ("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}),
+        ("DS", 0, {"tile_tokens": 100}),
     ],
 )
-def test_messages_of_tiles(pattern: str, memory: dict[str, Any]):
-    settings = settings_of(**TINY, pattern=pattern, softmax={"window": 30}, parallel={"sequence": RANKS}, memory=memory)
+def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
+    softmax = {"window": window}
+    settings = settings_of(**TINY, pattern=pattern, softmax=softmax, parallel={"sequence": RANKS}, memory=memory)
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)

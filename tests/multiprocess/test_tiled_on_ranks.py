@@ -12,8 +12,9 @@ from test_parallel_layouts import GRAD_CLIP
 from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
 
 from tost_lm.config import validate
+from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import all_reduce
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.tiled import TiledLM, tile
@@ -33,13 +34,17 @@ MODELS: list[dict[str, Any]] = [
     },
     {"pattern": "T", "tssa": {"membership": "uniform", "denom_bias": "none"}, "positions": "sinusoidal", "bias": False},
     {"pattern": "DDD", "positions": "none"},
+    {"pattern": "DA", "layers": 2, "heads": 4, "positions": "none", "softmax": {"kv_heads": 2, "qk_norm": True}},
+    {"pattern": "A", "positions": "none", "softmax": {}},  # computed again in the backward
 ]
+CHECKPOINTED = len(MODELS) - 1
 
 
 CASES = [  # model, tokens of a tile, packed documents
     # T = 26 is 9 + 9 + 8 or 13 + 13.
     (0, 9, None), (0, 13, OFFSETS[0]), (0, 9, OFFSETS[2]), (1, 9, OFFSETS[1]), (1, 13, None), (2, 9, OFFSETS[2]),
-    (2, 13, OFFSETS[0]), (4, 9, OFFSETS[1]), (4, 13, None),
+    (2, 13, OFFSETS[0]), (4, 9, OFFSETS[1]), (4, 13, None), (5, 7, None), (5, 7, OFFSETS[0]), (5, 9, OFFSETS[1]),
+    (5, 11, OFFSETS[2]), (6, 7, OFFSETS[1]),
 ]  # fmt: skip
 
 
@@ -54,6 +59,9 @@ def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
     record = []
     for number, tile_tokens, offsets in CASES:
         model = parallelize(drawn_model(number), mesh)
+        if number == CHECKPOINTED:
+            context_fn = checkpoint_context(mesh)
+            apply_activation_checkpointing(model, activation_checkpointing="full", context_fn=context_fn)
         tiling = tile(mesh, T, tile_tokens)
         here = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
         options = {"cu_seqlens": offsets and torch.tensor(offsets), "label_count": count, "tiling": tiling}
@@ -63,7 +71,7 @@ def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
     return record
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 2), (2, 1), (2, 2), (1, 4)])
 def test_float64(tensor: int, sequence: int):
     tokens, labels = packed_batch()
     found = run_on_ranks(tiled_on_ranks, tensor * sequence, tensor, sequence)

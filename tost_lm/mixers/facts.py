@@ -134,10 +134,6 @@ class MixerFacts(ABC):
         """Tokens whose keys and values are in a state, at most; None: all."""
 
     @abstractmethod
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        """Why the state after a tile does not have a constant size; None: it has."""
-
-    @abstractmethod
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
 
@@ -176,7 +172,8 @@ class MixerFacts(ABC):
 
     @abstractmethod
     def state_bytes(self, load: Load) -> float:
-        """Bytes of the state of a row between tiles, for all tensor ranks together."""
+        """Bytes of the state of a row between tiles, or if it grows (`kept_tokens` is None) of what a tile adds, for
+        all tensor ranks together."""
 
     @abstractmethod
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
@@ -223,9 +220,6 @@ class RecurrentFacts(MixerFacts):
 
     def kept_tokens(self, model: "ModelConfig") -> int | None:
         return 0
-
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        return None
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         return None

@@ -1,5 +1,6 @@
 """The shape of a language model, the published presets, and context extension."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class ModelShape(Section):
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention, or a letter of model.plugins. With SSSA every fourth layer is softmax attention."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention, or a letter of model.plugins. With SSSA, or 3S:1A as a ratio, every fourth layer is softmax attention."""
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -152,11 +153,6 @@ class ModelConfig(MixerSettings, ModelShape):
         kept = [facts.kept_tokens(self) for facts in facts_of(self.pattern)]
         return None if None in kept else max(filter(None, kept), default=0)
 
-    @property
-    def obstacle_to_tiles(self) -> str | None:
-        """The reason why the model cannot be trained tile by tile, or None."""
-        return next(filter(None, (facts.obstacle_to_tiles(self) for facts in facts_of(self.pattern))), None)
-
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
@@ -180,11 +176,13 @@ class ModelConfig(MixerSettings, ModelShape):
     @field_validator("pattern")
     @classmethod
     def _letters_are_mixers(cls, pattern: str, info: ValidationInfo) -> str:
+        if re.fullmatch(r"[1-9]\d?[A-Z](:[1-9]\d?[A-Z])*", pattern):
+            pattern = "".join(part[-1] * int(part[:-1]) for part in pattern.split(":"))
         if "plugins" in info.data and (not pattern or unknown_letters(pattern)):
             *listed, last = (f"{facts.letter} ({facts.name})" for facts in FACTS.values())
             raise ValueError(
-                f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}, or name the file of "
-                "another mixer in model.plugins or TOST_PLUGINS"
+                f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}, also as a ratio "
+                "such as 3S:1A, or name the file of another mixer in model.plugins or TOST_PLUGINS"
             )
         return pattern
 

@@ -99,7 +99,8 @@ class TostLM(nn.Module):
                 other. `state` has N rows, or one for the first document while the others start. None: each row is a
                 document, N = B.
             label_count: divisor of the summed loss; None: the number of counted labels.
-            output_state: whether to return the state: of all documents, or (`last`) of the last packed document.
+            output_state: whether to return the state: of all documents, or (`last`) only for more tokens of each row's
+                last document, in another tile of training.
             shard: tokens and labels are a sequence shard; cu_seqlens and the states cover the whole sequences, as in
                 `causal_tssa`.
 
@@ -133,7 +134,7 @@ class TostLM(nn.Module):
             total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels)
             count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
             loss, z_loss = total / count, z / count
-        ends = info.end_positions[-1:] if output_state == "last" else info.end_positions
+        ends = info.end_positions[-1:] if output_state == "last" and info.cu_seqlens is not None else info.end_positions
         state = LMState(tuple(states), ends) if output_state else None
         compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
         return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits, z_loss)
@@ -159,8 +160,11 @@ class TostLM(nn.Module):
         return sum(p.numel() for p in self.parameters()) - positions
 
     def _check_layers(self, state: LMState) -> None:
-        kinds = [mixer_class(letter).State for letter in self.config.letters]
-        if [type(layer) for layer in state.layers] != kinds:
+        mixers = [mixer_class(letter) for letter in self.config.letters]
+        fit = (
+            type(layer) in (mixer.State, mixer.TileState) for layer, mixer in zip(state.layers, mixers, strict=False)
+        )
+        if len(state.layers) != len(mixers) or not all(fit):
             raise ValueError(
                 f"the state is of another model: its {len(state.layers)} layers do not match model.pattern "
                 f"{self.config.pattern!r} with model.layers {self.config.layers}; give a state of this model"

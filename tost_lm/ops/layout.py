@@ -256,6 +256,7 @@ class SequenceShard(Protocol):
         """
         ...
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards."""
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
+        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards.
+        Activation checkpointing keeps the result, or (not `keep`) gathers again."""
         ...

@@ -33,7 +33,7 @@ class SequenceInfo:
     shard: SequenceShard | None = None
     """None: all tokens of the sequences are on this rank."""
     output_state: bool | Literal["last"] = True
-    """Whether to return the state after the last token: of all documents, or (`last`) of the last packed document."""
+    """Whether to return the state after the last token: of all documents, or (`last`) of each row's last one."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: not used."""
     recurrent: bool = False
@@ -105,7 +105,7 @@ class SequenceInfo:
 
     def select_rows(self, state_N: Tensor) -> Tensor:
         """The rows that `output_state` requests, of a tensor of the state after this call."""
-        return state_N[-1:] if self.output_state == "last" else state_N
+        return state_N[-1:] if self.output_state == "last" and self.cu_seqlens is not None else state_N
 
 
 def state_rows(rows: int, state_offsets: Tensor | None) -> int:

@@ -11,7 +11,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -286,7 +288,20 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> None:
 
 def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     is_collective = operator.namespace == FUNCTIONAL_COLLECTIVES.name
-    return CheckpointPolicy.MUST_SAVE if is_collective else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_collective and _keeping.get() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keeping: ContextVar[bool] = ContextVar("_keeping", default=True)
+
+
+@contextmanager
+def not_keeping_received() -> Iterator[None]:
+    """Collectives in this context run again where activation checkpointing computes again."""
+    token = _keeping.set(False)
+    try:
+        yield
+    finally:
+        _keeping.reset(token)
 
 
 keep_received = partial(create_selective_checkpoint_contexts, _keep)

@@ -10,6 +10,7 @@ gathers maps of states (`tost_lm.mixers.delta.ranks`), or passes states on from 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
-from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
+from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, not_keeping_received, reduce_scatter
 from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
 
 
@@ -67,9 +68,10 @@ class RankShard:
                 received[number + 1] = found.view_as(received[number + 1])
         return torch.cat(received, -1)
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         """Implements `SequenceShard.gather`."""
-        return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
+        with nullcontext() if keep else not_keeping_received():
+            return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
 
 
 class _Gather(torch.autograd.Function):

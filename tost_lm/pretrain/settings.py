@@ -310,8 +310,11 @@ class PretrainConfig(Section):
                 "set one of them"
             )
         if self.memory.tile_tokens or self.train.truncate_tokens:
-            if obstacle := self.model.obstacle_to_tiles:
-                raise ValueError(f"{setting}: {obstacle}")
+            if self.train.compile and self.model.kept_tokens is None:
+                raise ValueError(
+                    f"{setting}: train.compile does not support layers whose state grows with the length, as softmax "
+                    "attention without a window: set train.compile = false or model.softmax.window"
+                )
             if self.parallel.zero_stage == 3:
                 raise ValueError(
                     f"{setting}: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 or 2"

@@ -1,7 +1,9 @@
-"""Exact training tile by tile through all layers, in memory that does not grow with the sequence length.
+"""Exact training tile by tile through all layers, in memory that does not grow with the length, except for keys and
+values of softmax layers without a window.
 
-The past of a TSSA layer is its state; that of a windowed softmax layer is the keys and values in its window. A first
-pass computes only the states between tiles. A second pass goes from the last tile to the first. It computes each tile
+The past of a layer is its state. That of a softmax layer is the keys and values in its window; without a window, those
+of all earlier tiles, which states share (`tost_lm.mixers.softmax.tiles`). A first pass computes only the states between
+tiles. A second pass goes from the last tile to the first. It computes each tile
 again from the state before it and runs its backward with the gradient of the state after it. That backward gives the
 gradient of the state before it, for the previous tile. So every tile but the last is computed twice. The gradients of
 weights are summed over tiles in float32 or wider. Autograd sees one function of the weights, so gradients are reduced
@@ -20,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.layer import GrowingState
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -91,17 +94,15 @@ def tiled_loss(
     The gradients are computed in this call, so the loss allows one backward.
 
     Args:
-        model: without A layers, or with a window for them.
+        model: any.
         tokens_BT: ids, int64.
         labels_BT: the token after each token, as in `TostLM.forward`.
         tile_tokens: tokens of each row that are in memory at once.
         cu_seqlens: offsets of packed documents, as in `TostLM.forward`.
 
     Raises:
-        ConfigError: the model has A layers without a window, or a document is longer than its positions.
+        ConfigError: a document is longer than the model's positions.
     """
-    if obstacle := model.config.obstacle_to_tiles:
-        raise ConfigError(obstacle)
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
@@ -180,8 +181,7 @@ def _forward(
         state,
         batch.cu_seqlens,
         label_count=batch.label_count,
-        # Only the last of packed documents can continue in the next tile.
-        output_state=output_state and ("last" if batch.cu_seqlens is not None else True),
+        output_state=output_state and "last",
         shard=batch.shard,
     )
 
@@ -239,7 +239,7 @@ def _exact_losses(call: Call, batches: Sequence[TileBatch], states_on_host: bool
         before = _leaf_state(states.pop(), batch.tokens_BL.device)
         loss, _ = _forward_and_backward(call, batch, before, next_batch, d_after)
         losses.append(loss)
-        d_after = [x.grad for x in _statistics(before)] if before else None
+        d_after = _gradients(before) if before else None
     return losses
 
 
@@ -297,19 +297,44 @@ def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBa
 
 
 def _map_state(state: LMState, change: Callable[[Tensor], Tensor]) -> LMState:
-    return LMState(tuple(type(layer)(*map(change, layer)) for layer in state.layers), state.positions)
+    def of_layer(layer: Any) -> Any:
+        return layer.change(change) if isinstance(layer, GrowingState) else type(layer)(*map(change, layer))
+
+    return LMState(tuple(map(of_layer, state.layers)), state.positions)
 
 
 def _leaf_state(state: LMState | None, device: torch.device) -> LMState | None:
-    """The state on the device, as leaves that receive gradients."""
+    """The state on the device, as leaves that receive gradients. A growing state stays where it is."""
     if state is None:
         return None
-    return _map_state(state, lambda x: x.to(device).detach().requires_grad_(x.is_floating_point()))
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.to(device).detach().requires_grad_(x.is_floating_point())
+
+    def of_layer(layer: Any) -> Any:
+        return layer.collect_gradients() if isinstance(layer, GrowingState) else type(layer)(*map(leaf, layer))
+
+    return LMState(tuple(map(of_layer, state.layers)), state.positions)
 
 
 def _statistics(state: LMState) -> list[Tensor]:
-    """The floating-point tensors of a state, which have gradients."""
-    return [x for layer in state.layers for x in layer if x.is_floating_point()]
+    """The floating-point tensors of a state, which have gradients; of keys and values those of the last tile."""
+    return [x for layer in state.layers for x in _tensors(layer) if x.is_floating_point()]
+
+
+def _gradients(state: LMState) -> list[Tensor | None]:
+    """Those of `_statistics`, of a state of leaves."""
+    return [
+        d
+        for layer in state.layers
+        for d in (
+            layer.gradients if isinstance(layer, GrowingState) else [x.grad for x in layer if x.is_floating_point()]
+        )
+    ]
+
+
+def _tensors(layer: Any) -> Sequence[Tensor]:
+    return layer.statistics if isinstance(layer, GrowingState) else layer
 
 
 def _no_logits() -> Tensor:

@@ -156,6 +156,8 @@ def test_sinusoidal_positions_are_as_large_as_learned_ones():
         ({"pattern": "ta"}, r"invalid model\.pattern: 'ta'; use"),
         ({"pattern": ""}, r"invalid model\.pattern: ''; use"),
         ({"layers": 300_000}, r"layers: input should be less than or equal to 10000"),
+        ({"pattern": "2T:1A"}, r"not a multiple of the 3 letters of model\.pattern 'TTA'"),
+        ({"pattern": "0T:1A"}, r"invalid model\.pattern: '0T:1A'; use .* as a ratio such as 3S:1A"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),

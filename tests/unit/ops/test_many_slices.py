@@ -71,7 +71,7 @@ class Slice:
     def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
         raise NotImplementedError
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         raise NotImplementedError
 
 

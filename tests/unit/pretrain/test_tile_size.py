@@ -25,7 +25,7 @@ def recipe(*overrides: str) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.softmax.window=0"], "memory.tile_tokens: the A layers of model.pattern 'SSSA' attend to all earlier"),
+        (["model.softmax.window=0", "train.compile=true"], "memory.tile_tokens: train.compile does not support layers"),
         (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
         (["train.truncate_tokens=1024"], "set one of them"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),

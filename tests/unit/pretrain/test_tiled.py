@@ -1,10 +1,11 @@
 """Training in tiles against whole rows, on one rank; tests/multiprocess/test_tiled_on_ranks.py has several ranks."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from other_forms import other_forms
 
-from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -106,9 +107,37 @@ def test_bfloat16_gradients_are_summed_in_float32():
     assert error(tiled) < 1.5 * error(whole)
 
 
-def test_attention_without_a_window_is_refused():
-    with pytest.raises(ConfigError, match=r"set model\.softmax\.window"):
-        tiled_loss(build("TA"), *data(), 4)
+@pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11, 21])
+@pytest.mark.parametrize("batch", [{}, {"rows": 1, "cu_seqlens": DOCUMENTS}], ids=["rows", "packed"])
+@pytest.mark.parametrize("settings", [{"pattern": "TA"}, {"pattern": "DA", **other_forms(window=0), "heads": 4}])
+def test_attention_to_all_earlier_tiles(settings, batch, tile_tokens):
+    assert_as_whole(build(**settings), tile_tokens, **batch)
+
+
+def test_attention_to_all_earlier_tiles_is_computed_again():
+    model = apply_activation_checkpointing(build("TA"), activation_checkpointing="full")
+    assert_as_whole(model, 7)
+
+
+def test_float32_attention_to_all_earlier_tiles_is_as_accurate_as_whole_rows():
+    model = build("TA", torch.float32)
+    tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (4, None))
+    for name, truth in loss_and_gradients(model.double()).items():
+        assert_as_accurate(tiled[name], whole[name], truth, name)
+
+
+def test_tiles_share_keys_and_values():
+    """Each tile adds its own; the states after it have the same memory."""
+    model, (tokens, _), state, kept = build("A"), data(), None, []
+    with torch.no_grad():
+        for part in tokens.split(5, 1):
+            state = model(part, state=state, output_state="last").state
+            kept.append([tile.kv_BGtE for tile in state.layers[0].tiles])
+    for earlier, later in pairwise(kept):
+        assert len(later) == len(earlier) + 1
+        assert all(a is b for a, b in zip(earlier, later, strict=False))
+    assert [kv.shape[2] for kv in kept[-1]] == [5, 5, 5, 5, 2]
+    assert all(kv.untyped_storage().nbytes() == kv.numel() * 8 for kv in kept[-1])
 
 
 def test_a_second_backward_is_refused():

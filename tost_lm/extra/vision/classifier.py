@@ -6,6 +6,7 @@ Shapes: B images, T patches, C channels (width), H heads, D channels a head.
 import math
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.settings import VisionConfig
-from tost_lm.mixers.softmax.layer import KeyValueState, SoftmaxMixer
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.mixers.tssa.layer import BidirectionalTssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
@@ -83,7 +84,7 @@ class StochasticDepth(LayerScale):
 class ClassAttention(SoftmaxMixer):
     """Softmax attention of the first token, the class token, to all tokens."""
 
-    def forward(self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo) -> tuple[Tensor, None]:
+    def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, None]:
         """The class token's output, [B, 1, C]."""
         q_BHTD, k_BHTD, v_BHTD = self.project(x_BTC, info)
         y_BH1D = scaled_dot_product_attention(q_BHTD[:, :, :1], k_BHTD, v_BHTD)

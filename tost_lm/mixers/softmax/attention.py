@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from tost_lm.ops.layout import cached_on_device, to_device
-from tost_lm.torch_internals import flash_attention
+from tost_lm.torch_internals import FlashOffsets, flash_attention
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 MAX_FLASH_CHANNELS = 256
@@ -67,8 +67,12 @@ def _flash(
     q_MHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, lengths: tuple[int, ...], keys: tuple[int, ...], window: int
 ) -> Tensor:
     """Flash attention in documents; y [M, H, D]."""
-    queries_N1, keys_N1 = _offsets(lengths, q_MHD.device), _offsets(keys, q_MHD.device)
-    return flash_attention(q_MHD, k_SGD, v_SGD, queries_N1, keys_N1, max(lengths), max(keys), window)
+    return flash_attention(q_MHD, k_SGD, v_SGD, flash_offsets(lengths, keys, q_MHD.device), window=window)[0]
+
+
+def flash_offsets(lengths: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> FlashOffsets:
+    """Of documents with these queries and keys."""
+    return _offsets(lengths, device), _offsets(keys, device), max(lengths), max(keys)
 
 
 @cached_on_device(maxsize=128)

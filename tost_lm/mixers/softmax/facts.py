@@ -10,8 +10,9 @@ before and after the norm, and 4 bytes for each of their heads. With several seq
 whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also stores
 4·H.
 
-A state has the keys and values of a window. Sequence ranks gather keys and values of all tokens, or of the last w − 1
-of each rank; recomputation keeps what was received.
+A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
+Sequence ranks gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; recomputation keeps
+what was received. Without a window they gather those of the earlier tiles one by one, and again.
 """
 
 from typing import TYPE_CHECKING
@@ -53,14 +54,6 @@ class SoftmaxFacts(MixerFacts):
 
     def kept_tokens(self, model: "ModelConfig") -> int | None:
         return model.softmax.window or None
-
-    def obstacle_to_tiles(self, model: "ModelConfig") -> str | None:
-        if model.softmax.window:
-            return None
-        return (
-            f"the A layers of model.pattern {model.pattern!r} attend to all earlier tokens, so their state grows with "
-            "the length; set model.softmax.window"
-        )
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         kv_heads = model.softmax.kv_heads or model.heads
@@ -125,7 +118,8 @@ class SoftmaxFacts(MixerFacts):
         return gathered.channels * relative * load.element_bytes / load.tensor
 
     def state_bytes(self, load: Load) -> float:
-        return 2 * load.element_bytes * kv_width(load.model) * max(0, load.model.softmax.window - 1)
+        window = load.model.softmax.window
+        return 2 * load.element_bytes * kv_width(load.model) * (window - 1 if window else load.tokens_here)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.softmax.attention import KeysAndValues, attend_packed, attend_rows
 from tost_lm.mixers.softmax.settings import kv_width
+from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.precision import NORM_EPSILON
@@ -36,6 +37,7 @@ class KeyValueState(NamedTuple):
 
 class SoftmaxMixer(TokenMixer):
     State = KeyValueState
+    TileState = KeyValueTiles
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()
@@ -56,10 +58,13 @@ class SoftmaxMixer(TokenMixer):
         return local.lengths, min(local.before[0], config.softmax.window or local.before[0])
 
     def forward(
-        self, x_BTC: Tensor, state: KeyValueState | None, info: SequenceInfo
-    ) -> tuple[Tensor, KeyValueState | None]:
+        self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | None, info: SequenceInfo
+    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
         q, k, v = self.project(x_BTC, info)
+        if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
+            y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
+            return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), tiles
         y_BTC, *new_state = ATTENTION(
             info,
             info.handle,

@@ -327,13 +327,18 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         of_tiles = [facts.gathered_tokens(load, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
         if not of_tiles[0].channels:
             continue
-        twice = of_tiles[:-1] if fraction_computed_twice(config) else []
-        twice += of_tiles * again
+        computed_twice = bool(fraction_computed_twice(config))
+        twice = (of_tiles[:-1] if computed_twice else []) + of_tiles * again
+        # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
+        earlier = [of_tiles[:n] if facts.kept_tokens(model) is None else [] for n in range(len(of_tiles))]
+        for of_pass in (earlier, earlier, earlier[:-1] * computed_twice, earlier * (forwards_for_backward(config) - 1)):
+            twice += [one for of_tile in of_pass for one in of_tile]
+        scattered = of_tiles + [one for of_tile in earlier for one in of_tile] * (not config.train.truncate_tokens)
         times = k * facts.layers(model) * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * facts.layers(model)
         once, sent = (
             times * sum(one.tokens for one in tokens) * of_tiles[0].channels / tensor
-            for tokens in (of_tiles, [*of_tiles, *twice])
+            for tokens in (scattered, [*of_tiles, *twice])
         )
         yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", calls * len(of_tiles), 4 * once * ranks, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", calls * len(scattered), 4 * once * ranks, ranks, tensor)

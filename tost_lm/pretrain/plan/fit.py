@@ -109,7 +109,7 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
             yield "memory.activation_checkpointing=full", _changed(config, memory={"activation_checkpointing": "full"})
         if not tiled and parallel.zero_stage < 3:
             with suppress(ConfigError):
-                if config.model.obstacle_to_tiles is None and _batch_is_divisible(config):
+                if _batch_is_divisible(config):
                     other = _with_largest_tile(config)
                     yield f"memory.tile_tokens={other.memory.tile_tokens}", other
 

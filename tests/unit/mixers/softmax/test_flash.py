@@ -14,55 +14,70 @@ from torch.testing import assert_close
 
 from benchmarks.launches_cells import count
 from tost_lm.config import validate
-from tost_lm.mixers.softmax import attention
+from tost_lm.mixers.softmax import attention, tiles
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.torch_internals import autograd_as_outside
+from tost_lm.pretrain.tiled import tiled_loss
+
+Where = tuple[Tensor, Tensor, int, int, bool, int, int]
+"""Offsets of queries and keys, the longest of each, whether it is causal, and how far a query sees left and right."""
 
 
-def transcription(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    causal: bool, left: int, right: int,
-) -> Tensor:  # fmt: skip
-    """Flash attention of packed documents: the last query of each stands at its last key."""
+def scores_of(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries and keys of each document, and its scores [H, i, j]: the last query stands at the last key."""
+    offsets_q, offsets_k, longest_q, longest_k, causal, left, right = where
     assert offsets_q.dtype == offsets_k.dtype == torch.int32
     assert len(offsets_q) == len(offsets_k)
     assert (int(offsets_q[-1]), int(offsets_k[-1])) == (len(q), len(k))
     assert (longest_q, longest_k) == (int(offsets_q.diff().max()), int(offsets_k.diff().max()))
     assert all(x.stride(-1) == 1 for x in (q, k, v))
-    assert right == 0
-    assert causal == (left < 0)
-    ys = []
+    assert right == (-1 if (left < 0 and not causal) else 0)
     for (a, b), (c, d) in zip(pairwise(offsets_q.tolist()), pairwise(offsets_k.tolist()), strict=True):
-        keys, values = (x[c:d].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         i, j = torch.arange(d - c - (b - a), d - c)[:, None], torch.arange(d - c)
-        visible = (j <= i) & ((j >= i - left) | causal)
-        scores = torch.einsum("ihd,jhd->hij", q[a:b], keys) * q.shape[-1] ** -0.5
-        ys.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values))
-    return torch.cat(ys)
+        visible = ((j <= i) | (right < 0)) & ((j >= i - left) | (left < 0))
+        scores = torch.einsum("ihd,jhd->hij", q[a:b], shared(k[c:d], q)) * q.shape[-1] ** -0.5
+        yield slice(a, b), slice(c, d), scores.masked_fill(~visible, -torch.inf)
+
+
+def shared(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Where]]:
     """The calls of flash attention, which runs wherever CUDA would run it."""
-    made = []
+    made: list[Where] = []
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, window_size_left: int, window_size_right: int):
-        offsets_q, offsets_k, longest_q, longest_k, dropout, causal, debug = rest
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, window_size_left: int, window_size_right: int) -> Any:
+        *offsets_and_longest, dropout, causal, debug = rest
         assert (dropout, debug) == (0.0, False)
-        where = offsets_q, offsets_k, longest_q, longest_k, causal, window_size_left, window_size_right
+        where: Any = (*offsets_and_longest, causal, window_size_left, window_size_right)
         made.append(where)
-        return transcription(q, k, v, *where), *(q.new_empty(0) for _ in range(4))
+        y, log_sum = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+        for queries, keys, scores in scores_of(q, k, v, where):
+            y[queries] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), shared(v[keys], q))
+            log_sum[:, queries] = scores.logsumexp(-1)
+        return y, log_sum, *(q.new_empty(0) for _ in range(3))
 
     def backward(
-        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, window_size_left: int, window_size_right: int
-    ):
-        _, _, *offsets_and_longest, _, causal, _, _ = rest
-        with autograd_as_outside(), torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            y = transcription(*leaves, *offsets_and_longest, causal, window_size_left, window_size_right)
-            return torch.autograd.grad(y, leaves, dy)
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, *rest: Any,
+        window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        *offsets_and_longest, dropout, causal, _, _ = rest
+        assert dropout == 0.0
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        where: Any = (*offsets_and_longest, causal, window_size_left, window_size_right)
+        for queries, keys, scores in scores_of(q, k, v, where):
+            pi = (scores - log_sum[:, queries, None]).exp()
+            d_pi = torch.einsum("ihd,jhd->hij", dy[queries], shared(v[keys], q))
+            d_scores = pi * (d_pi - (dy[queries] * y[queries]).sum(-1).T[..., None]) * q.shape[-1] ** -0.5
+            dq[queries] = torch.einsum("hij,jhd->ihd", d_scores, shared(k[keys], q))
+            for d, found in ((dk, (d_scores, q)), (dv, (pi, dy))):
+                of_heads = torch.einsum("hij,ihd->jhd", found[0], found[1][queries])
+                d[keys] = of_heads.unflatten(1, (k.shape[1], -1)).sum(2)
+        return dq, dk, dv
 
     monkeypatch.setattr(attention, "flash_runs", lambda _: True)
+    monkeypatch.setattr(tiles, "flash_runs", lambda _: True)
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
@@ -73,6 +88,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 MODELS = {
     "full": {"softmax": {}},
     "window": {"softmax": {"window": 7}},
+    "grouped in full": {"softmax": {"kv_heads": 1}},
     "grouped": {"softmax": {"kv_heads": 2, "qk_norm": True, "window": 12}},
 }
 TOKENS = 40
@@ -90,8 +106,8 @@ def packed(model: TostLM, tokens: Tensor) -> Tensor:
 
 
 def in_two_tiles(model: TostLM, tokens: Tensor) -> Tensor:
-    """The second document continues in the second call, which has a third."""
-    first = model(tokens[:1, :21], cu_seqlens=torch.tensor([0, 9, 21]), output_state="last")
+    """The document continues in the second call, which has another."""
+    first = model(tokens[:1, :21], cu_seqlens=torch.tensor([0, 21]))
     second = model(tokens[:1, 21:], state=first.state, cu_seqlens=torch.tensor([0, 11, 19]))
     return torch.cat([first.logits, second.logits], 1)
 
@@ -128,7 +144,23 @@ def test_logits_and_gradients_are_those_of_the_tiles(
     assert len(made) == (1 if run is packed else 2)
 
 
-def test_all_documents_of_a_call_are_one_call(calls: list[Any]):
+@pytest.mark.parametrize("name", ["full", "grouped in full"])
+def test_exact_tiles_are_those_of_the_cpu(name: str, request: pytest.FixtureRequest):
+    model, tokens = model_of(name), torch.randint(20, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def results() -> list[Tensor]:
+        loss = tiled_loss(model, tokens[:, :-1], tokens[:, 1:], 16)
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    by_cpu = results()
+    made = request.getfixturevalue("calls")
+    for ours, theirs in zip(results(), by_cpu, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=1e-11)
+    # Of the tiles before the last one, forward twice: to themselves, and to 0 or 1 earlier ones; the last one once.
+    assert [where[4] for where in made] == [True, True, False, True, False, False, True, False, True]
+
+
+def test_all_documents_of_a_call_are_one_call(calls: list[Where]):
     packed(model_of("window"), torch.zeros(2, TOKENS, dtype=torch.int64))
     [(queries, keys, longest_query, longest_key, causal, left, right)] = calls
     assert queries.tolist() == keys.tolist() == [0, 1, 9, 30, 40]

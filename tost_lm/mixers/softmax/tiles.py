@@ -1,0 +1,256 @@
+"""Attention to all earlier tokens in training tile by tile: the past is the keys and values of the earlier tiles.
+
+Each tile adds its keys and values once, and later tiles read the same memory. The backward goes from the last tile to
+the first, and each tile adds to the gradients of the keys and values before it, in place. So memory grows by these, by
+their gradients, and by nothing else. The attention to a few keys at a time is exact: parts are joined by their
+log-sum-exps, and the backward of a part needs only that of the whole.
+
+Each sequence rank stores the keys and values of its own tokens. Queries meet those of the other ranks one tile at a
+time, so no rank holds all of them.
+
+Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a tile, t ≤ T of its last document, S keys,
+D channels a head, E = 2·D.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tost_lm.mixers.layer import GrowingState
+from tost_lm.mixers.softmax.attention import attend_packed, attend_rows, flash_offsets, flash_runs
+from tost_lm.ops.layout import SequenceShard
+from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.precision import statistics_dtype
+from tost_lm.torch_internals import (
+    FlashOffsets,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
+
+@dataclass
+class TileKeys:
+    """Keys and values of a document's tokens in one tile, side by side. States of later tiles share it."""
+
+    kv_BGtE: Tensor
+    """Of this rank's tokens, on the device or in host memory."""
+    lengths: tuple[int, ...]
+    """Tokens of the document on each sequence rank."""
+    gradient: Tensor | None = None
+    """The sum over later tiles so far, in the statistics dtype and beside `kv_BGtE`; None: not wanted."""
+
+    def read(self, shard: SequenceShard | None, device: torch.device) -> Tensor:
+        """Those of all ranks, on the device. Activation checkpointing does not keep what was received."""
+        kv_BGtE = self.kv_BGtE.to(device)
+        return kv_BGtE if shard is None else shard.gather(kv_BGtE, self.lengths, keep=False)
+
+
+class KeyValueTiles(GrowingState):
+    """The state of a softmax layer without a window between tiles: the keys and values of the document so far."""
+
+    def __init__(self, tiles: tuple[TileKeys, ...]):
+        self.tiles = tiles
+
+    @property
+    def statistics(self) -> list[Tensor]:
+        return [self.tiles[-1].kv_BGtE]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        last = self.tiles[-1]
+        return [None if last.gradient is None else last.gradient.to(last.kv_BGtE.dtype)]
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> "KeyValueTiles":
+        self.tiles[-1].kv_BGtE = change(self.tiles[-1].kv_BGtE)
+        return self
+
+    def collect_gradients(self) -> "KeyValueTiles":
+        for tile in self.tiles:
+            if tile.gradient is None:
+                tile.gradient = torch.zeros_like(tile.kv_BGtE, dtype=statistics_dtype(tile.kv_BGtE))
+        return self
+
+
+def attend_tile(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, state: KeyValueTiles | None, info: SequenceInfo
+) -> tuple[Tensor, KeyValueTiles | None]:
+    """Attention of a tile's tokens to all earlier ones of their document, and the state for the next tile.
+
+    Returns:
+        y [B, H, T, D], and the state if `info` asks for it.
+    """
+    local, shard, T = info.local, info.shard, q_BHTD.shape[2]
+    kv_BGTE = torch.cat([k_BGTD, v_BGTD], -1)
+    here_BGSE = kv_BGTE if shard is None else shard.gather(kv_BGTE)[:, :, : shard.split.end]
+    earlier = here_BGSE.shape[2] - T  # tokens of the tile on earlier ranks
+    ys, continued = [], 0
+    if state is not None:
+        if local.documents.start == 0:
+            continued = local.lengths[0] if local.packed else T
+        kv = here_BGSE[:, :, : earlier + continued] if continued else here_BGSE[:, :, :0]
+        ys.append(_WithEarlierTiles.apply(q_BHTD[:, :, :continued], kv, state.tiles, shard))
+    if continued < T:
+        skipped = 1 if continued else 0
+        before = 0 if skipped else min(earlier, local.before[0])
+        q, kv = q_BHTD[:, :, continued:], _halves(here_BGSE[:, :, earlier + continued - before :])
+        if local.packed:
+            lengths = local.lengths[skipped:]
+            ys.append(attend_packed(q, kv, lengths, (before + lengths[0], *lengths[1:]), 0))
+        else:
+            ys.append(attend_rows(q, kv, 0))
+    y_BHTD = torch.cat(ys, 2) if len(ys) > 1 else ys[0]
+    return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
+
+
+def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo) -> KeyValueTiles:
+    """The state of the last document of each row."""
+    last = info.local.whole_lengths[-1]
+    begin = sum(info.local.whole_lengths) - last if info.local.packed else 0
+    if info.shard is None:
+        lengths = (last,)
+    else:
+        ends = list(accumulate(info.shard.split.lengths))
+        starts = [0, *ends[:-1]]
+        lengths = tuple(max(0, end - max(start, begin)) for start, end in zip(starts, ends, strict=True))
+    here = lengths[info.shard.split.rank if info.shard else 0]
+    others = kv_BGTE.shape[2] - here
+    added = TileKeys(kv_BGTE[:, :, others:].clone() if others else kv_BGTE, lengths)  # frees the memory of others
+    return KeyValueTiles((*(state.tiles if state is not None and not begin else ()), added))
+
+
+class _WithEarlierTiles(torch.autograd.Function):
+    """apply(q, kv, tiles, shard): attention of the last tokens to `kv` of their own tile, causal, and to earlier tiles.
+
+    Ranks without such tokens take part in the exchanges only.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, kv: Tensor, tiles: Sequence[TileKeys], shard: SequenceShard | None) -> Tensor:
+        ctx.tiles, ctx.shard = tiles, shard
+        y = log_sum = None
+        for part, causal in _parts(q, kv, tiles, shard):
+            if q.shape[2]:
+                y_part, log_sum_part = _attend(q, *_halves(part), causal)
+                y, log_sum = _joined(y, log_sum, y_part.to(statistics_dtype(q)), log_sum_part)
+        y = q.new_empty(q.shape) if y is None else y.to(q.dtype)
+        ctx.save_for_backward(q, kv, y, log_sum)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, kv, y, log_sum = ctx.saved_tensors
+        dq, dy, own = torch.zeros_like(q, dtype=statistics_dtype(q)), dy.contiguous(), []
+
+        def of_part(part: Tensor, causal: bool) -> Tensor:
+            nonlocal dq
+            if not q.shape[2]:
+                return torch.zeros_like(part)
+            d_part_q, *d_kv = _attend_backward(dy, q, *_halves(part), y, log_sum, causal)
+            dq += d_part_q
+            return torch.cat(d_kv, -1)
+
+        for part, causal in _parts_here(q, kv):
+            own.append(of_part(part, causal))
+        for tile in ctx.tiles:
+            if tile.gradient is None:
+                if ctx.shard is not None or q.shape[2]:
+                    of_part(tile.read(ctx.shard, q.device), False)
+                continue
+            with torch.enable_grad():
+                leaf = tile.kv_BGtE.detach().to(q.device).requires_grad_()
+                part = leaf if ctx.shard is None else ctx.shard.gather(leaf, tile.lengths, keep=False)
+            d_part = of_part(part.detach(), False)
+            d_own = d_part if ctx.shard is None else torch.autograd.grad(part, leaf, d_part)[0]
+            tile.gradient += d_own.to(tile.gradient)
+        d_kv = torch.cat(own, 2) if own else torch.zeros_like(kv)
+        return dq.to(q.dtype), d_kv, None, None
+
+
+def _parts(
+    q: Tensor, kv: Tensor, tiles: Sequence[TileKeys], shard: SequenceShard | None
+) -> Iterator[tuple[Tensor, bool]]:
+    """Keys and values that are attended to, and whether causally: else by every query."""
+    yield from _parts_here(q, kv)
+    for tile in tiles:
+        yield tile.read(shard, q.device), False
+
+
+def _parts_here(q: Tensor, kv: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    if earlier := kv.shape[2] - q.shape[2]:
+        yield kv[:, :, :earlier], False
+    if q.shape[2]:
+        yield kv[:, :, earlier:], True
+
+
+def _joined(y: Tensor | None, log_sum: Tensor | None, y_part: Tensor, log_sum_part: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of both."""
+    if y is None or log_sum is None:
+        return y_part, log_sum_part
+    both = torch.logaddexp(log_sum, log_sum_part)
+    share, share_part = ((x - both).exp()[..., None] for x in (log_sum, log_sum_part))
+    return y.mul_(share).add_(y_part.mul_(share_part)), both
+
+
+def _halves(kv: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = kv.chunk(2, -1)
+    return k, v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """y [B, H, T, D], and the log-sum-exp of the scores [B, H, T]; if causal, T = S."""
+    B, H, T, _ = q.shape
+    if flash_runs(q):
+        q_MHD, k_SGD, v_SGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        y, log_sum_HM = flash_attention(q_MHD, k_SGD, v_SGD, _offsets(q, k), causal)
+        return y.unflatten(0, (B, T)).transpose(1, 2), log_sum_HM.unflatten(1, (B, T)).transpose(0, 1)
+    if not q.is_cpu:
+        scores = _scores(q, k, causal)
+        log_sum = scores.logsumexp(-1)
+        return (scores - log_sum[..., None]).exp().to(v.dtype) @ _shared(v, H), log_sum
+    return cpu_flash_attention(q, _shared(k, H), _shared(v, H), causal)
+
+
+def _attend_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, where y and the log-sum-exp are those of all keys."""
+    B, H = q.shape[:2]
+    if flash_runs(q):
+        dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD = (x.transpose(1, 2).flatten(0, 1) for x in (dy, q, k, v, y))
+        log_sum_HM = log_sum.transpose(0, 1).flatten(1).contiguous()
+        found = flash_attention_backward(dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD, log_sum_HM, _offsets(q, k), causal)
+        dq, dk, dv = (d.unflatten(0, (B, -1)).transpose(1, 2) for d in found)
+        return dq, dk, dv
+    k_BHSD, v_BHSD = _shared(k, H), _shared(v, H)
+    if q.is_cpu:
+        dq, dk, dv = cpu_flash_attention_backward(dy, q, k_BHSD, v_BHSD, y, log_sum, causal)
+    else:
+        pi = (_scores(q, k, causal) - log_sum[..., None]).exp()
+        d_scores = pi * (dy @ v_BHSD.mT - (dy * y).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        dq, dk, dv = d_scores @ k_BHSD, d_scores.mT @ q, pi.mT @ dy
+    if k.shape[1] != H:
+        dk, dv = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in (dk, dv))
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = q @ _shared(k, q.shape[1]).mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1) if causal else None
+    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+def _shared(x_BGSD: Tensor, heads: int) -> Tensor:
+    """A head for each head of the queries."""
+    return x_BGSD.repeat_interleave(heads // x_BGSD.shape[1], 1) if x_BGSD.shape[1] != heads else x_BGSD
+
+
+def _offsets(q: Tensor, k: Tensor) -> FlashOffsets:
+    """Of the rows in flat queries and keys."""
+    return flash_offsets((q.shape[2],) * len(q), (k.shape[2],) * len(k), q.device)
