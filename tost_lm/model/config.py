@@ -26,6 +26,8 @@ _FORMS = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
 _FORMS_OF_HYBRID: dict[str, Any] = {**_FORMS, "softmax": {**_HYBRID["softmax"], "kv_heads": 8, "qk_norm": True}}
 _1B = {"layers": 20, "heads": 32, "width": 2048}
 _3B = {"layers": 28, "heads": 48, "width": 3072}
+_FULL: dict[str, Any] = {**_SLOTS, **_FORMS, "pattern": "SSSA", "softmax": {"kv_heads": 8, "qk_norm": True}}
+_DELTA: dict[str, Any] = {**_FULL, "pattern": "DDDA", "layer_scale": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
     "tost-medium": {"pattern": "T", **_MEDIUM},
@@ -40,12 +42,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "hybrid-large": {**_HYBRID, **_LARGE},
     "hybrid-1b": {**_HYBRID, **_1B, **_FORMS_OF_HYBRID},
     "hybrid-3b": {**_HYBRID, **_3B, **_FORMS_OF_HYBRID},
+    "full-hybrid-350m": {**_FULL, "layers": 24, "heads": 16, "width": 1024},
+    "full-hybrid-1b": {**_FULL, **_1B},
+    "full-hybrid-3b": {**_FULL, **_3B},
+    "delta-350m": {**_DELTA, "layers": 20, "heads": 16, "width": 1024},
+    "delta-1b": {**_DELTA, "layers": 16, "heads": 16, "width": 2048},
+    "delta-3b": {**_DELTA, "layers": 24, "heads": 24, "width": 3072},
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "softmax": {"rope_theta": 0.0}},
 }
 Preset = Literal[
     "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "slots-1b", "slots-3b",
-    "hybrid-base", "hybrid-medium", "hybrid-large", "hybrid-1b", "hybrid-3b", "gpt2-base", "gpt2-base-layerscale",
+    "hybrid-base", "hybrid-medium", "hybrid-large", "hybrid-1b", "hybrid-3b", "full-hybrid-350m", "full-hybrid-1b",
+    "full-hybrid-3b", "delta-350m", "delta-1b", "delta-3b", "gpt2-base", "gpt2-base-layerscale",
 ]  # fmt: skip
 
 
@@ -68,7 +77,7 @@ class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions, softmax.window and softmax.rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid softmax.kv_heads and softmax.qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens. Neither limits the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions, softmax.window and softmax.rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid softmax.kv_heads and softmax.qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens; in the full-hybrid presets it attends to all earlier tokens, and in the delta presets the other layers are the gated delta rule. None limits the sequence length. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"

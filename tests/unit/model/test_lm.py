@@ -19,7 +19,9 @@ def config(**settings) -> ModelConfig:
         ("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14), ("gpt2-base", 123.59),
         ("gpt2-base-layerscale", 123.61), ("slots-base", 108.14), ("slots-medium", 298.59), ("slots-large", 643.41),
         ("hybrid-base", 112.00), ("hybrid-medium", 312.34), ("hybrid-large", 675.65), ("slots-1b", 1050.38),
-        ("slots-3b", 2902.41), ("hybrid-1b", 1064.78), ("hybrid-3b", 2936.78),
+        ("slots-3b", 2902.41), ("hybrid-1b", 1064.78), ("hybrid-3b", 2936.78), ("full-hybrid-350m", 363.85),
+        ("full-hybrid-1b", 1064.78), ("full-hybrid-3b", 2936.78), ("delta-350m", 371.13), ("delta-1b", 1062.84),
+        ("delta-3b", 3124.82),
     ],
 )  # fmt: skip
 def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: str, millions: float):

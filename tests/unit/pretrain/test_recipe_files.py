@@ -33,6 +33,15 @@ def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
     assert set(words) <= {other.stem for other in path.parent.glob("*.toml")}
 
 
+@pytest.mark.parametrize("name", ["full_hybrid_350m", "delta_1b_32k", "delta_3b_128k"])
+def test_recipes_with_full_attention_fit_8_and_64_gpus(name: str):
+    for nodes in (1, 8):
+        config = complete(load_config(PlanConfig, CONFIGS / f"pretrain/{name}.toml", [f"cluster.nodes={nodes}"]))
+        assert config.micro_batches >= 1
+        assert memory_problem(config) is None
+        assert config.model.kept_tokens is None
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_papers_recipe(size: str):
     config = load_config(PretrainConfig, recipe(size))
