@@ -17,7 +17,7 @@ from tost_lm.config import Section, run_program
 
 
 class CountConfig(Section):
-    """What is counted."""
+    """The models and the micro-batch that are counted."""
 
     models: list[str] = Field(default=["T", "S", "D", "A", "tost-base", "slots-base", "hybrid-base"], min_length=1)
     """Layers, by a letter of `model.pattern`, or presets."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -16,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.torch_internals import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):

@@ -17,9 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow dow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
 QUICK = Path(__file__).with_name("quick.txt")
-"""What `make test` runs: files, functions and cases, a line each."""
+"""The list of `make test`: files, functions and cases, a line each."""
 SLOW = Path(__file__).with_name("slow.txt")
-"""What only `make test-full` runs: about five seconds or more each."""
+"""The list that only `make test-full` runs: about five seconds or more each."""
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 

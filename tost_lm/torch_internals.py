@@ -226,6 +226,6 @@ def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[
 def cpu_flash_attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `flash_attention_backward`."""
+    """The gradients of q, k and v, where y and the log-sum-exp are those of all keys."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(dy, q, k, v, y, log_sum, 0.0, causal)

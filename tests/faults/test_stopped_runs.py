@@ -20,7 +20,7 @@ from tost_lm.files import read_rows
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
 TICK_S = 0.05
-"""Of the clocks of files and processes."""
+"""The resolution of the clocks of files and processes."""
 
 
 def curve(run_folder: Path) -> list[tuple[float, ...]]:

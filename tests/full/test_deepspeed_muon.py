@@ -1,4 +1,4 @@
-"""What DeepSpeed's own Muon does at ZeRO stages 1 and 2, and why `optim.kind = "muon"` is refused there.
+"""DeepSpeed's own Muon at ZeRO stages 1 and 2, and why `optim.kind = "muon"` is refused there.
 
 If a test fails with another version of DeepSpeed, its Muon may have become usable.
 """
@@ -23,7 +23,7 @@ LR, GRAD_CLIP = 1e-3, 0.5  # as of train_steps with "muon"
 class Step(NamedTuple):
     grad_norm: float
     updates: dict[str, Tensor]
-    """Of each parameter: after one step less before."""
+    """For each parameter: after one step less before."""
     momenta: int = 0
     """Numbers of momentum that this rank keeps."""
 

@@ -1,4 +1,4 @@
-"""What an executed plan sends and holds, beside ranks that really train: 2 and 8 of them."""
+"""Messages and memory of an executed plan, beside ranks that really train: 2 and 8 of them."""
 
 from typing import Any
 

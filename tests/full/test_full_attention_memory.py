@@ -14,7 +14,7 @@ SHORT, LONG, TILE = 8192, 65536, 2048
 
 @torch.no_grad()
 def bytes_of_other_states(config: ModelConfig) -> int:
-    """Of the layers whose state has a constant size."""
+    """The states of the layers whose state has a constant size."""
     state = TostLM(config)(torch.zeros(1, 64, dtype=torch.int64), output_state="last").state
     assert state is not None
     layers = [layer for layer in state.layers if not isinstance(layer, GrowingState)]

@@ -18,7 +18,7 @@ TOKENS = 700
 
 
 def logits_and_gradients(model: TostLM, tokens: Tensor) -> dict[str, Tensor]:
-    """Of documents in two calls: the fourth one continues in the second."""
+    """Documents in two calls: the fourth one continues in the second."""
     device, cut = model.embedding.weight.device, 300
     first = model(tokens[:, :cut].to(device), cu_seqlens=torch.tensor([0, 1, 130, 131, cut]), output_state="last")
     second = model(tokens[:, cut:].to(device), state=first.state, cu_seqlens=torch.tensor([0, 200, 400]))

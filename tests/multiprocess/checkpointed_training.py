@@ -33,11 +33,11 @@ from tost_lm.testing import run_on_ranks
 
 RUN = Path("runs/r")
 Curve = list[tuple[float, float, float]]
-"""Of each step: loss, gradient norm and a number that torch's generator of the rank gave."""
+"""For each step: loss, gradient norm and a number that torch's generator of the rank gave."""
 
 
 class Trainee(NamedTuple):
-    """What is trained, and where it is saved."""
+    """The training, and where it is saved."""
 
     folder: Path
     """Holds runs/; every rank works in it."""

@@ -1,4 +1,4 @@
-"""What the server of the ranks imports, and Triton's interpreter, must be set before the first rank is forked."""
+"""The imports of the server of the ranks, and Triton's interpreter, must be set before the first rank is forked."""
 
 import os
 

@@ -17,7 +17,7 @@ from tost_lm.testing.ranks import PRELOADED
 
 
 class Executed(NamedTuple):
-    """Of one rank."""
+    """The messages of one rank."""
 
     sent: dict[str, tuple[int, int]]
     """Calls and bytes in a step, by kind of collective."""

@@ -1,4 +1,4 @@
-"""What a rank that trains takes at most, and what it sends in a step: real steps of a real model on gloo ranks."""
+"""Peak memory of a rank that trains, and its messages in a step: real steps of a real model on gloo ranks."""
 
 import ctypes
 import gc
@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class Measured(NamedTuple):
-    """Of one rank."""
+    """The measurement of one rank."""
 
     peak_bytes: int
     """The most that was resident in a step, beyond what the process had before the model was built."""

@@ -27,7 +27,7 @@ Case = tuple[int, bool]
 
 
 class Flip(NamedTuple):
-    """Of one bit of an engine's own state on one rank; all ranks have the same."""
+    """A flip of one bit of an engine's own state on one rank; all ranks have the same."""
 
     rank: int
     what: str

@@ -27,7 +27,7 @@ def by_pytorch(function: Any, *arguments: Any) -> Any:
 
 
 def train_compiled(layouts: list[ParallelConfig], run: dict[str, Any]) -> list[tuple[Record, list[int]]]:
-    """Of each layout, the record of its steps and the graphs compiled by the end of each."""
+    """For each layout, the record of its steps and the graphs compiled by the end of each."""
     return [by_pytorch(train_and_count, layout, run) for layout in layouts]
 
 

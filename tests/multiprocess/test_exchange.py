@@ -1,4 +1,4 @@
-"""What up to 8 sequence ranks exchange, by one all-gather and as more ranks do, against one process."""
+"""Exchanges of up to 8 sequence ranks, by one all-gather and as more ranks do, against one process."""
 
 from functools import partial
 from typing import Any, NamedTuple, cast

@@ -1,4 +1,4 @@
-"""What ranks start with: drawn or read slice by slice, equal to the bit under every parallel layout."""
+"""The weights that ranks start with: drawn or read slice by slice, equal to the bit under every parallel layout."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -77,7 +77,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def differences(engine: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[str]:
-    """What is not equal to the bit in an engine: its weights, their float32 copies or its moments."""
+    """The tensors that are not equal to the bit in an engine: its weights, their float32 copies or its moments."""
     dtype, found = next(engine.module.parameters()).dtype, []
     for name, parameter in engine.module.named_parameters():
         with GatheredParameters(parameter):
@@ -112,7 +112,7 @@ def test_one_seed_and_one_checkpoint_give_the_same_bits_under_every_parallel_lay
 
 
 class Reading(NamedTuple):
-    """Of one rank."""
+    """The state of one rank."""
 
     read_bytes: int
     """By its system calls that read files."""

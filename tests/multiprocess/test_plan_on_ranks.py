@@ -1,4 +1,4 @@
-"""What the plan says of memory and messages, and what its execution has, beside what ranks that train take and send."""
+"""Memory and messages of the plan and of its execution, beside those of ranks that train."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What each kind of parallelism sends, counted in the dispatcher: how many collectives, and how many bytes."""
+"""Messages of each kind of parallelism, counted in the dispatcher: how many collectives, and how many bytes."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def sent_in_steps(cases: list[Case]) -> list[tuple[Sendings, Sendings]]:
-    """What this rank sends in the forward and in the backward of each."""
+    """The messages of this rank in the forward and in the backward of each."""
     return [sent_in_step(case) for case in cases]
 
 

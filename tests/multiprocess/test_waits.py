@@ -146,7 +146,7 @@ def packed(step: int) -> Batch:
 
 
 def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[dict[str, int]]:
-    """Of rows, of packed documents, and of packed documents in tiles."""
+    """Steps on rows, on packed documents, and on packed documents in tiles."""
     engine = build_engine(parallel, "adamw", bfloat16=bfloat16, softmax={"window": 8})
     cases = [(rows, T, None), (packed, 2 * T, None), (packed, 2 * T, 20)]
     return [waits_of_a_step(engine, tile(engine.mesh, tokens, size), batch) for batch, tokens, size in cases]

@@ -35,7 +35,7 @@ class Forked:
         self._process.start()
 
     def output(self) -> str:
-        """What it has written to stdout so far."""
+        """The text that it has written to stdout so far."""
         path = Path(self._outputs[0])
         return path.read_text() if path.exists() else ""
 

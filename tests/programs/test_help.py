@@ -54,7 +54,7 @@ print(json.dumps(answers))
 
 
 class Answer(NamedTuple):
-    """What a command line printed, its exit code, and the heavy modules that it was the first to import."""
+    """The output of a command line, its exit code, and the heavy modules that it was the first to import."""
 
     out: str
     err: str

@@ -39,7 +39,7 @@ class Host:
         _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
 
     def bytes_received(self) -> int:
-        """What has come over the veth pair."""
+        """The bytes that came over the veth pair."""
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
         return link["stats64"]["rx"]["bytes"]
 

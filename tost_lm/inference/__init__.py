@@ -1,1 +1,1 @@
-"""What runs a trained model: scoring, generation, texts of any length, and the ranks of an evaluation."""
+"""Parts of programs that run a trained model: scoring, generation, texts of any length, ranks of an evaluation."""

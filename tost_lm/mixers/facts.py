@@ -69,10 +69,10 @@ class Load(NamedTuple):
 
 
 class GatheredTokens(NamedTuple):
-    """What sequence ranks receive of each other's tokens."""
+    """The tokens that sequence ranks receive of each other."""
 
     tokens: float
-    """Of those on each rank."""
+    """The number of those on each rank."""
     channels: int
 
 
@@ -83,9 +83,9 @@ class Plugin(NamedTuple):
     """The code of a mixer that is not in this package."""
 
     layer: Any
-    """As `tost_lm.mixers.registry.mixer_class` returns it."""
+    """The class that `tost_lm.mixers.registry.mixer_class` returns."""
     text: bytes
-    """Of its file."""
+    """The text of its file."""
     sha256: str
 
 

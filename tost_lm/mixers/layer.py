@@ -36,12 +36,12 @@ class GrowingState(ABC):
     @property
     @abstractmethod
     def statistics(self) -> list[Tensor]:
-        """What the last tile added."""
+        """The tensors that the last tile added."""
 
     @property
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """Of `statistics`."""
+        """The gradients of `statistics`."""
 
     @abstractmethod
     def change(self, change: Callable[[Tensor], Tensor]) -> Self:

@@ -242,7 +242,7 @@ class SequenceShard(Protocol):
         ...
 
     def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
-        """What the rank before this one passes on; with `reverse` the one after it. Not differentiable.
+        """The values that the rank before this one passes on; with `reverse` the one after it. Not differentiable.
 
         Columns go through the ranks in slices: a rank works on one while the next rank works on the one before it.
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the operator and of the model measure of each rival, in this process; the programs give every
+"""Measurements of the benchmarks of the operator and of the model for each rival, in this process; programs give every
 cell a process of its own."""
 
 from functools import partial

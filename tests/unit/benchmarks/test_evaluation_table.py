@@ -1,4 +1,4 @@
-"""What benchmarks.evaluation makes of its measurements."""
+"""The table of benchmarks.evaluation."""
 
 from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS, table_row
 

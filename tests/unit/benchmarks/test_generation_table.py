@@ -1,4 +1,4 @@
-"""What benchmarks.generation makes of its measurements."""
+"""The table of benchmarks.generation."""
 
 import pytest
 

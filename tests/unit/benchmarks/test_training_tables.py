@@ -1,4 +1,4 @@
-"""What benchmarks.training makes of its measurements."""
+"""The tables of benchmarks.training."""
 
 import torch
 

@@ -103,7 +103,7 @@ def test_exported_generation_equals_native_generation(make_export: Callable[...,
 
 
 def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[..., Path], tmp_path: Path):
-    """As a model folder, and as any Hugging Face model after the manifest is removed."""
+    """Read as a model folder, and as any Hugging Face model after the manifest is removed."""
     run, texts = make_export(), tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("The lines of", "They say little! No.")))
     export(run, tmp_path / "hf")

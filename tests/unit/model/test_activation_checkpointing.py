@@ -43,7 +43,7 @@ def drawn_tokens(rows: int = B) -> Tensor:
 
 
 def loss_and_gradients(model: TostLM, parameters: dict[str, Tensor], **inputs: Any) -> dict[str, Tensor]:
-    """Of the loss and of the state after the last token, so that gradients come in for both."""
+    """Gradients of the loss and of the state after the last token, so that gradients come in for both."""
     output = functional_call(model, parameters, (inputs.pop("tokens"),), inputs)
     mixers = [part for layer in output.state.layers for part in layer if part.is_floating_point()]
     loss = output.loss + sum(part.square().mean() for part in mixers)
@@ -110,7 +110,7 @@ def held(bytes_of: list[int], parameters: Iterator[Tensor]) -> Iterator[None]:
 
 
 def bytes_held_by_a_layer(less: dict[str, Any], pattern: str) -> int:
-    """What two layers more make out."""
+    """The difference that two layers more make."""
     found: list[int] = []
     for layers in (2, 4):
         model = apply_activation_checkpointing(drawn_model(layers, pattern=pattern, bias=False).float(), **less)

@@ -152,7 +152,7 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
 
 
 def arguments(tensors: list[Any], options: list[str]) -> tuple[Any, ...]:
-    """As a graph calls the operator."""
+    """Called as a graph calls the operator."""
     given = [x for x in tensors if x is not None]
     info = SequenceInfo.of(TOKENS_BT[:1], None, None, output_state=False)
     differentiated = [x.requires_grad for x in given]

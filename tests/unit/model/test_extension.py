@@ -133,7 +133,7 @@ def test_a_heads_mean_moves_scores_less_than_any_other_number(tmp_path: Path):
     )
 
     def change(number: torch.Tensor) -> float:
-        """Of the scores' differences between heads, summed over positions."""
+        """The sum of the scores' differences between heads, summed over positions."""
         moved = (number[:, None] - bias).double()
         return (moved - moved.mean(0)).square().sum().item()
 

@@ -131,7 +131,7 @@ def test_positions_that_are_computed_have_no_parameters():
 
 
 def first_input(model: TostLM, tokens: torch.Tensor) -> torch.Tensor:
-    """What the first block reads."""
+    """The input of the first block."""
     seen: list[torch.Tensor] = []
     hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(tokens)

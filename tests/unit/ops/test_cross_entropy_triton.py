@@ -75,7 +75,7 @@ def test_scores_are_those_of_pytorch(backend):
 
 
 def run_in_parts(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """As `run`, from two ranks with a part of the vocabulary each. What a rank receives comes from the formulas."""
+    """Like `run`, from two ranks with a part of the vocabulary each. What a rank receives comes from the formulas."""
     parts = []
     for start, end in ((0, 20), (20, V)):
         other = [row for row in range(V) if not start <= row < end]

@@ -1,4 +1,4 @@
-"""What to train on: a folder or a mixture, from files and the command line, written down so that it reads back."""
+"""The data to train on: a folder or a mixture, from files and the command line, written down so that it reads back."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the ranks of an executed plan read, and which of them are equal."""
+"""The data that ranks of an executed plan read, and which of them are equal."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run folder may be taken for: the same run, another one, or none."""
+"""A run folder may be taken for the same run, another one, or none."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: each step once, nothing secret; and what a failure does to training."""
+"""A run in TensorBoard: each step once, nothing secret; and the effect of a failure on training."""
 
 import shutil
 import sys

@@ -65,7 +65,7 @@ def train(metrics: Metrics, first: int, last: int) -> None:
 
 
 def train_until_killed() -> None:
-    """As a process of its own: steps 1 to 9, and no end."""
+    """A process of its own: steps 1 to 9, and no end."""
     metrics = open_metrics(None)
     train(metrics, 1, 9)
     print("id", metrics.wandb_run_id, flush=True)

@@ -1,4 +1,4 @@
-"""What assert_close and assert_as_accurate accept and refuse."""
+"""The values that assert_close and assert_as_accurate accept and refuse."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_every_listed_test_exists_and_is_listed_once():
 
 
 def test_every_guarantee_has_a_quick_test():
-    """Of the tests that a row of docs/guarantees.md names, unless all of them take minutes."""
+    """One of the tests that a row of docs/guarantees.md names, unless all of them take minutes."""
     quick = {line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()}
     homes = {path.name: f"tests/{path.relative_to(TESTS_FOLDER)}" for path in TESTS_FOLDER.rglob("test_*.py")}
     page = (TESTS_FOLDER.parent / "docs/guarantees.md").read_text()

@@ -71,7 +71,7 @@ def _flash(
 
 
 def flash_offsets(lengths: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> FlashOffsets:
-    """Of documents with these queries and keys."""
+    """The offsets of documents with these queries and keys."""
     return _offsets(lengths, device), _offsets(keys, device), max(lengths), max(keys)
 
 

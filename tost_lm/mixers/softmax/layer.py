@@ -43,7 +43,7 @@ class SoftmaxMixer(TokenMixer):
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.softmax.kv_heads or config.heads
         self.groups = (self.heads // self.kv_heads, 1, 1)
-        """Of q, k and v."""
+        """The sizes of q, k and v."""
         self.window = config.softmax.window
         self.in_proj = nn.Linear(config.width, config.width + 2 * kv_width(config), bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)

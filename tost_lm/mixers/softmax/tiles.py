@@ -39,7 +39,7 @@ class TileKeys:
     """Keys and values of a document's tokens in one tile, side by side. States of later tiles share it."""
 
     kv_BGtE: Tensor
-    """Of this rank's tokens, on the device or in host memory."""
+    """Those of this rank's tokens, on the device or in host memory."""
     lengths: tuple[int, ...]
     """Tokens of the document on each sequence rank."""
     gradient: Tensor | None = None
@@ -252,5 +252,5 @@ def _shared(x_BGSD: Tensor, heads: int) -> Tensor:
 
 
 def _offsets(q: Tensor, k: Tensor) -> FlashOffsets:
-    """Of the rows in flat queries and keys."""
+    """The offsets of the rows in flat queries and keys."""
     return flash_offsets((q.shape[2],) * len(q), (k.shape[2],) * len(k), q.device)

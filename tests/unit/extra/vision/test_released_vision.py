@@ -35,7 +35,7 @@ def model_of(weights: Weights, patch_size: int, dtype: torch.dtype) -> TostVisio
 
 
 def images(dtype: torch.dtype) -> Tensor:
-    """Of 3 × 2 patches of 16 pixels; the last column and row are not whole."""
+    """Images of 3 × 2 patches of 16 pixels; the last column and row are not whole."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(3, 3, 41, 26, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -66,7 +66,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
 
 
 def executed_instructions(code: str, steps: int, groups: int) -> int:
-    """Of a warp: a loop around others runs `groups` times, one without others `steps` times."""
+    """The instructions of a warp: a loop around others runs `groups` times, one without others `steps` times."""
     places, count, loops = {}, 0, []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
