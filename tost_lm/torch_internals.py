@@ -5,7 +5,8 @@
     ._ForceDispatchKeyGuard                                                     autograd inside of an operator
     torch.ops._c10d_functional                                                  collectives that graphs may contain
     torch.ops.aten._flash_attention_forward, ._flash_attention_backward         flash attention of packed documents
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu                  attention to keys in parts
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
     torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
     DataLoader iterators' _workers and _shutdown_workers, and Python's
     Queue._on_queue_feeder_error                                                worker processes
