@@ -38,16 +38,5 @@ def test_few_instructions_are_executed_for_each_token():
     assert executed["read_backward_kernel"] + executed["write_backward_kernel"] <= 0.6 * 971
 
 
-@pytest.mark.parametrize("call", ["bfloat16 12 64 128,192", "float32 5 80 100,130"])
-def test_bidirectional_kernels_compile_and_stay_in_registers(call: str):
-    """`pytest -s` shows registers, shared memory and instructions."""
-    kernels = compile_kernels(f"bidirectional {call}")
-    for kernel in kernels:
-        print(*(f"{name}={value}" for name, value in kernel.items()))
-    assert len({kernel["kernel"] for kernel in kernels}) == 8
-    assert max(kernel["spilled_bytes"] for kernel in kernels) == 0
-    assert max(kernel["registers"] for kernel in kernels) <= 128
-
-
 def test_the_kernel_of_the_float32_loss_stays_in_registers():
     check_loss_kernels("float32")

@@ -3,7 +3,6 @@
 import random
 from typing import get_args
 
-import bidirectional_cases as bidirectional
 import pytest
 import torch
 from agreement import Call, draw_call, errors
@@ -93,22 +92,3 @@ def test_more_than_two_to_the_31_elements():
     (dw_alone,) = torch.autograd.grad(y_alone.float().sum(), alone)
     torch.testing.assert_close(dw[:, -last:], dw_alone, rtol=0.02, atol=1e-5)
     assert not dw[:, :-last].any()
-
-
-@pytest.mark.parametrize("call", [*bidirectional.CASES.values(), *bidirectional.EXTREMES.values()])
-def test_the_bidirectional_form_is_the_formulas(call: bidirectional.Call):
-    bidirectional.assert_is_the_formulas(call, "triton", "cuda")
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_bidirectional_form_of_random_shapes(seed: int):
-    draw = random.Random(seed)
-    lengths = draw.choices([1, 2, 31, 32, 33, 100, 1000], k=draw.randint(1, 20))
-    call = bidirectional.draw(seed, tuple(lengths), draw.randint(1, 64), draw.choice([16, 20, 32, 64, 130, 256]))
-    bidirectional.assert_is_the_formulas(call, None, "cuda")
-
-
-def test_precision_and_documents_of_the_bidirectional_form():
-    bidirectional.assert_costs_one_rounding(bidirectional.draw(0, (300,), 12, 64), torch.bfloat16, "triton", "cuda")
-    bidirectional.assert_single_tokens_have_the_output_of_one("triton", "cuda")
-    bidirectional.assert_nan_stays("triton", "cuda")

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
-from tost_lm.mixers.tssa.bidirectional import tssa
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.chunked import chunk_tokens
-from tost_lm.mixers.tssa.naive import Membership, TssaState
+from tost_lm.mixers.tssa.naive import Membership, TssaState, tssa
 from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
@@ -67,7 +66,8 @@ class BidirectionalTssa(TssaMixer):
 
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, None]:
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        y_BTHD = tssa(w_BTHD, self.temp, cu_seqlens=info.cu_seqlens, heads=self.softmax)
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            y_BTHD = tssa(w_BTHD, self.temp)  # an image has few tokens
         return self.out_proj(y_BTHD.flatten(-2)), None
 
 

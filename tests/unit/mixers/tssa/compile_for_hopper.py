@@ -1,7 +1,7 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for the bidirectional form `python
-compile_for_hopper.py bidirectional DTYPE H D ENDS`, for slot memory `python compile_for_hopper.py slots H S D ENDS`,
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for slot memory `python
+compile_for_hopper.py slots H S D ENDS`,
 with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list:
 what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread executes for a token
 and channel, in slot memory for a token of a head.
@@ -23,10 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from tost_lm.mixers.slots import memory as slots
 from tost_lm.mixers.slots import triton as slot_kernels
-from tost_lm.mixers.tssa import bidirectional
 from tost_lm.mixers.tssa import triton as phases
 from tost_lm.mixers.tssa.phases import Scoring
-from tost_lm.mixers.tssa.triton import bidirectional as bidirectional_kernels
 from tost_lm.mixers.tssa.triton import tiles
 from tost_lm.ops import cross_entropy_triton
 from tost_lm.ops.layout import LocalDocuments, document_layout
@@ -103,12 +101,6 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
-def call_bidirectional(dtype: torch.dtype, H: int, D: int, ends: list[int]) -> None:
-    bidirectional._choose = lambda name, w: bidirectional_kernels
-    w, temp = torch.zeros(1, ends[-1], H, D, dtype=dtype, requires_grad=True), torch.zeros(H)
-    bidirectional.tssa(w, temp, cu_seqlens=torch.tensor([0, *ends])).sum().backward()
-
-
 def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
     slots._kernels = lambda write, value: slot_kernels
     read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
@@ -141,9 +133,6 @@ if __name__ == "__main__":
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
-    elif sys.argv[1] == "bidirectional":
-        dtype, H, D, ends = sys.argv[2:]
-        call_bidirectional(getattr(torch, dtype), int(H), int(D), documents(ends))
     elif sys.argv[1] == "slots":
         H, S, D = map(int, sys.argv[2:5])
         call_slot_memory(H, S, D, documents(sys.argv[5]))
