@@ -184,7 +184,7 @@ def flash_attention(
     q_MHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, offsets: FlashOffsets, causal: bool = True, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Flash attention in documents. The public `torch.nn.attention.varlen.varlen_attn` calls this operator, but has no
-    window until torch 2.11.
+    window up to torch 2.11.
 
     Args:
         q_MHD, k_SGD, v_SGD: on CUDA, in a 16-bit type; D is a multiple of 8 and at most 256, G divides H.

@@ -115,12 +115,6 @@ class Residual:
         self.tokens = x_BTC.shape[1]
         return self.pad(x_BTC).chunk(self.axis.size, 1)[self.axis.rank]
 
-    def gather_tokens(self, x_BTC: Tensor) -> Tensor:
-        """The whole stream [B, T, C]; all ranks compute the same from it, so its gradient is not summed."""
-        x_TBC = x_BTC.transpose(0, 1).contiguous()
-        whole_TBC = gather_from_sequence_parallel_region(x_TBC, False, self.axis.group)
-        return whole_TBC.transpose(0, 1)[:, : self.tokens]
-
 
 class Column(ColumnParallelLinear):
     """[B, T/R, in] → [B, T, out/R]; `out` concatenates `groups`, as in `TensorSlice`."""

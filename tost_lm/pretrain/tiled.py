@@ -278,7 +278,7 @@ def _forward_and_backward(
         for statistic, d in zip(_statistics(output.state), d_after, strict=True):
             if d is not None:  # None: keys and values outside the window of every later token of this rank
                 roots.append(statistic)
-                gradients.append(d)
+                gradients.append(d.to(statistic.device))  # that of an offloaded growing state is on the host
     torch.autograd.backward(roots, gradients)
     return torch.stack([output.loss, output.z_loss]).detach(), output.state and _map_state(output.state, Tensor.detach)
 

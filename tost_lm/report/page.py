@@ -31,7 +31,6 @@ LIGHT, DARK, CONTRAST = "#8fb4d9", "#0b3c6f", "#c77700"
 LIGHTEST = 0.85  # of cividis, which has even lightness and is safe for red-green colour blindness
 SHAPES = "os^DvP*X"
 NAMED_LAYERS = 8
-PANELS = 4
 MAX_TICKS = 8
 POSITION = "position in the document (tokens, end of the bin)"
 LATEX = {
@@ -206,11 +205,6 @@ def number_ticks(axis: Any, count: int, first: int) -> None:
 def layer_columns(values_LX: Sequence[Sequence[Any]], name: str) -> dict[str, Sequence[Any]]:
     """A column for each layer."""
     return {f"{name}, TSSA layer {number}": values for number, values in enumerate(values_LX, start=1)}
-
-
-def select_layers(layers: int) -> list[int]:
-    """Indices of up to `PANELS` evenly spaced layers, with the first and the last."""
-    return np.unique(np.linspace(0, layers - 1, PANELS).round().astype(int)).tolist()
 
 
 STYLE = """

@@ -18,7 +18,6 @@ from tost_lm.data.tokenizers.interface import (
     SPACE_MARK,
     decode_ids,
     encode_blocks,
-    token_text,
 )
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 
@@ -51,14 +50,6 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param.startswith("hf"):
         return made(prefixed_bpe(texts), "</s>")
     return SentencePieceTokenizer(train_sentencepiece(texts, 400, symbol_pieces(["  ", " x", "\n "])))
-
-
-def test_token_texts_concatenate_to_the_text(tokenizer: Tokenizer):
-    ids = tokenizer.encode("a  page naïve page x=1.\n")
-    text = "".join(token_text(tokenizer, i) for i in ids)
-    assert text == " " * tokenizer.adds_space + "a  page naïve page x=1.\n"
-    assert " page" in [token_text(tokenizer, i) for i in ids]
-    assert token_text(tokenizer, tokenizer.eot) == ""
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -202,11 +202,6 @@ def decode_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     yield _decode_after(tokenizer, context, pending)[emitted:]
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one id after other text: '' for the end-of-text id, U+FFFD for an incomplete character."""
-    return _decode_after(tokenizer, tokenizer.encode("a"), [token])
-
-
 def _last_boundary(text: str) -> int:
     """Index of the last space after a non-space character and before any character; 0: none."""
     end = len(text) - 1
