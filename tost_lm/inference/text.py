@@ -91,8 +91,7 @@ class SavedPosition:
         if not self._ranks.gather(started >= self._next_save)[0]:
             return
         assert position.state
-        letter_of = {mixer_class(letter).State: letter for letter in FACTS}
-        layers = [(letter_of[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
+        layers = [(_letter(layer), self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
         if self._ranks.rank == 0:
             buffer = io.BytesIO()
             torch.save((self._identity, position.tokens, position.nats, layers), buffer)
@@ -123,10 +122,14 @@ class SavedPosition:
     def _of_all_tensor_ranks(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Each tensor of a layer's state on all R tensor ranks, [R, …] on the host."""
         if self._ranks.mesh is None or self._ranks.tensor_ranks == 1:
-            return [x[None].cpu() for x in tensors]
+            return [x[None].cpu().clone() for x in tensors]  # without memory that is not used yet
         from tost_lm.parallel.mesh import all_gather
 
         return [all_gather(x, self._ranks.mesh.tensor)().cpu() for x in tensors]
+
+
+def _letter(layer: Any) -> str:
+    return next(letter for letter in FACTS if isinstance(layer, mixer_class(letter).State))
 
 
 BLOCK_BYTES, ID_BYTES = 1 << 18, 4

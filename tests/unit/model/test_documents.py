@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.softmax.layer import KeyValueState
+from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model import LMState, ModelConfig, TostLM
 
 LENGTHS = [5, 1, 17, 9]

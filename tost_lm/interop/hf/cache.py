@@ -8,14 +8,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from tost_lm.mixers.softmax.layer import KeyValueState
+from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model.block import LMState
 
 
 class TostCache(Cache):
     """The state after the tokens read so far. For TSSA layers its size does not depend on their number.
 
-    Forward replaces `state` and changes none of its tensors, so a `copy.copy` of the cache is independent.
+    Forward replaces `state`. No state changes, although those of full softmax layers share memory: a `copy.copy` of the
+    cache is independent.
     """
 
     is_compileable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]

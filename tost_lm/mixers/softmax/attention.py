@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from tost_lm.mixers.softmax.cache import KeysAndValues
 from tost_lm.ops.layout import cached_on_device, to_device
 from tost_lm.torch_internals import FlashOffsets, flash_attention
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 MAX_FLASH_CHANNELS = 256
-
-KeysAndValues = tuple[Tensor, Tensor]
-"""Each [B, G, S, D]."""
 
 
 def flash_runs(q: Tensor) -> bool:
@@ -34,9 +32,9 @@ def flash_runs(q: Tensor) -> bool:
 
 def attend_rows(q_BHTD: Tensor, kv: KeysAndValues, window: int, before_B: Tensor | None = None) -> Tensor:
     """`causal_attention` by the fastest code."""
-    if before_B is not None or not flash_runs(q_BHTD):
-        return causal_attention(q_BHTD, *kv, window, before_B)
     B, _, T, _ = q_BHTD.shape
+    if before_B is not None or T == 1 or not flash_runs(q_BHTD):
+        return causal_attention(q_BHTD, *kv, window, before_B)
     S = kv[0].shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, *kv))
     return _flash(q, k, v, (T,) * B, (S,) * B, window).unflatten(0, (B, T)).transpose(1, 2)
@@ -100,12 +98,14 @@ def causal_attention(
         window.
     """
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+    if T == 1:
+        return _attend_one(q_BHTD, k_BGSD, v_BGSD, window, before_B)
     window = min(window or S, S)
     # On a GPU, only the kernels of 16-bit types share keys between heads; others would compute T × T scores.
     grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
     kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
-    if before_B is None and window == S and T in (1, S) and kernel_exists:
-        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=T == S, enable_gqa=grouped)
+    if before_B is None and window == S and T == S and kernel_exists:
+        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
     tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
     sizes = [min(tile, T - start) for start in range(0, T, tile)]
     # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
@@ -120,6 +120,19 @@ def causal_attention(
         ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
         start += q.shape[2]
     return torch.cat(ys, 2)
+
+
+def _attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int, before_B: Tensor | None) -> Tensor:
+    """Attention of one token. Heads that share keys are computed as tokens, so that no key is copied."""
+    S = k_BGSD.shape[2]
+    visible = None
+    if before_B is not None:
+        visible = (torch.arange(S, device=q_BH1D.device) >= (S - 1 - before_B)[:, None])[:, None, None]
+    if window and window < S:
+        k_BGSD, v_BGSD = k_BGSD[:, :, -window:], v_BGSD[:, :, -window:]
+        visible = None if visible is None else visible[..., -window:]
+    q_BGhD = q_BH1D.squeeze(2).unflatten(1, (k_BGSD.shape[1], -1))
+    return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=visible).flatten(1, 2)[:, :, None]
 
 
 class _Tile(torch.autograd.Function):

@@ -4,14 +4,15 @@ memory linear in T.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
-from tost_lm.mixers.softmax.attention import KeysAndValues, attend_packed, attend_rows
+from tost_lm.mixers.softmax.attention import attend_packed, attend_rows
+from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueState, append, append_in_memory, last
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.layout import LocalDocuments
@@ -21,18 +22,6 @@ from tost_lm.ops.registered import Registered
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
-
-
-class KeyValueState(NamedTuple):
-    """Keys (after norm and rotary embedding) and values of earlier tokens, each [N, H, S, D]: of all tokens, or with a
-    window of the last window − 1. Rows with fewer tokens are padded with zeros on the left."""
-
-    key: Tensor
-    value: Tensor
-
-    def to_running_dtype(self) -> "KeyValueState":
-        """Nothing is summed."""
-        return self
 
 
 class SoftmaxMixer(TokenMixer):
@@ -65,6 +54,10 @@ class SoftmaxMixer(TokenMixer):
         if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
             return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), tiles
+        if self.caches(info):
+            cache = append_in_memory(state, max(info.start_positions), (k, v))
+            y_BHTD = attend_rows(q, cache, 0, _earlier_tokens(info))
+            return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), cache
         y_BTC, *new_state = ATTENTION(
             info,
             info.handle,
@@ -86,12 +79,22 @@ class SoftmaxMixer(TokenMixer):
         q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
         return q, k, v
 
+    def caches(self, info: SequenceInfo) -> bool:
+        """Whether the keys and values of all tokens are kept in memory with room for more."""
+        kept = info.output_state is True and not self.window and info.cu_seqlens is None and info.shard is None
+        return kept and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
 
 MIXER = SoftmaxMixer
 
 
 def _head_norm(config: "ModelConfig") -> nn.Module | None:
     return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.softmax.qk_norm else None
+
+
+def _earlier_tokens(info: SequenceInfo) -> Tensor | None:
+    """int64 [B], the tokens of each row before these; None: as many as there are keys."""
+    return info.position[:, 0] if info.position.dim() == 2 else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class _Attention:
             up_to_here = sequence[:, :, : split.end]
         else:
             kept = [min(length, max(1, self.window - 1)) for length in split.lengths]
-            sequence = info.shard.gather(_last(kv_BHTD, kept[split.rank]), kept)
+            sequence = info.shard.gather(last(kv_BHTD, kept[split.rank]), kept)
             up_to_here = torch.cat([sequence[:, :, : sum(kept[: split.rank])], kv_BHTD], 2)
         return _halves(up_to_here), _halves(sequence)
 
@@ -134,10 +137,9 @@ class _Attention:
         info = self.info
         if state is not None:
             tokens, alone = max(info.start_positions), info.shard is None
-            up_to_here = _append(state, tokens, up_to_here)
-            sequence = up_to_here if alone else _append(state, tokens, sequence)
-        before_B = info.position[:, 0] if info.position.dim() == 2 else None
-        y = attend_rows(q, self._in_reach(up_to_here, q), self.window, before_B)
+            up_to_here = append(state, tokens, up_to_here)
+            sequence = up_to_here if alone else append(state, tokens, sequence)
+        y = attend_rows(q, self._in_reach(up_to_here, q), self.window, _earlier_tokens(info))
         return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
@@ -149,7 +151,7 @@ class _Attention:
             if state is None or n >= len(state.key):
                 return of_document
             row = KeyValueState(state.key[n : n + 1], state.value[n : n + 1])
-            return _append(row, info.start_positions[n], of_document)
+            return append(row, info.start_positions[n], of_document)
 
         # Of earlier ranks' tokens, only the first document here has some.
         before = min(up_to_here[0].shape[2] - q.shape[2], local.before[0])
@@ -204,22 +206,13 @@ def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tenso
 ATTENTION = Registered("softmax_attention", _attention, _fake)
 
 
-def _last(x_BHSD: Tensor, tokens: int) -> Tensor:
-    return x_BHSD[:, :, max(0, x_BHSD.shape[2] - tokens) :]
-
-
 def _halves(kv_BHSD: Tensor) -> KeysAndValues:
     k, v = kv_BHSD.chunk(2, -1)
     return k, v
 
 
 def _last_of_both(kv: KeysAndValues, tokens: int) -> KeysAndValues:
-    return _last(kv[0], tokens), _last(kv[1], tokens)
-
-
-def _append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
-    """Append keys and values to those of `state`, without its padding if no row has more than `tokens` tokens."""
-    return torch.cat([_last(state.key, tokens), kv[0]], 2), torch.cat([_last(state.value, tokens), kv[1]], 2)
+    return last(kv[0], tokens), last(kv[1], tokens)
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:
