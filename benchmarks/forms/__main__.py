@@ -136,7 +136,8 @@ def _recall(run: Run, folder: Path) -> dict[str, Any]:
     optim = OptimConfig(lr=run["lr"], min_lr=run["lr"] / 10, warmup_steps=150, weight_decay=0.0)
     saved = folder / f"{path_of(run).stem}.pt"
     trained = train(model, optim, recall.STEPS, loss_of, saved, lambda: recall.is_learned(model, mqar))
-    return {**recall.measure(model, mqar), **_sizes(model, forms), **trained}
+    at_lengths = recall.at_lengths(model, mqar) if run["stage"] == "hybrids-recall" else {}
+    return {**recall.measure(model, mqar), **at_lengths, **_sizes(model, forms), **trained}
 
 
 def _sizes(model: Any, forms: list[Any]) -> dict[str, Any]:

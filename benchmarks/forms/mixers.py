@@ -45,6 +45,8 @@ class Form(Section):
     """Channels of the values of each head."""
     window: int = Field(default=0, ge=0)
     """Tokens that a token reads at most, of slots and softmax attention; 0: all."""
+    rotary: bool = True
+    """Whether softmax attention has rotary embedding."""
 
     @property
     def state_numbers(self) -> int | None:
@@ -194,7 +196,7 @@ class Hgrn2(Mixer):
 
 
 class Softmax(Mixer):
-    """Softmax attention with rotary embedding and norms of queries and keys, over all tokens or a window."""
+    """Softmax attention with norms of queries and keys, over all tokens or a window."""
 
     def __init__(self, form: Form, width: int):
         super().__init__(form, width)
@@ -202,11 +204,11 @@ class Softmax(Mixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x_BTC: Tensor) -> Tensor:
         position = torch.arange(x_BTC.shape[1], device=x_BTC.device)
-        rotary = rotary_cos_sin(position, q.shape[-1], 10000.0, x_BTC.dtype)
-        q, k = (
-            apply_rotary(rms_norm(x, x.shape[-1:], eps=EPSILON) * scale, rotary)
-            for x, scale in zip((q, k), self.scales.chunk(2), strict=True)
-        )
+        scales = zip((q, k), self.scales.chunk(2), strict=True)
+        q, k = (rms_norm(x, x.shape[-1:], eps=EPSILON) * scale for x, scale in scales)
+        if self.form.rotary:
+            rotary = rotary_cos_sin(position, q.shape[-1], 10000.0, x_BTC.dtype)
+            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         mask = None
         if self.form.window:
             distance = position[:, None] - position

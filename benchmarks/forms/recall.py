@@ -17,6 +17,7 @@ ENOUGH = 0.99
 """The accuracy at which the training ends."""
 ASKED = 250
 """Held-out examples that are asked during the training; the result has 1,000 others."""
+LENGTHS = 1, 4, 16
 
 
 def settings(pairs: int) -> MqarConfig:
@@ -46,3 +47,12 @@ def is_learned(model: FormLM, config: MqarConfig) -> bool:
 def measure(model: FormLM, config: MqarConfig) -> dict[str, Any]:
     """Accuracy and nats of `tost_lm.eval.recall.evaluate`."""
     return recall.evaluate(model, config, BATCH)  # pyright: ignore[reportArgumentType]
+
+
+def at_lengths(model: FormLM, config: MqarConfig) -> dict[str, Any]:
+    """Accuracy at LENGTHS times the trained length, where the queries are at any distance with equal probability."""
+    accuracies = {}
+    for times in LENGTHS:
+        longer = config.model_copy(update={"seq_len": times * config.seq_len, "power": 1.0, "examples": ASKED})
+        accuracies[str(times)] = recall.evaluate(model, longer, 8)["accuracy"]  # pyright: ignore[reportArgumentType]
+    return {"accuracy_by_length": accuracies}

@@ -4,15 +4,23 @@
 2. finals: text, 3 M tokens, three seeds, each form at its best rate; of mamba2 and hgrn2 the better one.
 3. mqar-rates: recall of 16 pairs, one seed, rates 1e-3 and 3e-3.
 4. mqar: recall of 32 pairs, three seeds, each form at its better rate.
-5. long: text, 18 M tokens, one seed: slots, the best other form of constant state, and softmax attention.
-6. states: recall of 64 pairs, one seed, with 1, 2 and 4 times as many keys: the two best forms of constant state.
+5. hybrids, hybrids-recall: text of 3 M tokens, and recall of 16 pairs at 1, 4 and 16 times the trained length, three
+   seeds, at the rates of the window hybrid.
+6. long: text, 18 M tokens, one seed: slots, the best other form of constant state, and softmax attention.
+7. states: recall of 64 pairs, one seed, with 1, 2 and 4 times as many keys: the two best forms of constant state.
+
+Bars for the hybrids, set before their runs. Full softmax layers are recommended only if the interval of full-hybrid −
+hybrid on text ends at or below 0.01, and if recall at 16 times the length is at least 5 points above that of the
+window. They keep rotary embedding only if, without it, neither the interval on text ends at or below 0 nor recall at 16
+times the length is 5 points higher. Gated delta layers are recommended over slots in full hybrids only if their
+interval on text ends at or below 0.01, and recall at 16 times the length is at most 5 points lower.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.forms.catalog import CATALOG, CONSTANT, forms_of
+from benchmarks.forms.catalog import CATALOG, CONSTANT, FULL_HYBRIDS, forms_of
 from benchmarks.forms.recall import LAYERS
 
 Run = dict[str, Any]
@@ -20,13 +28,13 @@ Run = dict[str, Any]
 Result = Mapping[str, Any]
 """`run` and what was measured."""
 
-COMPARED = tuple(name for name in CATALOG if name != "slots-window")
+COMPARED = tuple(name for name in CATALOG if name not in (*FULL_HYBRIDS, "slots-window"))
 GATED_LINEAR = ("mamba2", "hgrn2")
 RATES, EDGES = (2e-3, 4e-3, 8e-3), (5e-4, 6.4e-2)
 MQAR_RATES = (1e-3, 3e-3)
 SEEDS = (0, 1, 2)
 STATES = (1, 2, 4)
-TOKENS = {"screen": 1_000_000, "finals": 3_000_000, "long": 18_000_000}
+TOKENS = {"screen": 1_000_000, "finals": 3_000_000, "long": 18_000_000, "hybrids": 3_000_000}
 TEXT_LAYERS = 4
 
 
@@ -53,12 +61,22 @@ def _known(results: Sequence[Result]) -> Iterator[Run]:
         for name in finalists:
             if name in COMPARED and (lr := best_mqar_rate(results, name)):
                 yield recall_run("mqar", name, lr, seed, pairs=32)
+    yield from _hybrids(results)
     if rival := best_rival(results):
         for name in ("slots", rival, "softmax"):
             yield text_run("long", name, best_rate(results, name), 0)
     for name in best_at_recall(results):
         for state in STATES:
             yield recall_run("states", name, best_mqar_rate(results, name), 0, pairs=64, state=state)
+
+
+def _hybrids(results: Sequence[Result]) -> Iterator[Run]:
+    lr, mqar_lr = best_rate(results, "hybrid"), best_mqar_rate(results, "hybrid")
+    if lr and mqar_lr:
+        for seed in SEEDS:
+            yield from (text_run("hybrids", name, lr, seed) for name in FULL_HYBRIDS)
+            for name in ("hybrid", *FULL_HYBRIDS):
+                yield recall_run("hybrids-recall", name, mqar_lr, seed, pairs=16)
 
 
 def text_run(stage: str, name: str, lr: float | None, seed: int) -> Run:
@@ -121,7 +139,7 @@ def _finalists(results: Sequence[Result]) -> list[str]:
     loss = {name: min(_losses(results, "screen", name).values(), default=0.0) for name in GATED_LINEAR}
     is_known = all(best_rate(results, name) is not None for name in GATED_LINEAR)
     better = [min(GATED_LINEAR, key=lambda name: loss[name])] if is_known else []
-    return [name for name in CATALOG if name not in GATED_LINEAR or name in better]
+    return [name for name in CATALOG if name not in (*FULL_HYBRIDS, *GATED_LINEAR) or name in better]
 
 
 def _losses(results: Sequence[Result], stage: str, name: str) -> dict[float, float]:
@@ -133,4 +151,6 @@ def _of(results: Sequence[Result], stage: str, name: str, key: str) -> list[floa
 
 
 def _forms(name: str, layers: int, state: int = 1) -> Run:
-    return {"forms": [form.model_dump() for form in forms_of(name, layers, state)]}
+    # Finished runs name `rotary` only where it is off.
+    dumps = (form.model_dump(exclude={"rotary"} if form.rotary else None) for form in forms_of(name, layers, state))
+    return {"forms": list(dumps)}

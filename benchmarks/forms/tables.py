@@ -24,10 +24,12 @@ def tables(results: Sequence[Result]) -> str:
          _text(results, "finals")),
         ("Text, 18 M tokens, one seed", _text(results, "long")),
         ("MQAR of 32 pairs in 256 tokens: accuracy at queries", _recall(results)),
+        ("Hybrids: text of 3 M tokens, and MQAR of 16 pairs in 128 tokens, also in 4 and 16 times as many",
+         _hybrids(results)),
         ("MQAR of 64 pairs in 512 tokens, one seed, by recurrent state", _states(results)),
     ]  # fmt: skip
-    hours = sum(result["seconds"] for result in results) / 3600
-    used = f"{len(results)} runs took {hours:.1f} hours of one core, of a budget of {BUDGET_HOURS}."
+    hours = sum(r["seconds"] for r in results if not r["run"]["stage"].startswith("hybrids")) / 3600
+    used = f"The runs took {hours:.1f} hours of one core, of a budget of {BUDGET_HOURS}, without those of hybrids."
     return "\n\n".join([*(f"{title}\n\n{markdown_table(rows)}" for title, rows in parts if rows), used])
 
 
@@ -94,6 +96,20 @@ def _recall(results: Sequence[Result]) -> list[dict[str, str]]:
                 "parameters": f"{group[0]['parameters']:,}",
             }
         )
+    return rows
+
+
+def _hybrids(results: Sequence[Result]) -> list[dict[str, str]]:
+    text = dict([*_by_name(results, "finals"), *_by_name(results, "hybrids")])
+    rows = []
+    for name, group in _by_name(results, "hybrids-recall"):
+        row = {"model": name, "seeds": f"{len(group)}"}
+        if of_text := text.get(name):
+            row |= {"loss": f"{_mean(of_text, 'loss'):.3f}", "− hybrid": difference(of_text, text.get("hybrid", []))}
+        for length in group[0]["accuracy_by_length"]:
+            accuracies = [r["accuracy_by_length"][length] for r in group]
+            row[f"recall at {length} ×"] = f"{mean(accuracies):.1%} ({min(accuracies):.1%} to {max(accuracies):.1%})"
+        rows.append(row | {"parameters": f"{group[0]['parameters']:,}"})
     return rows
 
 

@@ -189,9 +189,19 @@ def result(run: dict[str, Any]) -> Result:
     """A result whose loss is best at 8e-3 for slots and at 4e-3 for all others, and that depends on the name."""
     best = 8e-3 if run["name"] == "slots" else 4e-3
     loss = 3 + abs(math.log2(run["lr"] / best)) / 10 + len(run["name"]) / 100
-    found = {"loss": loss, "accuracy": 0.9, "steps": 100, "seconds": 1.0, "context_gain": 0.0, "copy": 0.0, "far": 0.0}
+    by_length = {"accuracy_by_length": {"1": 1.0, "4": 0.5}} if run["stage"] == "hybrids-recall" else {}
+    found = {
+        **by_length,
+        "loss": loss,
+        "accuracy": 0.9,
+        "steps": 100,
+        "seconds": 1.0,
+        "context_gain": 0.0,
+        "copy": 0.0,
+        "far": 0.0,
+    }
     sizes = {"state_numbers": [1, None], "tap_numbers": [1], "mlp_channels": 1, "parameters": 1}
-    return json.loads(json.dumps({"run": run, **found, **sizes}))
+    return json.loads(json.dumps({"run": run, **found, **by_length, **sizes}))
 
 
 def test_the_sweep_ends_and_later_stages_use_the_rates_that_earlier_ones_found():
@@ -201,7 +211,8 @@ def test_the_sweep_ends_and_later_stages_use_the_rates_that_earlier_ones_found()
     assert rates_to_screen(results, "slots") == [2e-3, 4e-3, 8e-3, 1.6e-2]
     stages = [r["run"]["stage"] for r in results]
     assert {stage: stages.count(stage) for stage in dict.fromkeys(stages)} == {
-        "screen": 22, "finals": 21, "mqar-rates": 12, "mqar": 18, "long": 3, "states": 6,
+        "screen": 22, "finals": 21, "mqar-rates": 12, "mqar": 18, "hybrids": 9, "hybrids-recall": 12, "long": 3,
+        "states": 6,
     }  # fmt: skip
     finals = [r["run"] for r in results if r["run"]["stage"] == "finals"]
     assert {run["lr"] for run in finals if run["name"] in ("slots", "slots-window")} == {8e-3}
@@ -210,4 +221,5 @@ def test_the_sweep_ends_and_later_stages_use_the_rates_that_earlier_ones_found()
     assert best_rival(results) == "delta"
     text = re.sub(" +", " ", tables(results))
     assert "| slots | 0.002: 3.250, 0.004: 3.150, 0.008: 3.050, 0.016: 3.150 | 0.008 |" in text
-    assert "82 runs took 0.0 hours of one core, of a budget of 14." in text
+    assert "The runs took 0.0 hours of one core, of a budget of 14, without those of hybrids." in text
+    assert "| full-hybrid | 3 | 3.110 | +0.050 ± 0.000 | 100.0% (100.0% to 100.0%) | 50.0%" in text
