@@ -138,6 +138,10 @@ class MixerFacts(ABC):
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
 
     @abstractmethod
+    def obstacle_to_determinism(self) -> str | None:
+        """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
+
+    @abstractmethod
     def channels_in(self, model: "ModelConfig") -> int:
         """Channels that the first projection computes."""
 
@@ -222,6 +226,9 @@ class RecurrentFacts(MixerFacts):
         return 0
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+        return None
+
+    def obstacle_to_determinism(self) -> str | None:
         return None
 
     def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:

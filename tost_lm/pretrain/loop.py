@@ -2,6 +2,7 @@
 chrome://tracing and Perfetto.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import deterministic
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
@@ -17,7 +19,10 @@ from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import prefetched
+from tost_lm.errors import ConfigError
 from tost_lm.interop.card import model_card
+from tost_lm.mixers.registry import FACTS
+from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.optimizers import build_optimizer
@@ -106,6 +111,8 @@ def train(
     set_matmul_precision(config.train.tf32, world.device)
     heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
+        if config.train.deterministic:
+            use_deterministic_kernels(config.model, world.device)
         _require_agreement(config, corpora, start, evaluation)
         config = with_tile_size(config, world)
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
@@ -118,6 +125,26 @@ def set_matmul_precision(tf32: bool, device: torch.device) -> None:
     """Set the precision of float32 matrix products in this process, whatever it was before."""
     # On a CPU "high" would change results, too, where the CPU has instructions for it.
     torch.set_float32_matmul_precision("high" if tf32 and device.type == "cuda" else "highest")
+
+
+def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
+    """Let torch, cuBLAS and flash attention add in a fixed order in this process. Without effect on a CPU.
+
+    The kernels of this package have no atomic additions, and none is chosen by its time. torch raises RuntimeError
+    where an operation has no deterministic kernel.
+
+    Raises:
+        ConfigError: a mixer is not deterministic.
+    """
+    if device.type == "cpu":
+        return
+    for letter in dict.fromkeys(model.letters):
+        if obstacle := FACTS[letter].obstacle_to_determinism():
+            raise ConfigError(f"train.deterministic: {obstacle}; set it to false, or change model.pattern")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first matrix product
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _train_together(

@@ -79,6 +79,8 @@ class TrainConfig(Section):
     """Data type of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
     tf32: bool = False
     """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
+    deterministic: bool = False
+    """On GPUs, use kernels that add in a fixed order, so that a resumed run equals an uninterrupted one bit for bit. Slower; not with D layers, whose kernels are chosen by their measured time. CPUs need no setting."""
     compile: bool = False
     """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -59,6 +59,9 @@ class DeltaFacts(RecurrentFacts):
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
 
+    def obstacle_to_determinism(self) -> str | None:
+        return "the kernels of delta layers are chosen by their measured time"
+
     def channels_in(self, model: "ModelConfig") -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""
         sizes = Sizes.of(model)

@@ -63,6 +63,9 @@ class SoftmaxFacts(MixerFacts):
             )
         return None
 
+    def obstacle_to_determinism(self) -> str | None:
+        return None
+
     def channels_in(self, model: "ModelConfig") -> int:
         return model.width + 2 * kv_width(model)
 
