@@ -8,6 +8,7 @@ from training_on_layouts import build_engine, build_model, restore, train_steps
 
 from tost_lm import sizes
 from tost_lm.config import validate
+from tost_lm.errors import ConfigError
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
@@ -96,6 +97,37 @@ def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bflo
         for whole, in_buckets, buckets in outcomes:
             assert buckets > 2
             assert in_buckets == whole
+
+
+def with_settings_of_deepspeed(stage: int, settings: dict[str, int]) -> tuple[Curve, Curve, bool, str]:
+    """Trained without and with the settings, whether all weights are equal, and the error of a wrong name."""
+    layout = validate(ParallelConfig, {"zero_stage": stage}, "test")
+    engines = [build_engine(layout, "adamw", zero_optimization=given) for given in ({}, settings)]
+    plain, given = (train_steps(engine, "adamw", range(4)) for engine in engines)
+    weights = [dict(zero.full_weights(engine)) for engine in engines]
+    same = all(torch.equal(whole, weights[1][name]) for name, whole in weights[0].items())
+    assert engines[1].config["zero_optimization"].items() >= settings.items()
+    try:
+        zero.check_deepspeed({"zero_optimization": {"reduce_bucket": 3}}, "cpu")
+    except ConfigError as error:
+        return plain, given, same, str(error)
+    return plain, given, same, ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (1, {"reduce_bucket_size": 5000, "overlap_comm": False}),
+        (2, {"allgather_bucket_size": 5000, "reduce_scatter": False}),
+        (3, {"stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 1000}),
+        (3, {"zero_hpz_partition_size": 2}),
+    ],
+)
+def test_settings_of_deepspeed_change_no_result(stage: int, settings: dict[str, int]):
+    for plain, given, same, error in run_on_ranks(with_settings_of_deepspeed, 2, stage, settings):
+        assert given == plain
+        assert same
+        assert error == "deepspeed.zero_optimization.reduce_bucket = 3: unknown to DeepSpeed; correct it"
 
 
 def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:

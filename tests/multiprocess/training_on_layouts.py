@@ -124,10 +124,11 @@ def build_engine(
     bfloat16: bool = False,
     memory: dict[str, Any] | None = None,
     prepare: Callable[[TostLM], object] = lambda model: None,
+    zero_optimization: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     """DeepSpeed around this rank's shard of the model of `settings`; `memory` has settings of activation checkpointing,
-    `prepare` changes the model in place."""
+    `prepare` changes the model in place, `zero_optimization` has settings of DeepSpeed."""
     mesh = build_mesh(start_world("cpu"), parallel)
     model = build_model(**settings)
     apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))
@@ -141,6 +142,7 @@ def build_engine(
         accumulation=BATCH // (mesh.data.size * micro_batch_size(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
+        deepspeed_settings={"zero_optimization": zero_optimization or {}},
     )
 
 

@@ -56,15 +56,16 @@ def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     assert (code, err) == (0, "")
     one, four, three = cells(out)
     assert one[:3] == ["1", "tensor 1 × sequence 1 × data 8; 5 micro-batches of 12 sequences", "9.87 of 8"]
+    assert one[3] == "0.97"  # one all-reduce of float32 gradients and an all-gather of bfloat16 weights
     assert one[-1].startswith("a GPU needs 9.9 GB, more than cluster.memory_gb 8; set train.micro_batch_size=")
     assert four[:2] == ["4", "tensor 1 × sequence 4 × data 2; 20 micro-batches of 12 sequences"]
     assert four[-1] == "yes"
-    assert three[:5] == ["3", "impossible", "–", "–", "–"]
-    assert three[5].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
+    assert three[:6] == ["3", "impossible", "–", "–", "–", "–"]
+    assert three[6].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
     single = Forked("tost plan", RECIPE, "parallel.sequence=4", cwd=tmp_path).finish()[1]
     row = dict(line[:2] for line in cells(single))
     assert four[2].split()[0] == row["GPU memory"].split()[0]
-    assert four[4] == row["tokens/s"]
+    assert four[5] == row["tokens/s"]
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,49 @@ def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
             "choose a divisor of them"
         )
     return None
+
+
+DEEPSPEED_SECTIONS = ("zero_optimization",)
+"""Sections of DeepSpeed's configuration that a run may set."""
+_REPLACED = {
+    "activation_checkpointing": "memory.activation_checkpointing",
+    "amp": "train.dtype",
+    "bf16": "train.dtype",
+    "fp16": "train.dtype",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_clipping": "optim.grad_clip",
+    "optimizer": "optim.kind",
+    "scheduler": "optim.schedule",
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "zero_optimization.cpu_offload": "parallel.offload",
+    "zero_optimization.cpu_offload_param": "parallel.offload",
+    "zero_optimization.offload_optimizer": "parallel.offload",
+    "zero_optimization.offload_param": "parallel.offload",
+    "zero_optimization.stage": "parallel.zero_stage",
+}
+_SENT_IN_FLOAT32 = "gradients are summed and sent in float32, and weights in train.dtype"
+_BREAKING = {
+    "communication_data_type": _SENT_IN_FLOAT32,
+    "data_types": _SENT_IN_FLOAT32,
+    "zero_optimization.zenflow": "it would update weights with gradients of earlier steps",
+    "zero_optimization.zero_quantized_gradients": _SENT_IN_FLOAT32,
+    "zero_optimization.zero_quantized_nontrainable_weights": _SENT_IN_FLOAT32,
+    "zero_optimization.zero_quantized_weights": _SENT_IN_FLOAT32,
+}
+
+
+def obstacle_to_deepspeed(settings: dict[str, Any]) -> str | None:
+    """The first of DeepSpeed's settings that a run cannot have; None: it can have all. `check_deepspeed` checks their
+    names and values."""
+    for section, values in settings.items():
+        for name in [section, *(f"{section}.{key}" for key in (values if isinstance(values, dict) else ()))]:
+            if name in _REPLACED:
+                return f"deepspeed.{name} would be a second {_REPLACED[name]}; set that"
+            if name in _BREAKING:
+                return f"deepspeed.{name}: {_BREAKING[name]}; remove it"
+        if section not in DEEPSPEED_SECTIONS:
+            return f"deepspeed.{section}: not supported (supported: {', '.join(DEEPSPEED_SECTIONS)}); remove it"
+        if not isinstance(values, dict):
+            return f"deepspeed.{section} is not a table; write [deepspeed.{section}]"
+    return None

@@ -23,14 +23,17 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tost_lm.errors import ConfigError
 from tost_lm.optim.optimizers import statistics_of
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
@@ -57,12 +60,14 @@ def build_engine(
     accumulation: int,
     grad_clip: float,
     bfloat16: bool,
+    deepspeed_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """A DeepSpeed engine around a model after `parallelize` that is on its device, with values or without (`allocate`).
 
     `engine.backward` averages over micro-batches and over data × sequence ranks. So a rank's loss must be the sum over
     its labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16, gradients are summed
     and sent as float32. `engine.get_global_grad_norm()` is the norm of the last step before clipping.
+    `deepspeed_settings` passed `obstacle_to_deepspeed` and `check_deepspeed`.
     """
     deepspeed = _import_deepspeed(mesh.device.type)
     stage = parallel.partitioning_stage(mesh.replicas.size, bfloat16=bfloat16)
@@ -77,6 +82,7 @@ def build_engine(
             "reduce_bucket_size": bucket_elements(sum(sizes), max(sizes)),
             "overlap_comm": True,  # with the backward; stage 1 in bfloat16 cannot, and ignores it
             **_offload(parallel),
+            **deepspeed_settings.get("zero_optimization", {}),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -95,6 +101,26 @@ def build_engine(
     engine.clip_fp32_gradients = lambda: _clip_and_record_norm(engine)
     engine.skippable_step = SkippableStep(engine)
     return engine
+
+
+def check_deepspeed(settings: Mapping[str, Any], device: str) -> None:
+    """Check names and values by DeepSpeed's own models. Call it after the process group is created.
+
+    Raises:
+        ConfigError: one of them is unknown or invalid.
+    """
+    _import_deepspeed(device)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**settings.get("zero_optimization", {}))
+    except ValidationError as error:
+        lines = []
+        for one in error.errors():
+            name = ".".join(["deepspeed.zero_optimization", *map(str, one["loc"])])
+            unknown = one["type"] == "extra_forbidden"
+            lines.append(f"{name} = {one['input']}: {'unknown to DeepSpeed' if unknown else one['msg']}; correct it")
+        raise ConfigError("\n".join(lines)) from None
 
 
 class SkippableStep:

@@ -33,7 +33,7 @@ from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopRequestedError
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
-from tost_lm.parallel.zero import allocate_for_engine, build_engine
+from tost_lm.parallel.zero import allocate_for_engine, build_engine, check_deepspeed
 from tost_lm.pretrain import hooks
 from tost_lm.pretrain.hooks import Evaluation, Hook, Run, Save, SpikeGuard, StopGracefully, Validation
 from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
@@ -113,6 +113,8 @@ def train(
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
         if config.train.deterministic:
             use_deterministic_kernels(config.model, world.device)
+        if config.deepspeed:
+            check_deepspeed(config.deepspeed, world.device.type)
         _require_agreement(config, corpora, start, evaluation)
         config = with_tile_size(config, world)
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
@@ -233,6 +235,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
         bfloat16=bfloat16,
+        deepspeed_settings=config.deepspeed,
     )
 
 

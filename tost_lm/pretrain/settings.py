@@ -12,7 +12,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
-from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_deepspeed, obstacle_to_tensor_ranks
 from tost_lm.parallel.timeouts import Timeouts
 
 
@@ -228,6 +228,8 @@ class PretrainConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """Settings of DeepSpeed, merged over those of the run: deepspeed.zero_optimization has sizes of buckets, prefetching and secondary partitions. What another setting decides, or what would change results, is rejected."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
@@ -278,6 +280,12 @@ class PretrainConfig(Section):
                 f"train.seq_len {self.train.seq_len} is less than one token for each of parallel.sequence "
                 f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _deepspeed_computes_the_same(self) -> "PretrainConfig":
+        if obstacle := obstacle_to_deepspeed(self.deepspeed):
+            raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
@@ -361,6 +369,7 @@ class PretrainConfig(Section):
             "evaluation": EvaluationConfig(),
             "launch": LaunchConfig(),
             "parallel": ParallelConfig(),
+            "deepspeed": {},
             "memory": MemoryConfig(),
             "checkpoint": CheckpointConfig(),
             "run": RunConfig(name="any"),

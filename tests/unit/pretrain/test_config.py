@@ -193,3 +193,28 @@ def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Pat
     read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
     read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
     read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("stage = 3", "deepspeed.zero_optimization.stage would be a second parallel.zero_stage; set that"),
+        ("zero_quantized_gradients = true", r"deepspeed.zero_optimization.zero_quantized_gradients: .*; remove it"),
+        ("[deepspeed.fp16]\nenabled = true", "deepspeed.fp16 would be a second train.dtype; set that"),
+        ("[deepspeed.autotuning]", r"deepspeed.autotuning: not supported \(supported: zero_optimization\); remove it"),
+    ],
+)
+def test_settings_of_deepspeed_that_others_decide_or_that_change_results_are_rejected(
+    tmp_path: Path, settings: str, problem: str
+):
+    data = f'[data]\nfolder = "d"\n[deepspeed.zero_optimization]\n{settings}\n'
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, data)
+
+
+def test_other_settings_of_deepspeed_are_passed_on_and_identify_no_run(tmp_path: Path):
+    config = read(tmp_path, '[data]\nfolder = "d"\n', "deepspeed.zero_optimization.reduce_bucket_size=1000")
+    assert config.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
+    assert config.what_is_trained().deepspeed == {}

@@ -8,8 +8,10 @@ import pytest
 
 from tost_lm.config import differences, load_config
 from tost_lm.data.settings import DataPrepConfig
+from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import learning_rate
+from tost_lm.pretrain.plan.estimate import step_seconds
 from tost_lm.pretrain.plan.fit import complete, memory_problem
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -31,6 +33,21 @@ def test_every_recipe_is_valid_and_trains_on_a_node(path: Path):
     assert memory_problem(config) is None
     words = re.findall(r"configs/pretrain/(\w+).toml", path.read_text())
     assert set(words) <= {other.stem for other in path.parent.glob("*.toml")}
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_for_gpus_has_the_zero_stage_that_takes_the_least_time(path: Path):
+    if path.stem == "demo":
+        pytest.skip("for CPUs")
+    seconds = {}
+    for stage in (0, 1, 2, 3):
+        try:
+            config = complete(load_config(PlanConfig, path, [f"parallel.zero_stage={stage}"]))
+        except ConfigError:  # the stage does not support what the recipe sets
+            continue
+        if memory_problem(config) is None:
+            seconds[stage] = step_seconds(config).total
+    assert load_config(PlanConfig, path).parallel.zero_stage == min(seconds, key=lambda stage: seconds[stage])
 
 
 @pytest.mark.parametrize("name", ["full_hybrid_350m", "delta_1b_32k", "delta_3b_128k"])

@@ -89,15 +89,15 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
             one = plan_fit.complete(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
             seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
             fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
-            used = f"{memory:.2f} of {one.cluster.memory_gb:g}"
-            rows.append((value, layout(one), used, duration(seconds), rate, fits))
+            used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in plan.collectives(one))
+            rows.append((value, layout(one), used, f"{sent / 1e9:.2f}", duration(seconds), rate, fits))
         except ConfigError as error:
             problems.append(error)
             reason = "; ".join(str(error).replace(f"{path}: ", "").splitlines())
-            rows.append((value, "impossible", "–", "–", "–", reason))
+            rows.append((value, "impossible", *"––––", reason))
     if len(problems) == len(rows):
         raise problems[0]
-    print(markdown([(setting, "layout", "GB per GPU", "time per step", "tokens/s", "fits"), *rows]))
+    print(markdown([(setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "fits"), *rows]))
 
 
 def print_execution(config: PlanConfig) -> None:
