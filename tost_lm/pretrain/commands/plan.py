@@ -237,19 +237,22 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
 def time_rows(config: PlanConfig) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
-    launches = f"{plan.operations_per_layer(config):.0f} launches per layer and micro-batch"
+    launches = f"{plan.operations_per_layer(config):.0f} launches per layer and micro-batch at {cluster.launch_us:g} µs"
+    host = f"host {1e3 * plan.host_seconds(config):.3g} ms"
     activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
         "operator": f"{in_units(operator)} per token {bandwidth}",
         "elementwise": f"{in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums, loss",
-        "launches": f"{launches} at {cluster.launch_us:g} µs, less the above",
+        "launches": f"{host}, less the above: {launches}",
         "optimizer": _of_optimizer(config),
         "communication": "collectives, without overlap",
     }
     if (path := results_file("gpu", cluster.device)).is_file():
         yield "constants", "measured", f"on this GPU by benchmarks.gpu, in {path}"
+    else:
+        yield "constants", "assumed", "not measured on a GPU; python -m benchmarks.gpu measures them"
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"

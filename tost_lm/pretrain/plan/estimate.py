@@ -74,7 +74,7 @@ class Step(NamedTuple):
     operator: float
     elementwise: float
     launches: float
-    """Time by which kernel launches exceed the three before."""
+    """Time by which the host's launches of kernels exceed the three before."""
     optimizer: float
     communication: float
 
@@ -98,16 +98,20 @@ def step_seconds(config: PlanConfig) -> Step:
     products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
     operator = operator_bytes_per_token(config) * tokens / bandwidth
     elementwise = elementwise_bytes_per_token(config) * tokens / bandwidth
-    layers = config.micro_batches * tiles(config) * config.model.layers
-    launches = layers * operations_per_layer(config) * cluster.launch_us * 1e-6
     return Step(
         products,
         operator,
         elementwise,
-        launches=max(0.0, launches - products - operator - elementwise),
+        launches=max(0.0, host_seconds(config) - products - operator - elementwise),
         optimizer=optimizer_bytes(config) / bandwidth + muon_flops(config) / in_bfloat16,
         communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
+
+
+def host_seconds(config: PlanConfig) -> float:
+    """Time in which the host launches the kernels of a step."""
+    layers = config.micro_batches * tiles(config) * config.model.layers
+    return layers * operations_per_layer(config) * config.cluster.launch_us * 1e-6
 
 
 def muon_flops(config: PlanConfig) -> float:
