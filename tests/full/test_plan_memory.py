@@ -42,6 +42,8 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
         (2, {**LONG, "pattern": "SA", "softmax": {"window": 256}, "parallel": {"sequence": 2}}),
         (1, {**LONG, "memory": BLOCKS}),
+        (1, {**LONG, "memory": {**BLOCKS, "activation_checkpointing_every": 3}}),
+        (1, {**LONG, "pattern": "SA", "memory": {"activation_checkpointing": "mixers"}}),
         (1, {**LONG, "memory": MLP_TILES}),
         (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
         (1, {"vocab_size": 512, "pattern": "A", **OTHER_FORMS}),

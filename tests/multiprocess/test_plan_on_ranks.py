@@ -52,14 +52,17 @@ def assert_as_planned(axis: str, model: dict[str, Any]) -> None:
         assert_sent_as_planned(measured, settings)
 
 
-@pytest.mark.parametrize("pattern", ["TA", "TS"])
-def test_messages_of_what_is_computed_again(pattern: str):
-    settings = settings_of(
-        **TINY,
-        pattern=pattern,
-        parallel={"tensor": RANKS},
-        memory={"activation_checkpointing": "full", "mlp_tile_tokens": 32},
-    )
+@pytest.mark.parametrize(
+    ("pattern", "memory"),
+    [
+        ("TA", {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        ("TS", {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        ("TA", {"activation_checkpointing": "mixers"}),
+        ("SA", {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+    ],
+)
+def test_messages_of_what_is_computed_again(pattern: str, memory: dict[str, Any]):
+    settings = settings_of(**TINY, pattern=pattern, parallel={"tensor": RANKS}, memory=memory)
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
@@ -75,6 +78,8 @@ def test_messages_of_what_is_computed_again(pattern: str):
         ("SA", 0, {"tile_tokens": 100}),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
         ("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}),
+        ("AS", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
+        ("AS", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
         ("DS", 0, {"tile_tokens": 100}),
     ],
 )

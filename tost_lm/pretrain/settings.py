@@ -140,10 +140,21 @@ class MemoryConfig(Section):
     """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
     offload_tile_states: bool = False
     """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products."""
+    activation_checkpointing: Literal["none", "mixers", "full"] = "none"
+    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
+    activation_checkpointing_every: int = Field(default=1, gt=0)
+    """Only every n-th block, from the first on; the others store all."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
     """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
+
+    @model_validator(mode="after")
+    def _every_block_of_a_kind(self) -> "MemoryConfig":
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"memory.activation_checkpointing_every {self.activation_checkpointing_every} has no effect with "
+                "memory.activation_checkpointing none: set full or mixers"
+            )
+        return self
 
 
 class ValidationConfig(Section):
@@ -274,6 +285,11 @@ class PretrainConfig(Section):
             raise ValueError(
                 f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
                 f"train.compile = false or parallel.{found.split()[0]} = 1"
+            )
+        if self.train.compile and self.memory.activation_checkpointing == "mixers":
+            raise ValueError(
+                "train.compile compiles whole blocks, and memory.activation_checkpointing mixers computes a part of them "
+                "again: set memory.activation_checkpointing = full or train.compile = false"
             )
         if self.train.seq_len < self.parallel.sequence:
             raise ValueError(

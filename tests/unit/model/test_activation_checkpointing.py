@@ -23,6 +23,8 @@ LESS: list[dict[str, Any]] = [
     {"mlp_tile_tokens": 7},
     {"mlp_tile_tokens": 100},
     {"activation_checkpointing": "full", "mlp_tile_tokens": 4},
+    {"activation_checkpointing": "full", "activation_checkpointing_every": 2},
+    {"activation_checkpointing": "mixers", "mlp_tile_tokens": 7},
 ]
 
 
@@ -129,6 +131,9 @@ def test_of_a_block_its_input_is_held_and_of_an_mlp_its_input(pattern: str):
     assert bytes_held_by_a_layer({"mlp_tile_tokens": 7}, pattern) == without_mlp + x_bytes
     for less in ({"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "mlp_tile_tokens": 7}):
         assert bytes_held_by_a_layer(less, pattern) == x_bytes < whole / 15
+    assert bytes_held_by_a_layer({"activation_checkpointing": "mixers", "mlp_tile_tokens": 7}, pattern) == 2 * x_bytes
+    every_second = {"activation_checkpointing": "full", "activation_checkpointing_every": 2}
+    assert bytes_held_by_a_layer(every_second, pattern) == (whole + x_bytes) // 2
 
 
 class WideTokens(TorchDispatchMode):
@@ -144,7 +149,7 @@ class WideTokens(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("less", "most"), [({}, B * T), ({"mlp_tile_tokens": 5}, B * 5), (LESS[-1], B * 4)])
+@pytest.mark.parametrize(("less", "most"), [({}, B * T), ({"mlp_tile_tokens": 5}, B * 5), (LESS[3], B * 4)])
 def test_what_is_as_wide_as_the_mlp_is_there_for_one_portion_only(less: dict[str, Any], most: int):
     model = apply_activation_checkpointing(drawn_model(), **less)
     with WideTokens() as forward:

@@ -218,3 +218,18 @@ def test_other_settings_of_deepspeed_are_passed_on_and_identify_no_run(tmp_path:
     (tmp_path / "written.toml").write_text(to_toml(config))
     assert load_config(PretrainConfig, tmp_path / "written.toml") == config
     assert config.what_is_trained().deepspeed == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["memory.activation_checkpointing_every=2"],
+            "has no effect with memory.activation_checkpointing none: set full",
+        ),
+        (["memory.activation_checkpointing=mixers", "train.compile=true"], "train.compile compiles whole blocks, and"),
+    ],
+)
+def test_activation_checkpointing_that_is_not_possible(tmp_path: Path, overrides: list[str], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, '[data]\nfolder = "d"\n', *overrides)

@@ -93,6 +93,6 @@ def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     assert plan_fit.memory_problem(tiled) is None
     auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
-    assert plan.forwards(tiled) == 2 - 1 / plan.tiles(tiled)
+    assert plan.mlp_forwards(tiled) == 2 - 1 / plan.tiles(tiled)
     truncated = load_config(PlanConfig, RECIPE, [*words, f"train.truncate_tokens={found}"])
-    assert plan.forwards(truncated) == plan.forwards(config) == 1
+    assert plan.mlp_forwards(truncated) == plan.mlp_forwards(config) == 1

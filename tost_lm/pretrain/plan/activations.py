@@ -13,7 +13,7 @@ The residual stream is float32: where a block's or a branch's input is stored fo
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what its mixer received from other ranks. One
 whole block exists during its backward, and the gradients in its MLP take 4 more (of a SwiGLU twice its hidden
-channels).
+channels). With `mixers`, the mixer's branch does so, after the MLP of the block is freed.
 """
 
 from typing import NamedTuple
@@ -49,8 +49,7 @@ def load_of(config: PretrainConfig) -> Load:
 
 def activation_bytes_per_token(config: PretrainConfig) -> float:
     """Bytes per token that autograd stores until the backward."""
-    mixers = facts_of(config.model.pattern)
-    blocks = sum(facts.layers(config.model) * _block_bytes_per_token(config, facts).kept for facts in mixers)
+    blocks = sum(block.kept for block in _blocks_per_token(config))
     return blocks + _norm_input_bytes(config) / config.parallel.tensor
 
 
@@ -63,31 +62,48 @@ class BlockBytes(NamedTuple):
     """In addition, during its backward."""
 
 
-def block_bytes(config: PretrainConfig) -> BlockBytes:
-    """Bytes for a micro-batch, in the kind of block that has most."""
+def block_bytes(config: PretrainConfig) -> list[BlockBytes]:
+    """Bytes of each block for a micro-batch."""
     tokens, e, tensor = tokens_in_memory(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
-    stream = e * config.model.width / tensor
-    blocks = [_block_bytes_per_token(config, facts) for facts in facts_of(config.model.pattern)]
-    kept, in_backward = (tokens * max(sizes) for sizes in zip(*blocks, strict=True))
-    gradients = _mlp_tensors(config)[1] * e * config.model.mlp_width / tensor
-    if config.memory.mlp_tile_tokens is None:
-        return BlockBytes(kept, in_backward + gradients * tokens)
-    row_tokens = config.tile_tokens / config.parallel.sequence
-    tile = tokens / row_tokens * min(config.memory.mlp_tile_tokens * tensor, row_tokens)
-    return BlockBytes(kept, in_backward + 3 * stream * tokens + (_mlp_bytes_per_token(config) + gradients) * tile)
+    in_mlp = _mlp_tensors(config)[1] * e * config.model.mlp_width / tensor * tokens  # gradients
+    if config.memory.mlp_tile_tokens is not None:
+        row_tokens = config.tile_tokens / config.parallel.sequence
+        fraction = min(config.memory.mlp_tile_tokens * tensor, row_tokens) / row_tokens
+        in_mlp = 3 * e * config.model.width / tensor * tokens + fraction * (
+            _mlp_bytes_per_token(config) * tokens + in_mlp
+        )
+    return [BlockBytes(tokens * block.kept, tokens * block.in_backward + in_mlp) for block in _blocks_per_token(config)]
 
 
-def _block_bytes_per_token(config: PretrainConfig, mixer: MixerFacts) -> BlockBytes:
+def is_computed_again(config: PretrainConfig) -> list[bool]:
+    """Whether each block, or with `mixers` its mixer, is computed again in the backward."""
+    memory = config.memory
+    every = memory.activation_checkpointing_every if memory.activation_checkpointing != "none" else 0
+    return [bool(every) and n % every == 0 for n in range(config.model.layers)]
+
+
+def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
+    of_kind = {
+        (facts.letter, again): _block_bytes_per_token(config, facts, again)
+        for facts in facts_of(config.model.pattern) for again in (False, True)
+    }  # fmt: skip
+    return [of_kind[block] for block in zip(config.model.letters, is_computed_again(config), strict=True)]
+
+
+def _block_bytes_per_token(config: PretrainConfig, mixer: MixerFacts, again: bool) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
     load, C, scale = load_of(config), config.model.width, 1 if config.model.layer_scale else 0
     e, tensor = load.element_bytes, load.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
-    kept_by_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
-    kept = kept_by_mixer + (_mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual)
-    if config.memory.activation_checkpointing == "none":
-        return BlockBytes(kept, 0.0)
+    of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
+    of_mlp = _mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual
+    if not again:
+        return BlockBytes(of_mixer + of_mlp, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
-    return BlockBytes(residual + mixer.received_bytes(load), kept - same)
+    kept = residual + mixer.received_bytes(load)
+    if config.memory.activation_checkpointing == "mixers":
+        return BlockBytes(kept + of_mlp, max(0.0, of_mixer - same - of_mlp))
+    return BlockBytes(kept, of_mixer + of_mlp - same)
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import (
     FlopsPerToken,
@@ -22,11 +23,13 @@ from tost_lm.model.flops import (
 )
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
+    is_computed_again,
     load_of,
     micro_batch_tokens,
 )
 from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
@@ -142,14 +145,20 @@ def fraction_computed_twice(config: PlanConfig) -> float:
     return 0.0 if config.train.truncate_tokens else before_last / config.row_tokens
 
 
-def forwards_for_backward(config: PlanConfig) -> int:
-    """Forwards of a block in the pass with the backward."""
-    return 2 if config.memory.activation_checkpointing == "full" else 1
+def mixers_computed_again(config: PretrainConfig, facts: MixerFacts) -> float:
+    """Fraction of the layers with this mixer whose backward computes the mixer again."""
+    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
+    return sum(again for letter, again in blocks if letter == facts.letter) / facts.layers(config.model)
 
 
-def forwards(config: PlanConfig) -> float:
-    """Forwards of a block per token, on average."""
-    return forwards_for_backward(config) + fraction_computed_twice(config)
+def forwards(config: PlanConfig, facts: MixerFacts) -> float:
+    """Forwards of a mixer per token, on average over its layers."""
+    return 1 + mixers_computed_again(config, facts) + fraction_computed_twice(config)
+
+
+def mixer_forwards(config: PlanConfig) -> float:
+    """Forwards of all mixers of the model per token."""
+    return sum(facts.layers(config.model) * forwards(config, facts) for facts in facts_of(config.model.pattern))
 
 
 def mlp_tiles(config: PlanConfig) -> int:
@@ -159,19 +168,24 @@ def mlp_tiles(config: PlanConfig) -> int:
 
 
 def mlp_forwards(config: PlanConfig) -> float:
-    """Forwards of an MLP per token. MLP tiles of equal size are recomputed one by one; a recomputed block stops before
-    its last MLP tile."""
-    if config.memory.mlp_tile_tokens is None:
-        return forwards(config)
-    return forwards(config) + 1 - (forwards_for_backward(config) - 1) / mlp_tiles(config)
+    """Forwards of an MLP per token, on average. MLP tiles of equal size are recomputed one by one; a recomputed block
+    stops before its last MLP tile."""
+    in_blocks = config.memory.activation_checkpointing == "full"
+    again = sum(is_computed_again(config)) / config.model.layers if in_blocks else 0.0
+    once = 1 + again + fraction_computed_twice(config)
+    return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
 
 
 def recomputed_flops(config: PlanConfig) -> float:
     """FLOPs per token that are recomputed."""
-    model, flops = config.model, model_flops(config)
-    forward = flops.products.forward + flops.attention.forward - 2 * model.vocab_size * model.width
-    mlps = 2 * model.layers * mlp_weights(model)
-    return (forwards(config) - 1) * (forward - mlps) + (mlp_forwards(config) - 1) * mlps
+    model, seq_len = config.model, config.train.seq_len
+    mlps = (mlp_forwards(config) - 1) * model.layers * 2 * mlp_weights(model)
+    return mlps + sum(
+        facts.layers(model)
+        * (forwards(config, facts) - 1)
+        * (2 * facts.weights(model) + facts.attention_flops(model, seq_len).forward)
+        for facts in facts_of(model.pattern)
+    )
 
 
 def operations_per_layer(config: PlanConfig) -> float:
@@ -183,7 +197,8 @@ def operations_per_layer(config: PlanConfig) -> float:
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token that the Triton kernels read and write, forward and backward."""
     model, load = config.model, load_of(config)
-    return sum(facts.layers(model) * facts.kernel_bytes(load, forwards(config)) for facts in facts_of(model.pattern))
+    mixers = facts_of(model.pattern)
+    return sum(facts.layers(model) * facts.kernel_bytes(load, forwards(config, facts)) for facts in mixers)
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:
@@ -199,7 +214,7 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
     forward, backward = (5, 6) if e == 4 else (10, 15)
     if model.layer_scale:
         forward, backward = forward + 2, backward + 6
-    half = forwards(config) * forward + backward
+    half = mixer_forwards(config) / model.layers * forward + backward
     relative = model.mlp_width / model.width
     of_mlp = (5 * relative, 13 * relative) if model.mlp == "swiglu" else (8, 12)
     mlp_half = mlp_forwards(config) * (forward + of_mlp[0]) + backward + of_mlp[1]
@@ -257,7 +272,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
     layers, counts, load = model.layers, parameters(model), load_of(config)
-    mixers, mlps, per_row = layers * forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
+    mixers, mlps, per_row = mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
     calls_of_softmax, bytes_of_softmax = 0, 0.0
     for facts in facts_of(model.pattern):
@@ -279,9 +294,10 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     )
 
 
-def sends_again(config: PlanConfig) -> bool:
-    """Whether blocks that the backward computes again also receive again: `keep_received` does not see into graphs."""
-    return config.train.compile and config.memory.activation_checkpointing == "full"
+def sent_again(config: PlanConfig, facts: MixerFacts) -> float:
+    """Fraction of the layers with this mixer that also receive again in the backward: `keep_received` does not see into
+    graphs."""
+    return mixers_computed_again(config, facts) if config.train.compile else 0.0
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
@@ -295,33 +311,35 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     ranks, tensor, mixers = parallel.sequence, parallel.tensor, facts_of(config.model.pattern)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     exchanging = [facts for facts in mixers if facts.exchanged_bytes(load, backward=False)]
-    again, backwards = sends_again(config), tiles(config)
-    passes = tiles(config) + (0 if config.train.truncate_tokens else tiles(config) - 1) + again * tiles(config)
     passing = [facts for facts in mixers if facts.passed_on_bytes(load)]
-    exchanges = sum(facts.layers(model) * (1 if facts in passing else 2) for facts in exchanging)
-    calls = (passes + backwards) * k * exchanges
-    in_layers = sum(
-        facts.layers(model)
-        * (
-            passes * facts.exchanged_bytes(load, backward=False)
-            + backwards * facts.exchanged_bytes(load, backward=True)
-        )
-        for facts in exchanging
-    )
-    statistics = k * rows * in_layers / tensor
+    backwards, twice = tiles(config), 0 if config.train.truncate_tokens else tiles(config) - 1
+
+    def passes(facts: MixerFacts) -> float:
+        return tiles(config) * (1 + sent_again(config, facts)) + twice
+
+    calls, statistics = 0.0, 0.0
+    for facts in exchanging:
+        layers, exchanges = facts.layers(model), 1 if facts in passing else 2
+        calls += k * layers * exchanges * (passes(facts) + backwards)
+        forward, backward = (facts.exchanged_bytes(load, backward=backward) for backward in (False, True))
+        statistics += k * rows * layers * (passes(facts) * forward + backwards * backward) / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     else:
         sent = load.exchanged_rows * statistics
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
     # States between tiles, forward and, where the gradient goes through them, again and backward.
-    between = (tiles(config) - 1) * ((1 if config.train.truncate_tokens else 3) + again) * k
-    if summed := between * sum(facts.layers(model) for facts in mixers if facts.summed_bytes(load)):
-        row = rows * between * sum(facts.layers(model) * facts.summed_bytes(load) for facts in mixers) / tensor
+    summed, row = 0.0, 0.0
+    for facts in mixers:
+        if of_layer := facts.summed_bytes(load):
+            times = (tiles(config) - 1) * ((1 if config.train.truncate_tokens else 3) + sent_again(config, facts)) * k
+            summed += times * facts.layers(model)
+            row += rows * times * facts.layers(model) * of_layer / tensor
+    if summed:
         kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
         yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
     for facts in passing:
-        times = (passes + backwards) * k * facts.layers(model)
+        times = (passes(facts) + backwards) * k * facts.layers(model)
         hops = times * (ranks + PASSED_SLICES - 2)
         # On average: the last rank does not pass states on, nor the first one gradients.
         sent = times * rows * facts.passed_on_bytes(load) / tensor * (ranks - 1) / ranks
@@ -331,18 +349,21 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         of_tiles = [facts.gathered_tokens(load, min(config.tile_tokens, config.row_tokens - start)) for start in starts]
         if not of_tiles[0].channels:
             continue
-        computed_twice = bool(fraction_computed_twice(config))
-        twice = (of_tiles[:-1] if computed_twice else []) + of_tiles * again
         # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
         earlier = [of_tiles[:n] if facts.kept_tokens(model) is None else [] for n in range(len(of_tiles))]
-        for of_pass in (earlier, earlier, earlier[:-1] * computed_twice, earlier * (forwards_for_backward(config) - 1)):
-            twice += [one for of_tile in of_pass for one in of_tile]
-        scattered = of_tiles + [one for of_tile in earlier for one in of_tile] * (not config.train.truncate_tokens)
+        before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
+        again, in_second = sent_again(config, facts), float(bool(fraction_computed_twice(config)))
+        scattered = [(1.0, of_tiles), (float(not config.train.truncate_tokens), before)]
+        gathered = [
+            (1 + again, of_tiles), (in_second, of_tiles[:-1]),
+            (2 + mixers_computed_again(config, facts), before), (in_second, before_last),
+        ]  # fmt: skip
         times = k * facts.layers(model) * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * facts.layers(model)
         once, sent = (
-            times * sum(one.tokens for one in tokens) * of_tiles[0].channels / tensor
-            for tokens in (scattered, [*of_tiles, *twice])
+            times * sum(n * sum(one.tokens for one in some) for n, some in gathers) * of_tiles[0].channels / tensor
+            for gathers in (scattered, gathered)
         )
-        yield Collectives("keys and values", "all-gather", calls * len([*of_tiles, *twice]), e * sent, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", calls * len(scattered), 4 * once * ranks, ranks, tensor)
+        scatters, gathers = (calls * sum(n * len(some) for n, some in of_kind) for of_kind in (scattered, gathered))
+        yield Collectives("keys and values", "all-gather", gathers, e * sent, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * once * ranks, ranks, tensor)

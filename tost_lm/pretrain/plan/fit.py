@@ -106,7 +106,12 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
-            yield "memory.activation_checkpointing=full", _changed(config, memory={"activation_checkpointing": "full"})
+            for kind, every in (("mixers", 1), ("full", 2), ("full", 1)):
+                if kind == "mixers" and config.train.compile:
+                    continue
+                memory = {"activation_checkpointing": kind, "activation_checkpointing_every": every}
+                other = f" memory.activation_checkpointing_every={every}" if every > 1 else ""
+                yield f"memory.activation_checkpointing={kind}{other}", _changed(config, memory=memory)
         if not tiled and parallel.zero_stage < 3:
             with suppress(ConfigError):
                 if _batch_is_divisible(config):

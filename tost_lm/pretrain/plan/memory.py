@@ -36,6 +36,7 @@ host copy of an asynchronous checkpoint.
 """
 
 import math
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
@@ -92,16 +93,24 @@ def moments(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = 
     weights, optimizer = weights_and_optimizer(config, ranks)
     if config.parallel.offload != "none":
         optimizer = 0.0
-    kept, block, e = activation_bytes_per_token(config) * tokens, block_bytes(config), ELEMENT_BYTES[config.train.dtype]
+    kept, blocks, e = (
+        activation_bytes_per_token(config) * tokens,
+        block_bytes(config),
+        ELEMENT_BYTES[config.train.dtype],
+    )
+    # The backward begins with the last block. What it has passed is freed.
+    freed = accumulate((block.kept for block in reversed(blocks)), initial=0.0)
+    in_backward = max(block.in_backward - size for block, size in zip(reversed(blocks), freed, strict=False))
+    first = blocks[0].kept + blocks[0].in_backward
     gathered = e * tokens * model.width if tensor > 1 else 0.0
     head_gradient = e * model.vocab_size * model.width / tensor
     tiled = config.tile_tokens < config.row_tokens
     between_tiles = tile_states_bytes(config) + 16 * micro_batch_tokens(config) if tiled else 0.0
     activations_and_loss = {
         LOSS: (kept + between_tiles, loss_bytes(config)),
-        START: (kept + block.in_backward + between_tiles, head_gradient),
+        START: (kept + in_backward + between_tiles, head_gradient),
         # Activations of the first block, before the gradient of the embedding. With tiles they are freed by now.
-        END: (0.0 if tiled else max(0.0, block.kept + block.in_backward - head_gradient), 0.0),
+        END: (0.0 if tiled else max(0.0, first - head_gradient), 0.0),
     }
     sums = {LOSS: 4 * parameters_per_rank(config), START: 4 * parameters_per_rank(config)} if tiled else {}
     return [
