@@ -211,3 +211,31 @@ def test_too_many_bad_rows_are_refused_and_the_first_is_named(config, tmp_path):
     output = run("tost prepare shards", *flags, "corpus.max_bad_fraction=0.1", cwd=tmp_path)
     assert "1 unreadable" in output
     assert "bad.jsonl, line 2: field 'text'" in run("tost prepare inspect", "bad", cwd=tmp_path)
+
+
+def test_recall_passages_are_a_corpus(config, tmp_path):
+    text = "".join(f"Line {number} of a text.\n" for number in range(150))
+    (tmp_path / "text.txt").write_text(text + "\n")
+    words = (config, "passages.file=p/passages.jsonl", "passages.text=text.txt", "passages.count=50")
+    assert run("tost prepare passages", *words, cwd=tmp_path).endswith("50 passages of 1 documents\n")
+    assert run("tost prepare passages", *words, cwd=tmp_path).startswith("reusing p/passages.jsonl")
+    run("tost prepare tokenizer", config, cwd=tmp_path)
+    shards = ("corpus.source=p/passages.jsonl", "shards.folder=p/shards", "tokenizer.path=out/tokenizer.model")
+    run("tost prepare shards", *shards, cwd=tmp_path)
+    splits = Shards.open(tmp_path / "p/shards").manifest["splits"]
+    assert splits["train"]["documents"] + splits["valid"]["documents"] == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "passages.file: not set; set it to the file to write"),
+        (["passages.file=p.jsonl", "passages.text=no.txt"], "no.txt"),
+        (["passages.file=p.jsonl", "passages.text=short.txt"], "no document has 100 lines; give longer documents"),
+        (["passages.file=p.jsonl", "passages.lines=[4, 2]"], "passages.lines: [4, 2] is no range"),
+    ],
+)
+def test_passages_that_cannot_be_written(config, tmp_path, words: list[str], problem: str):
+    (tmp_path / "short.txt").write_text("One line.\n")
+    assert problem in refusal("tost prepare passages", config, *words, cwd=tmp_path)
+    assert not (tmp_path / "p.jsonl").exists()

@@ -13,6 +13,7 @@ from tost_lm.version import VERSION
 COMMANDS = {
     "Data preparation": {
         "prepare tokenizer": "tost_lm.data_prep.commands.tokenizer",
+        "prepare passages": "tost_lm.data_prep.commands.passages",
         "prepare shards": "tost_lm.data_prep.commands.shards",
         "prepare inspect": "tost_lm.data_prep.commands.inspect",
     },

@@ -108,12 +108,35 @@ class ShardsConfig(Section):
         return folder
 
 
+class PassagesConfig(Section):
+    """Recall passages, which `tost prepare passages` writes."""
+
+    file: Path
+    """The file to write, JSON lines. It is the corpus.source of the same CONFIG."""
+    text: str = Field(default="embedded", min_length=1)
+    """The text between the secrets, as corpus.source."""
+    count: int = Field(default=12_000, gt=0)
+    """Number of passages."""
+    lines: tuple[int, int] = (3, 14)
+    """Fewest and most lines of text in a passage, beside those of its secrets."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Random seed of the passages."""
+
+    @field_validator("lines")
+    @classmethod
+    def _check_lines(cls, lines: tuple[int, int]) -> tuple[int, int]:
+        if not 1 <= lines[0] <= lines[1]:
+            raise ValueError(f"passages.lines: {list(lines)} is no range; give the fewest and the most lines")
+        return lines
+
+
 class DataPrepConfig(Section):
     """Settings of `tost prepare`, as in the files of `configs/data/`."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
     shards: ShardsConfig
+    passages: PassagesConfig | None = None
 
 
 class InspectConfig(Section):

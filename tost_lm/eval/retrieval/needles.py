@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from tost_lm.data.passages import NAMES, WORDS, secret_line
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.eval.retrieval.haystacks import (
     LONGEST_KEY,
@@ -25,9 +26,6 @@ from tost_lm.eval.retrieval.haystacks import (
 )
 from tost_lm.eval.retrieval.tasks import Example, Puzzle, PuzzleTask, Strings, Task
 from tost_lm.inference.protocol_names import NEEDLE, QUESTIONS
-
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack")
-WORDS = ("apple", "river", "table", "green", "music", "stone", "horse", "paper", "night", "glass")
 
 
 class NeedleTask(Task):
@@ -67,20 +65,16 @@ class NeedleTask(Task):
 
         def make(text: np.ndarray) -> Example:
             prompt = np.concatenate([[self.tokenizer.eot], text, question])
-            return Example(prompt, _line(name), (WORDS[word],), self.candidates, word)
+            return Example(prompt, secret_line(name), (WORDS[word],), self.candidates, word)
 
         return make(with_needle), make(haystack(tokens))
 
     def _needle(self, name: str, word: int) -> list[int]:
         # Encoded separately, so that the word has the ids of the candidate.
-        return [*self.tokenizer.encode(f" {_line(name)}"), *self.candidates[word], *self.tokenizer.encode(".\n")]
+        return [*self.tokenizer.encode(f" {secret_line(name)}"), *self.candidates[word], *self.tokenizer.encode(".\n")]
 
     def _question(self, name: str) -> list[int]:
-        return [*self.tokenizer.encode("\n"), *self.tokenizer.encode(_line(name))]
-
-
-def _line(name: str) -> str:
-    return f"The secret word of {name} is"
+        return [*self.tokenizer.encode("\n"), *self.tokenizer.encode(secret_line(name))]
 
 
 Draw = Callable[[np.random.Generator], Iterator[str]]
