@@ -91,7 +91,8 @@ class SavedPosition:
         if not self._ranks.gather(started >= self._next_save)[0]:
             return
         assert position.state
-        layers = [(_letter(layer), self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
+        letter_of = {mixer_class(letter).State: letter for letter in FACTS}
+        layers = [(letter_of[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
         if self._ranks.rank == 0:
             buffer = io.BytesIO()
             torch.save((self._identity, position.tokens, position.nats, layers), buffer)
@@ -126,10 +127,6 @@ class SavedPosition:
         from tost_lm.parallel.mesh import all_gather
 
         return [all_gather(x, self._ranks.mesh.tensor)().cpu() for x in tensors]
-
-
-def _letter(layer: Any) -> str:
-    return next(letter for letter in FACTS if isinstance(layer, mixer_class(letter).State))
 
 
 BLOCK_BYTES, ID_BYTES = 1 << 18, 4

@@ -162,8 +162,7 @@ class TostLM(nn.Module):
     def _check_layers(self, state: LMState) -> None:
         mixers = [mixer_class(letter) for letter in self.config.letters]
         fit = (
-            isinstance(layer, mixer.State if mixer.TileState is None else (mixer.State, mixer.TileState))
-            for layer, mixer in zip(state.layers, mixers, strict=False)
+            type(layer) in (mixer.State, mixer.TileState) for layer, mixer in zip(state.layers, mixers, strict=False)
         )
         if len(state.layers) != len(mixers) or not all(fit):
             raise ValueError(

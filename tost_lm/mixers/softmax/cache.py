@@ -31,18 +31,13 @@ class KeyValueState(NamedTuple):
         return last(self.key, tokens), last(self.value, tokens)
 
 
-class KeyValueCache(KeyValueState):
-    """A state in memory with room for further tokens, so that they are added without a copy of the earlier ones.
-
-    Adding tokens changes no state: of several that share memory, the longest gets its tokens in place, and the others
-    are copied. So is a state that another function built, which has no memory.
-    """
-
-    memory: "_Memory | None" = None
-
-
 class _Memory:
-    """Keys and values, [N, G, capacity, D], whose first `filled` tokens are in use."""
+    """Keys and values, [N, G, capacity, D], whose first `filled` tokens are in use.
+
+    The keys of a state have it as an attribute, so states of one memory stay KeyValueState. Adding tokens changes no
+    state: of several that share memory, the longest gets its tokens in place, and the others are copied. So is a state
+    that another function built, which has no memory.
+    """
 
     def __init__(self, kv: KeysAndValues):
         self.filled = kv[0].shape[2]
@@ -59,10 +54,15 @@ class _Memory:
         for x, new in zip(self.kv, kv, strict=True):
             x[:, :, begin : self.filled] = new
 
-    def state(self) -> KeyValueCache:
-        cache = KeyValueCache(*(x[:, :, : self.filled] for x in self.kv))
-        cache.memory = self
-        return cache
+    def state(self) -> KeyValueState:
+        key, value = (x[:, :, : self.filled] for x in self.kv)
+        key.memory = self  # pyright: ignore[reportAttributeAccessIssue]
+        return KeyValueState(key, value)
+
+
+def memory_of(state: KeyValueState | None) -> _Memory | None:
+    """The memory that a state has room in; None: it has none."""
+    return None if state is None else getattr(state.key, "memory", None)
 
 
 def append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
@@ -71,9 +71,9 @@ def append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValue
     return torch.cat([k, kv[0]], 2), torch.cat([v, kv[1]], 2)
 
 
-def append_in_memory(state: KeyValueState | None, tokens: int, kv: KeysAndValues) -> KeyValueCache:
+def append_in_memory(state: KeyValueState | None, tokens: int, kv: KeysAndValues) -> KeyValueState:
     """`append`, in the memory of `state` if it has room. There are no gradients."""
-    memory = state.memory if isinstance(state, KeyValueCache) else None
+    memory = memory_of(state)
     if state is not None and memory is not None and memory.has_room(state.key.shape[2], kv):
         memory.append(kv)
     else:

@@ -80,9 +80,10 @@ class SoftmaxMixer(TokenMixer):
         return q, k, v
 
     def caches(self, info: SequenceInfo) -> bool:
-        """Whether the keys and values of all tokens are kept in memory with room for more."""
+        """Whether the keys and values of all tokens are kept in memory with room for more: in evaluation mode only, as
+        activation checkpointing also calls without gradients."""
         kept = info.output_state is True and not self.window and info.cu_seqlens is None and info.shard is None
-        return kept and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return kept and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 MIXER = SoftmaxMixer

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tost_lm.config import validate
-from tost_lm.mixers.softmax.cache import ROOM_TOKENS, KeyValueCache
+from tost_lm.mixers.softmax.cache import ROOM_TOKENS, KeyValueState, memory_of
 from tost_lm.model import LMState, ModelConfig, TostLM
 
 VOCAB, LAYERS = 50, 2
@@ -37,9 +37,9 @@ def ids(B: int, T: int) -> Tensor:
     return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
 
 
-def caches(state: LMState | None) -> list[KeyValueCache]:
+def caches(state: LMState | None) -> list[KeyValueState]:
     assert state is not None
-    assert all(isinstance(layer, KeyValueCache) for layer in state.layers)
+    assert all(memory_of(layer) is not None for layer in state.layers)
     return list(state.layers)
 
 
@@ -123,4 +123,4 @@ def test_gradients_flow_to_the_state(model: TostLM):
         for ours, theirs in zip(*(torch.autograd.grad(x, [*model.parameters()]) for x in (loss, whole)), strict=True):
             assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert state is not None
-    assert not isinstance(state.layers[0], KeyValueCache)
+    assert memory_of(state.layers[0]) is None
