@@ -53,16 +53,21 @@ def assert_as_planned(axis: str, model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "memory"),
+    ("pattern", "layer_scale", "memory"),
     [
-        ("TA", {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
-        ("TS", {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
-        ("TA", {"activation_checkpointing": "mixers"}),
-        ("SA", {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+        ("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        ("TS", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        ("TA", 0.1, {"activation_checkpointing": "mixers"}),
+        ("SA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+        ("DA", 0.0, {"activation_checkpointing": "full"}),
+        ("DA", 0.0, {"activation_checkpointing": "mixers"}),
+        ("DA", 0.0, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        ("DA", 0.0, {"activation_checkpointing": "mixers", "activation_checkpointing_every": 2, "mlp_tile_tokens": 32}),
     ],
 )
-def test_messages_of_what_is_computed_again(pattern: str, memory: dict[str, Any]):
-    settings = settings_of(**TINY, pattern=pattern, parallel={"tensor": RANKS}, memory=memory)
+def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, memory: dict[str, Any]):
+    shape = {**TINY, "pattern": pattern, "layer_scale": layer_scale}
+    settings = settings_of(**shape, parallel={"tensor": RANKS}, memory=memory)
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)

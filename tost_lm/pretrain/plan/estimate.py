@@ -176,16 +176,31 @@ def mlp_forwards(config: PlanConfig) -> float:
     return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
 
 
+def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
+    """Layers with these mixers whose mixer is computed again without its output, and those whose MLP is.
+
+    Without LayerScale no gradient needs a branch's output, so recomputation that ends with the branch stops before the
+    last product. Graphs are planned whole.
+    """
+    memory = config.memory
+    if config.model.layer_scale or config.train.compile:
+        return 0, 0
+    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
+    again = [is_again for letter, is_again in blocks if letter in letters]
+    mixers = sum(again) if memory.activation_checkpointing == "mixers" else 0
+    return mixers, len(again) if memory.mlp_tile_tokens else sum(again) - mixers
+
+
 def recomputed_flops(config: PlanConfig) -> float:
-    """FLOPs per token that are recomputed."""
-    model, seq_len = config.model, config.train.seq_len
-    mlps = (mlp_forwards(config) - 1) * model.layers * 2 * mlp_weights(model)
-    return mlps + sum(
-        facts.layers(model)
-        * (forwards(config, facts) - 1)
-        * (2 * facts.weights(model) + facts.attention_flops(model, seq_len).forward)
-        for facts in facts_of(model.pattern)
-    )
+    """FLOPs per token that are recomputed. Tensor ranks compute a product before they store its input."""
+    model, seq_len, found = config.model, config.train.seq_len, 0.0
+    for facts in facts_of(model.pattern):
+        layers, once = facts.layers(model), 2 * facts.weights(model) + facts.attention_flops(model, seq_len).forward
+        found += layers * ((forwards(config, facts) - 1) * once + (mlp_forwards(config) - 1) * 2 * mlp_weights(model))
+        if config.parallel.tensor == 1:
+            mixers, mlps = outputs_not_recomputed(config, facts.letter)
+            found -= 2 * model.width * (mixers * facts.channels_out(model) + mlps * model.mlp_width)
+    return found
 
 
 def operations_per_layer(config: PlanConfig) -> float:
@@ -284,7 +299,8 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
     yield Collectives("residual stream", "all-gather", k * calls, k * sizes, ranks, 1)
-    whole_rows, in_tiles = mixers + layers + 2, mlps + layers
+    without_mixers, without_mlps = outputs_not_recomputed(config, model.letters)
+    whole_rows, in_tiles = mixers + layers + 2 - without_mixers, mlps + layers - without_mlps
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
     yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)
