@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_words
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
+from public_models import write_olmo_hybrid
 from shared_data import GPT2_BPE
 
 from tost_lm.config import read_toml, validate
@@ -64,6 +65,8 @@ class Pages:
                 if block in QUICK and not block.missing
             ):
                 write_models_of_others(folder)
+            if any("tost convert Olmo-Hybrid-7B" in block.text for block in blocks_of(page)):
+                write_olmo_hybrid(folder / "Olmo-Hybrid-7B")
         return self._folders[page]
 
     def _run_once(self, checkout: "Checkout", block: Block) -> None:

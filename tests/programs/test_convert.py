@@ -72,7 +72,9 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={GPT2_BPE}"]
     assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
-    assert read.startswith("ckpt.pt: 2 layers of TSSA, width 8, 2 heads, vocabulary 50,304, 16 positions; ")
+    assert read.startswith(
+        "ckpt.pt: 2 layers, token statistics (TSSA), linear in time; width 8, 2 heads, vocabulary 50"
+    )
     assert f"; {model.parameter_count():,} parameters without positions after 600,000 iterations; with the opt" in read
     assert written == "written to models/tost: tost generate models/tost"
     assert torch.equal(logits(tost_lm.load(tmp_path / "models/tost")), logits(model))
@@ -112,7 +114,7 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     shutil.copy(GPT2_BPE / "encoder.json", tmp_path / "gpt2/vocab.json")
     shutil.copy(GPT2_BPE / "vocab.bpe", tmp_path / "gpt2/merges.txt")
     read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
-    assert read.startswith("gpt2: 2 layers of softmax attention, width 8, 2 heads, vocabulary 50,257, 16 positions; ")
+    assert read.startswith("gpt2: 2 layers, softmax attention; width 8, 2 heads, vocabulary 50,257, 16 positions; ")
     for folder in ("models/gpt2", "gpt2"):
         assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
         assert tost_lm.load_tokenizer(tmp_path / folder).vocab_size == 50257
@@ -249,13 +251,13 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     (tmp_path / "bpe").mkdir()
     (tmp_path / "bpe/vocab.bpe").touch()
     before = snapshot(tmp_path)
-    neither = "not a ckpt.pt and no folder with GPT-2's config.json; give one of these"
+    neither = "not a ckpt.pt and no folder of the Hugging Face library, with config.json; give one of these"
     problems = {
         "hostile.pt": "refused: it would call posix.mkdir; nothing in it was run",
         "text.pt": "damaged, or not a file of torch.save; copy it again",
-        "ours": f"{neither} or, for a model folder, convert.to=authors",
+        "ours": f"{neither} or, for a model folder, another convert.to",
         "nowhere": neither,
-        "llama/config.json": "unsupported model_type: 'llama'; give a model with 'gpt2'",
+        "llama/config.json": "unsupported model_type: 'llama'; give a model with 'gpt2' or 'olmo_hybrid'",
     }
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")
@@ -278,7 +280,7 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     printed = refusal(PROGRAM, "ours", "convert.folder=small.pt/x", "convert.to=authors", cwd=tmp_path)
     assert printed == "small.pt/x: cannot be written: Not a directory"
     printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=authors", "convert.tokenizer=y", cwd=tmp_path)
-    assert printed == "command line: convert.tokenizer y: a ckpt.pt holds no tokenizer; leave it out"
+    assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "was_run").exists()
 

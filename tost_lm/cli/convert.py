@@ -1,19 +1,23 @@
-"""Convert models of the released code and GPT-2 to model folders, and models back to checkpoints of the released code.
+"""Convert models of the released code, GPT-2 and OLMo-Hybrid to model folders, and models back.
 
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     tost convert gpt2 convert.folder=models/gpt2
+    tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert tost_cab_small_12_p16.pth convert.folder=models/vision
     tost convert runs/base convert.folder=models/theirs convert.to=authors
+    tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, a checkpoint of the released
-vision code, or a folder of the Hugging Face library with GPT-2. The result is a model folder, which every program
-reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the
-source. Logits stay the same up to rounding. A checkpoint that would run code is refused. Of an image classifier only
-the weights are read; it has no tokenizer and no model card.
+vision code, or a folder of the Hugging Face library with GPT-2 or OLMo-Hybrid. The result is a model folder, which
+every program reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card,
+README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is refused. Of an
+image classifier only the weights are read; it has no tokenizer and no model card.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
-sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`.
+sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With
+convert.to=olmo-hybrid the result is a folder that OlmoHybridForCausalLM.from_pretrained reads, with the tokenizer if it
+came from a tokenizer.json. The model must have the form that OLMo-Hybrid has: any size of one.
 """
 
 import json
@@ -33,15 +37,15 @@ class ConversionConfig(Section):
 
     folder: Path
     """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
-    to: Literal["ours", "authors"] = "ours"
-    """`ours`: from a released checkpoint or a folder with GPT-2; `authors`: to a ckpt.pt, from a run or model."""
+    to: Literal["ours", "authors", "olmo-hybrid"] = "ours"
+    """`ours`: to a model folder. From a run or a model: `authors`: to a ckpt.pt; `olmo-hybrid`: to OLMo-Hybrid."""
     tokenizer: Path | None = None
-    """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or GPT-2's."""
+    """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or else GPT-2's."""
 
     @model_validator(mode="after")
     def _tokenizer_is_used(self) -> "ConversionConfig":
-        if self.to == "authors" and self.tokenizer:
-            raise ValueError(f"convert.tokenizer {self.tokenizer}: a ckpt.pt holds no tokenizer; leave it out")
+        if self.to != "ours" and self.tokenizer:
+            raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
         return self
 
 
@@ -55,8 +59,8 @@ def main(path: Path, config: ConvertConfig) -> None:
     conversion = config.convert
     if conversion.folder.exists():
         raise ConfigError(f"{conversion.folder}: exists already; give another convert.folder")
-    convert = _to_authors if conversion.to == "authors" else _to_ours
-    for line in convert(path, conversion):
+    convert = {"ours": _to_ours, "authors": _to_authors, "olmo-hybrid": _to_olmo_hybrid}
+    for line in convert[conversion.to](path, conversion):
         print(line)
 
 
@@ -66,8 +70,8 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.extra.vision.interop import released_weights
     from tost_lm.interop.authors import AuthorsModel, from_authors
     from tost_lm.interop.card import model_card
-    from tost_lm.interop.gpt2 import CONFIG, read_gpt2_tokenizer, weight_files
-    from tost_lm.interop.load import read_foreign, read_tokenizer_folder
+    from tost_lm.interop.gpt2 import CONFIG, weight_files
+    from tost_lm.interop.load import read_foreign, read_their_tokenizer, read_tokenizer_folder
     from tost_lm.interop.torch_file import read_torch_file
 
     stored = read_torch_file(source) if source.is_file() else None
@@ -75,13 +79,15 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
         return _vision_to_ours(source, of_vision, conversion)
     foreign = read_foreign(source) if stored is None else from_authors(source, stored)
     if foreign is None:
-        hint = " or, for a model folder, convert.to=authors" if source.is_dir() else ""
-        raise CheckpointError(f"{source}: not a ckpt.pt and no folder with GPT-2's {CONFIG}; give one of these{hint}")
+        hint = " or, for a model folder, another convert.to" if source.is_dir() else ""
+        raise CheckpointError(
+            f"{source}: not a ckpt.pt and no folder of the Hugging Face library, with {CONFIG}; give one of these{hint}"
+        )
     config, weights = foreign[:2]
     if conversion.tokenizer:
         tokenizer = read_tokenizer_folder(conversion.tokenizer)
     else:
-        tokenizer = read_gpt2_tokenizer(source) if source.is_dir() else None
+        tokenizer = read_their_tokenizer(source) if source.is_dir() else None
         if tokenizer is None and config.vocab_size <= RANKS:
             raise ConfigError(
                 f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
@@ -93,10 +99,11 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
             f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
         )
     theirs = foreign if isinstance(foreign, AuthorsModel) else None
+    kind = None if theirs else "GPT-2" if config.pattern == "A" else "OLMo-Hybrid"
 
     record: dict[str, Any] = {
         "source": str(source),
-        "format": "ckpt.pt of the released code (arXiv 2412.17810)" if theirs else "GPT-2 of the Hugging Face library",
+        "format": f"{kind} of the Hugging Face library" if kind else "ckpt.pt of the released code (arXiv 2412.17810)",
         "sha256": {path.name: sha256_file(path) for path in ([source] if theirs else weight_files(source))},
         "tost_lm": VERSION,
     }
@@ -116,11 +123,11 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
         nats = "" if theirs.best_nats is None else f", {theirs.best_nats:.4f} nats per token of their validation set"
         optimizer = "with" if theirs.moments else "without"
         trained = f" after {theirs.iterations:,} iterations{nats}; {optimizer} the optimizer's moments"
-    kind = {"T": "TSSA", "A": "softmax attention"}[config.pattern]
     count = sum(weight.numel() for name, weight in weights.items() if name != "positions.weight")
     return [
-        f"{source}: {config.layers} layers of {kind}, width {config.width}, {config.heads} heads, vocabulary "
-        f"{config.vocab_size:,}, {config.max_positions:,} positions; {count:,} parameters without positions{trained}",
+        f"{source}: {config.layers} layers, {config.layer_kinds}; width {config.width}, {config.heads} heads, "
+        f"vocabulary {config.vocab_size:,}, {config.context_length:,} positions; {count:,} parameters without "
+        f"positions{trained}",
         f"written to {conversion.folder}: tost generate {conversion.folder}",
     ]
 
@@ -172,6 +179,20 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
         f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for init_from=resume of the released train.py",
         f"a ckpt.pt holds no tokenizer; its ids are those of {tokenizer}",
     ]
+
+
+def _to_olmo_hybrid(source: Path, conversion: ConversionConfig) -> list[str]:
+    from tost_lm.checkpointing.format import StoredTensors, read_model_config
+    from tost_lm.checkpointing.run_folder import find_checkpoint
+    from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
+    from tost_lm.interop.olmo_hybrid import write_olmo_hybrid
+
+    checkpoint = find_checkpoint(source)
+    config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
+    tokenizer = read_tokenizer(path)
+    write_olmo_hybrid(conversion.folder, config, dict(StoredTensors(checkpoint, "model")), tokenizer)
+    written = f"{checkpoint}: written to {conversion.folder} for OlmoHybridForCausalLM.from_pretrained"
+    return [written, f"its ids are those of {path}"]
 
 
 def run() -> NoReturn:

@@ -19,9 +19,20 @@ import torch
 from torch import Tensor
 
 from tost_lm.config import leaves, validate
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
-from tost_lm.interop.gpt2 import BLOCK, HEAD, MASKS, PREFIX, SIZES, SOFTMAX, gpt2_name, match_weights, read_sizes
+from tost_lm.interop.gpt2 import (
+    BLOCK,
+    HEAD,
+    MASKS,
+    PREFIX,
+    SIZES,
+    SOFTMAX,
+    check_supported,
+    gpt2_name,
+    match_weights,
+    read_sizes,
+)
 from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
 from tost_lm.optim.settings import OptimConfig
@@ -100,17 +111,15 @@ def to_authors(
     """
     kind = "A" if set(config.pattern) == {"A"} else "T"
     ours = dict(leaves(config.model_dump())) | {"pattern": "".join(dict.fromkeys(config.pattern))}
-    ours["softmax.kv_heads"] = config.softmax.kv_heads or config.heads
+    ours |= {
+        "softmax.kv_heads": config.softmax.kv_heads or config.heads,
+        "mlp_hidden": config.mlp_hidden or 4 * config.width,
+    }
     only_softmax = {"window": 0, "qk_norm": False, "kv_heads": config.heads}
-    supported = dict(leaves(MODELS[kind] | ({"softmax": SOFTMAX["softmax"] | only_softmax} if kind == "A" else {})))
-    differing = {name: value for name, value in supported.items() if ours[name] != value}
-    if differing:
-        raise ConfigError(
-            "\n".join(
-                f"model.{name} {ours[name]!r}: the released code only has {value!r}; this model cannot be converted"
-                for name, value in differing.items()
-            )
-        )
+    shared = {"mlp_hidden": 4 * config.width, "norm_epsilon": 1e-5}
+    softmax = {"softmax": SOFTMAX["softmax"] | only_softmax} if kind == "A" else {}
+    supported = dict(leaves(MODELS[kind] | shared | softmax))
+    check_supported(ours, supported, "the released code")
     theirs = {gpt2_name(name): weights[name][..., None] if _has_extra_dim(name) else weights[name] for name in weights}
     if not config.layer_scale:  # their blocks always have it
         gammas = [f"h.{layer}.gamma{branch}" for layer in range(config.layers) for branch in (1, 2)]

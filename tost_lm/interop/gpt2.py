@@ -18,7 +18,7 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Gpt2Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.errors import CheckpointError, DataError
+from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.model import ModelConfig, TostLM
 
 NAMES = {
@@ -41,14 +41,12 @@ PREFIX, HEAD, MASKS = "transformer.", "lm_head.weight", (".attn.bias", ".attn.ma
 """Prefix of all names in a model with its head; the tied head; constants of old versions."""
 SIZES = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "vocab_size": "vocab_size"}
 """GPT-2's settings, and ours."""
-BLOCK = {"norm": "layer", "mlp": "gelu", "tied_head": True}
+BLOCK = {"norm": "layer", "norm_after": "", "mlp": "gelu", "tied_head": True}
 """Our settings of the parts that all models with these names share."""
 SOFTMAX: dict[str, Any] = {"pattern": "A", "positions": "learned", "softmax": {"rope_theta": 0.0}, **BLOCK}
 """Our settings of GPT-2, beside LayerScale, which it lacks."""
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 FIXED = {
-    "model_type": "gpt2",
-    "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -62,10 +60,10 @@ def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The settings and the weights [float32, by our names] of GPT-2 in a folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the model is not GPT-2, or its weights do not fit its settings.
+        CheckpointError: a file is missing or damaged, a setting is not supported, or weights do not fit the settings.
         ConfigError: its sizes are inconsistent.
     """
-    where, settings = folder / CONFIG, _read_json(folder / CONFIG)
+    where, settings = folder / CONFIG, read_settings(folder)
     for name, value in FIXED.items():
         if settings.get(name, value) != value:
             raise CheckpointError(f"{where}: unsupported {name}: {settings[name]!r}; give a model with {value!r}")
@@ -75,8 +73,7 @@ def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             f"{where}: unsupported activation_function: {activation!r}; give a model with {' or '.join(GELU)}"
         )
     tree = read_sizes(settings, {**SIZES, "n_positions": "max_positions"}, where)
-    if settings.get("n_inner") not in (None, 4 * tree["width"]):
-        raise CheckpointError(f"{where}: unsupported n_inner: {settings['n_inner']}; give a model with 4 × n_embd")
+    tree |= {"mlp_hidden": settings.get("n_inner"), "norm_epsilon": settings.get("layer_norm_epsilon", 1e-5)}
     config = validate(
         ModelConfig, {**SOFTMAX, **tree, "layer_scale": 0.0, "bias": True, "gelu": GELU[activation]}, str(where)
     )
@@ -155,9 +152,9 @@ def check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[st
         CheckpointError: a weight is missing, unexpected, of another shape or of another kind of number.
     """
     if missing := [name for name in expected if name not in found]:
-        raise CheckpointError(f"{where}: lacks weights: {_listed(missing)}; copy it again")
+        raise CheckpointError(f"{where}: lacks weights: {listed(missing)}; copy it again")
     if unexpected := [str(name) for name in found if name not in expected]:
-        raise CheckpointError(f"{where}: unexpected weights: {_listed(unexpected)}; give a model without them")
+        raise CheckpointError(f"{where}: unexpected weights: {listed(unexpected)}; give a model without them")
     for name, wanted in expected.items():
         weight, is_floating = found[name], wanted.is_floating_point()
         if not isinstance(weight, Tensor) or weight.is_floating_point() != is_floating:
@@ -167,6 +164,23 @@ def check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[st
             raise CheckpointError(
                 f"{where}: {name} has shape {list(weight.shape)}, its settings say {list(wanted.shape)}; copy it again"
             )
+
+
+def check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
+    """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
+    differing = {name: value for name, value in supported.items() if ours[name] != value}
+    if differing:
+        raise ConfigError(
+            "\n".join(
+                f"model.{name} {ours[name]!r}: {theirs} only has {value!r}; this model cannot be converted"
+                for name, value in differing.items()
+            )
+        )
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a folder of the Hugging Face library. Raises CheckpointError: they are missing or damaged."""
+    return _read_json(folder / CONFIG)
 
 
 def gpt2_name(name: str) -> str:
@@ -181,7 +195,7 @@ def _is_transposed(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 

@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers: ours, the released code's, and GPT-2 from the Hugging Face library."""
+"""Loading of models and tokenizers: ours, the released code's, and those of the Hugging Face library."""
 
 import json
 import pickle
@@ -13,9 +13,10 @@ from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
-from tost_lm.errors import DataError
+from tost_lm.errors import CheckpointError, DataError
 from tost_lm.interop.authors import AuthorsModel, read_authors
-from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer
+from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer, read_settings
+from tost_lm.interop.olmo_hybrid import read_olmo_hybrid, read_olmo_tokenizer
 from tost_lm.model import ModelConfig, TostLM
 
 
@@ -24,11 +25,11 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
 
     Args:
         path: a run folder (its newest valid checkpoint), a step folder, an export, a folder that `tost_lm.interop.hf`
-            wrote, a ckpt.pt of the released code, or a folder with GPT-2.
+            wrote, a ckpt.pt of the released code, or a folder with GPT-2 or OLMo-Hybrid.
 
     Raises:
         CheckpointError: no such model, or a file is damaged.
-        ConfigError: the sizes of a ckpt.pt or of GPT-2 are inconsistent.
+        ConfigError: the sizes of a ckpt.pt or of a model of the Hugging Face library are inconsistent.
     """
     foreign = read_foreign(Path(path))
     if foreign is None:
@@ -49,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     source = Path(path)
     if not _is_foreign(source):
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
-    tokenizer = read_gpt2_tokenizer(source) if source.is_dir() else None
+    tokenizer = read_their_tokenizer(source) if source.is_dir() else None
     if tokenizer is None:
         raise DataError(
             f"{source}: no tokenizer; make a model folder with tost convert {source} "
@@ -59,7 +60,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_foreign(source: Path) -> tuple[ModelConfig, dict[str, Tensor]] | AuthorsModel | None:
-    """Settings and weights of a ckpt.pt of the released code or a folder with GPT-2; None if it is neither.
+    """Settings and weights of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
 
     Raises:
         CheckpointError: it is damaged, or of another kind.
@@ -67,7 +68,27 @@ def read_foreign(source: Path) -> tuple[ModelConfig, dict[str, Tensor]] | Author
     """
     if not _is_foreign(source):
         return None
-    return read_gpt2(source) if source.is_dir() else read_authors(source)
+    return (read_olmo_hybrid if _is_olmo(source) else read_gpt2)(source) if source.is_dir() else read_authors(source)
+
+
+def read_their_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of the Hugging Face library; None if there is none.
+
+    Raises:
+        CheckpointError: its model is not supported.
+        DataError: it differs from GPT-2's, or is not lossless.
+    """
+    return read_olmo_tokenizer(folder) if _is_olmo(folder) else read_gpt2_tokenizer(folder)
+
+
+def _is_olmo(folder: Path) -> bool:
+    """Whether the model is OLMo-Hybrid, not GPT-2. Raises CheckpointError if it is neither."""
+    kind = read_settings(folder).get("model_type", "gpt2")
+    if kind not in ("gpt2", "olmo_hybrid"):
+        raise CheckpointError(
+            f"{folder / CONFIG}: unsupported model_type: {kind!r}; give a model with 'gpt2' or 'olmo_hybrid'"
+        )
+    return kind == "olmo_hybrid"
 
 
 def read_tokenizer_folder(folder: Path) -> Tokenizer:

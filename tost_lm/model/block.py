@@ -1,5 +1,5 @@
-"""The transformer block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x)); and the output of a model of blocks: loss,
-state after the tokens, and logits on request.
+"""The transformer block: x + γ1·mixer(norm(x)), then x + γ2·mlp(norm(x)), or norm(mixer(x)) and norm(mlp(x)); and the
+output of a model of blocks: loss, state after the tokens, and logits on request.
 
 The residual stream x is float32 or wider whatever the weights' dtype, as under autocast. In bfloat16 it would round
 away what a branch with a small γ adds.
@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, silu
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.ops.precision import NORM_EPSILON
 
 MixerState = Any
 """The state of a mixer's layer, a tuple of tensors."""
@@ -44,8 +43,8 @@ class RmsNorm(nn.RMSNorm):
 def build_norm(config: ModelConfig) -> LayerNorm | RmsNorm:
     """A norm of the residual stream."""
     if config.norm == "rms":
-        return RmsNorm(config.width, eps=NORM_EPSILON)
-    return LayerNorm(config.width, eps=NORM_EPSILON, bias=config.bias)
+        return RmsNorm(config.width, eps=config.norm_epsilon)
+    return LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
 
 
 class LayerScale(nn.Module):
@@ -95,8 +94,10 @@ MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 class Block(nn.Module):
     """A block of a token mixer and an MLP."""
 
-    def __init__(self, config: ModelConfig, mixer: nn.Module):
+    def __init__(self, config: ModelConfig, mixer: nn.Module, *, norm_after: bool = False):
+        """`norm_after`: the norms are applied to the outputs of the branches instead of their inputs."""
         super().__init__()
+        self.norm_after = norm_after
         self.mixer_norm = build_norm(config)
         self.mixer = mixer
         self.mixer_scale = _layer_scale(config)
@@ -131,11 +132,20 @@ class Block(nn.Module):
     def _add_mixed(
         self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo
     ) -> tuple[Tensor, MixerState | None]:
-        mixed_BTC, new_state = self.mixer(self.mixer_norm(x_BTC), state, info)
-        return x_BTC + self.mixer_scale(mixed_BTC), new_state
+        mixed_BTC, new_state = self.mixer(self.branch_input(x_BTC, self.mixer_norm), state, info)
+        return x_BTC + self.mixer_scale(self.branch_output(mixed_BTC, self.mixer_norm)), new_state
 
     def _add_mlp(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC + self.mlp_scale(self.mlp(self.mlp_norm(x_BTC)))
+        y_BTC = self.mlp(self.branch_input(x_BTC, self.mlp_norm))
+        return x_BTC + self.mlp_scale(self.branch_output(y_BTC, self.mlp_norm))
+
+    def branch_input(self, x_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
+        """What mixer or MLP reads of the residual stream, in the weights' dtype."""
+        return x_BTC.to(norm.weight.dtype) if self.norm_after else norm(x_BTC)
+
+    def branch_output(self, y_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
+        """The result of mixer or MLP before LayerScale."""
+        return norm(y_BTC) if self.norm_after else y_BTC
 
 
 def _layer_scale(config: ModelConfig) -> nn.Module:

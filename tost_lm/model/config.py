@@ -105,10 +105,16 @@ class ModelConfig(MixerSettings, ModelShape):
     """Initial LayerScale of both branches of a block; 0: no LayerScale."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """MLP of a block: `gelu`, 4 times as wide as the model, as published; `swiglu`, silu(gate) · up, 8/3 times as wide, rounded up to a multiple of 256."""
+    mlp_hidden: int | None = Field(default=None, gt=0)
+    """Hidden channels of the MLP; unset: as wide as model.mlp says."""
     gelu: Literal["exact", "tanh"] = "exact"
     """GELU of the MLP `gelu`: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
+    norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in these norms and in those of softmax.qk_norm."""
+    norm_after: str = ""
+    """Letters of model.pattern. In the blocks of these mixers the norms are applied to the outputs of both branches instead of their inputs (arXiv 2501.00656)."""
     tied_head: bool = True
     """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
     bias: bool = False
@@ -124,8 +130,8 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def mlp_width(self) -> int:
         """Hidden channels of an MLP; a SwiGLU has as many again for its gate."""
-        if self.mlp == "gelu":
-            return 4 * self.width
+        if self.mlp_hidden or self.mlp == "gelu":
+            return self.mlp_hidden or 4 * self.width
         return -(-8 * self.width // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
 
     @property
@@ -203,6 +209,8 @@ class ModelConfig(MixerSettings, ModelShape):
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
         check_blocks(self.layers, self.heads, self.width, self.pattern)
+        if strange := set(self.norm_after) - set(self.pattern):
+            raise ValueError(f"model.norm_after {self.norm_after!r}: no {min(strange)} in model.pattern; leave it out")
         for facts in facts_of(self.pattern):
             if problem := facts.problem(self):
                 raise ValueError(problem)

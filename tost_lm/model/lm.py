@@ -64,7 +64,10 @@ class TostLM(nn.Module):
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
-            self.blocks = nn.ModuleList(Block(config, mixer_class(letter)(config)) for letter in config.letters)
+            self.blocks = nn.ModuleList(
+                Block(config, mixer_class(letter)(config), norm_after=letter in config.norm_after)
+                for letter in config.letters
+            )
             self.norm = build_norm(config)
             self.head = head(config, z_loss)
         self._positions_here: Callable[[Tensor], Tensor] = lambda position: position

@@ -5,8 +5,6 @@ from torch import Tensor
 
 MASS_FLOOR = 1e-8
 """Added to the mass of a head or a slot before a division by it."""
-NORM_EPSILON = 1e-5
-"""Added to the variance in norms of the residual stream, and of queries and keys."""
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

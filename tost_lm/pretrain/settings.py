@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from tost_lm.checkpointing.format import read_model_config
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
@@ -86,7 +88,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None
-    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Its [model] must equal this one. Without it weights are drawn at random."""
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal. Unset: weights are drawn at random."""
     branch_from: Path | None = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state and at its step of the schedule. [data], train.steps and what follows the stable phase of the schedule may differ. With the same data, training continues with the next batch; other data starts at its beginning. Also continues converted checkpoints of the released code."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
@@ -248,7 +250,10 @@ class PretrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _model_is_trained_on_sequences(cls, values: Any) -> Any:
-        model, train = (values.get(name) for name in ("model", "train")) if isinstance(values, dict) else (None, None)
+        if not isinstance(values, dict):
+            return values
+        values = _with_model_of_weights(values)
+        model, train = (values.get(name) for name in ("model", "train"))
         if not isinstance(model, dict) or not isinstance(train, dict):
             return values
         lengths = [model.get("context_length", 0), train.get("seq_len")]
@@ -429,3 +434,13 @@ class PretrainConfig(Section):
         larger = -(-batch // unit) * unit
         first = (more_sequence + settings(batch, fewer)).strip()
         return f"{first}, or train.global_batch_size={larger}{settings(larger, data_ranks)}"
+
+
+def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:
+    """Without [model], it is that of the weights that the run starts from. Raises CheckpointError if there are none."""
+    train = values.get("train")
+    path = (train.get("initial_weights") or train.get("branch_from")) if isinstance(train, dict) else None
+    if "model" in values or not isinstance(path, str):
+        return values
+    folder = find_checkpoint(Path(path), verify=lambda _: None)  # verified when it is read
+    return {**values, "model": read_model_config(folder).model_dump(mode="json", exclude={"plugins"})}

@@ -240,6 +240,12 @@ def test_causal_masks_of_old_versions_are_ignored(tmp_path: Path):
              "model.tied_head False: the released code only has True"],
         ),
         (
+            {"norm_after": "T", "mlp_hidden": 16, "norm_epsilon": 1e-6},
+            ["model.norm_after 'T': the released code only has ''",
+             "model.mlp_hidden 16: the released code only has 32",
+             "model.norm_epsilon 1e-06: the released code only has 1e-05"],
+        ),
+        (
             {"pattern": "A", "softmax": {"rope_theta": 0.0, "kv_heads": 1, "qk_norm": True}},
             ["model.softmax.qk_norm True: the released code only has False",
              "model.softmax.kv_heads 1: the released code only has 2"],

@@ -11,6 +11,7 @@ from tost_lm.model import ModelConfig
 SETTINGS = [
     {},
     {"bias": True, "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 2, "qk_norm": True}},
+    {"softmax": {"kv_heads": 2, "qk_norm": "all-heads"}},
     {"delta": {"qk_heads": 4, "value_heads": 8, "qk_size": 3, "value_size": 5}},
     {
         "tssa": {"denom_bias": "none"},

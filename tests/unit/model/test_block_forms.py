@@ -21,6 +21,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "grouped queries": {"softmax": {"kv_heads": 2}},
     "norms of queries and keys": {"softmax": {"qk_norm": True}},
     "all": {**other_forms(window=3), "bias": True},
+    "norms after, of all heads": {
+        "norm": "rms",
+        "norm_after": "A",
+        "norm_epsilon": 0.1,
+        "mlp": "swiglu",
+        "mlp_hidden": 24,
+        "softmax": {"qk_norm": "all-heads", "kv_heads": 2},
+    },
+    "LayerNorm after": {"norm_after": "A", "bias": True, "mlp_hidden": 24},
     "one key": {"softmax": {"kv_heads": 1, "window": T}, "bias": True},
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
@@ -46,15 +55,17 @@ def by_formula(p: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Ten
     x = p["embedding.weight"][tokens]
     for i in range(LAYERS):
         q = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items() if name.startswith(f"blocks.{i}.")}
-        y = attention(q, config, normed(q, "mixer_norm", config, x))
-        x = x + q["mixer_scale.gamma"] * linear(q, "mixer.out_proj", y)
-        h = linear(q, "mlp.in_proj", normed(q, "mlp_norm", config, x))
+        norms = (lambda name, z: z, lambda name, z, q=q: normed(q, name, config, z))
+        before, after = norms if config.norm_after else norms[::-1]
+        y = linear(q, "mixer.out_proj", attention(q, config, before("mixer_norm", x)))
+        x = x + q["mixer_scale.gamma"] * after("mixer_norm", y)
+        h = linear(q, "mlp.in_proj", before("mlp_norm", x))
         if config.mlp == "swiglu":
-            gate, up = h[..., :256], h[..., 256:]
+            gate, up = h.chunk(2, -1)
             h = gate / (1 + torch.exp(-gate)) * up
         else:
             h = 0.5 * h * (1 + torch.erf(h / 2**0.5))
-        x = x + q["mlp_scale.gamma"] * linear(q, "mlp.out_proj", h)
+        x = x + q["mlp_scale.gamma"] * after("mlp_norm", linear(q, "mlp.out_proj", h))
     return normed(p, "norm", config, x) @ p["embedding.weight" if config.tied_head else "head.weight"].T
 
 
@@ -64,12 +75,12 @@ def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def normed(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
     if config.norm == "rms":
-        return scaled(p, name, x)
-    return scaled(p, name, x - x.mean(-1, keepdim=True)) + p.get(f"{name}.bias", 0)
+        return scaled(p, name, config, x)
+    return scaled(p, name, config, x - x.mean(-1, keepdim=True)) + p.get(f"{name}.bias", 0)
 
 
-def scaled(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+def scaled(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
+    return x / ((x**2).mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * p[f"{name}.weight"]
 
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
@@ -77,11 +88,14 @@ def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
     heads_of_keys = config.softmax.kv_heads or HEADS
     q, k, v = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split([HEADS, heads_of_keys, heads_of_keys], -2)
     heads = []
+    norm_q, norm_k = (lambda x, name=name: scaled(p, f"mixer.{name}_norm", config, x) for name in "qk")
+    if config.softmax.qk_norm == "all-heads":
+        q, k = norm_q(q.flatten(-2)).view_as(q), norm_k(k.flatten(-2)).view_as(k)
     for h in range(HEADS):
         g = h * heads_of_keys // HEADS
         q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
-        if config.softmax.qk_norm:
-            q_h, k_h = (scaled(p, f"mixer.{name}", x) for name, x in (("q_norm", q_h), ("k_norm", k_h)))
+        if config.softmax.qk_norm is True:
+            q_h, k_h = norm_q(q_h), norm_k(k_h)
         scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
         ones = torch.ones(T, T, dtype=torch.bool)
         seen = ones.tril() & ones.triu(1 - (config.softmax.window or T))
@@ -127,3 +141,11 @@ def test_settings_that_do_not_fit_are_named():
     assert obstacle_to_tensor_ranks(three, 3) == (
         "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"
     )
+    olmo = validate(
+        ModelConfig, {"layers": 1, "heads": 2, "width": 8, "pattern": "A", **FORMS["norms after, of all heads"]}, "test"
+    )
+    assert obstacle_to_tensor_ranks(olmo, 2) == (
+        "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use sequence ranks"
+    )
+    with pytest.raises(ConfigError, match=r"model\.norm_after 'AT': no T in model\.pattern; leave it out"):
+        validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "pattern": "A", "norm_after": "AT"}, "test")

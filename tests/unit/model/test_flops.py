@@ -40,6 +40,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "SA", "softmax": {"window": 4}, "bias": True},
         {"pattern": "TS", "layer_scale": 0.0},
         {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
+        {"pattern": "A", "norm_after": "A", "mlp_hidden": 12, "softmax": {"kv_heads": 1, "qk_norm": "all-heads"}},
         {
             "pattern": "A",
             "norm": "rms",

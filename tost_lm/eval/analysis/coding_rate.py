@@ -134,7 +134,7 @@ class BranchRates:
         self._before, self._after = RunningRates(ends), RunningRates(ends)
 
     def add(self, tile: LayerTile) -> None:
-        after_BTC = tile.block.mixer_norm(tile.x_BTC + tile.branch)
+        after_BTC = tile.block.branch_input(tile.x_BTC + tile.branch, tile.block.mixer_norm)
         self._before.add(tile.projected[0], tile.pi[0])
         self._after.add(project(tile.mixer, after_BTC)[0], tile.pi[0])
 

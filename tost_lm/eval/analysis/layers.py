@@ -80,7 +80,7 @@ class LayerTile:
     x_BTC: Tensor
     """Residual stream before the block."""
     z_BTC: Tensor
-    """Input of the mixer: the residual stream after the block's norm."""
+    """Input of the mixer: the residual stream, after the block's norm unless that comes after the mixer."""
     y_BTC: Tensor
     """Output of the mixer."""
     state: TssaState | None
@@ -110,7 +110,7 @@ class LayerTile:
     @property
     def branch(self) -> Tensor:
         """The mixer's output, which is added to the residual stream [B, T, C]."""
-        return self.block.mixer_scale(self.y_BTC)
+        return self.block.mixer_scale(self.block.branch_output(self.y_BTC, self.block.mixer_norm))
 
 
 OnTile = Callable[[LayerTile], None]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LARGEST_RATE = 16.0
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
-NORM_EPSILON = 1e-6
+NORM_EPSILON = 1e-5
 """Added to the mean square in the norm of the outputs."""
 UNIT_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""

@@ -6,9 +6,9 @@ T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 
 Autograd stores q, k and v, in units of e·C bytes per token: 3. With rotary embedding 5, because v keeps the memory of
 all three, and without a window on one sequence rank 6: the kernel's output and a copy of it. The input of the output
 projection adds 1. With `model.softmax.kv_heads`, k and v are narrower. With `model.softmax.qk_norm` it stores q and k
-before and after the norm, and 4 bytes for each of their heads. With several sequence ranks it stores k and v of the
-whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also stores
-4·H.
+before and after the norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks it
+stores k and v of the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own.
+Attention also stores 4·H.
 
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
 Sequence ranks gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; recomputation keeps
@@ -57,6 +57,8 @@ class SoftmaxFacts(MixerFacts):
 
     def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
         kv_heads = model.softmax.kv_heads or model.heads
+        if ranks > 1 and model.softmax.qk_norm == "all-heads":
+            return "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use sequence ranks"
         if kv_heads % ranks:
             return (
                 f"model.softmax.kv_heads {kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
@@ -74,9 +76,10 @@ class SoftmaxFacts(MixerFacts):
 
     def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
         """The scales of the norms of queries and keys."""
-        return (
-            OwnNumbers(0, 0, 2 * (model.width // model.heads), 2) if model.softmax.qk_norm else OwnNumbers(0, 0, 0, 0)
-        )
+        if not model.softmax.qk_norm:
+            return OwnNumbers(0, 0, 0, 0)
+        of_all = model.softmax.qk_norm == "all-heads"
+        return OwnNumbers(0, 0, model.width + kv_width(model) if of_all else 2 * (model.width // model.heads), 2)
 
     def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
         window = min(model.softmax.window or tokens, tokens)
@@ -103,7 +106,8 @@ class SoftmaxFacts(MixerFacts):
         else:
             # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
             attention = C + 2 * kv + (read if changed else 0) + (C if changed and not model.softmax.window else 0)
-        normed = (4 * read * model.heads / C + self._norm_bytes(load) * read) if model.softmax.qk_norm else 0
+        norms = 2 if model.softmax.qk_norm == "all-heads" else read * model.heads / C
+        normed = 4 * norms + self._norm_bytes(load) * read if model.softmax.qk_norm else 0
         return e * (C + attention) + 4 * model.heads + normed
 
     def _norm_bytes(self, load: Load) -> int:

@@ -17,7 +17,6 @@ from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
-from tost_lm.ops.precision import NORM_EPSILON
 from tost_lm.ops.registered import Registered
 
 if TYPE_CHECKING:
@@ -36,7 +35,9 @@ class SoftmaxMixer(TokenMixer):
         self.window = config.softmax.window
         self.in_proj = nn.Linear(config.width, config.width + 2 * kv_width(config), bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.norms_heads = config.softmax.qk_norm is True
+        """Whether the norms of queries and keys are those of each head, not of all of them."""
+        self.q_norm, self.k_norm = _qk_norm(config, config.width), _qk_norm(config, kv_width(config))
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
@@ -72,8 +73,8 @@ class SoftmaxMixer(TokenMixer):
         heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
         read_BHTD, v = heads_BHTD.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
-            read_BHTD = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
+            read = zip((self.q_norm, self.k_norm), read_BHTD.split([self.heads, self.kv_heads], 1), strict=True)
+            read_BHTD = torch.cat([norm(x) if self.norms_heads else _norm_all(norm, x) for norm, x in read], 1)
         if info.rotary is not None:
             read_BHTD = apply_rotary(read_BHTD, info.rotary)  # of both: half of the operations
         q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
@@ -89,8 +90,16 @@ class SoftmaxMixer(TokenMixer):
 MIXER = SoftmaxMixer
 
 
-def _head_norm(config: "ModelConfig") -> nn.Module | None:
-    return nn.RMSNorm(config.width // config.heads, eps=NORM_EPSILON) if config.softmax.qk_norm else None
+def _qk_norm(config: "ModelConfig", channels: int) -> nn.Module | None:
+    """The norm of queries or keys, `channels` of all heads."""
+    if not config.softmax.qk_norm:
+        return None
+    of_all = config.softmax.qk_norm == "all-heads"
+    return nn.RMSNorm(channels if of_all else config.width // config.heads, eps=config.norm_epsilon)
+
+
+def _norm_all(norm: nn.Module, x_BHTD: Tensor) -> Tensor:
+    return norm(x_BHTD.transpose(1, 2).flatten(-2)).unflatten(-1, (x_BHTD.shape[1], -1)).transpose(1, 2)
 
 
 def _earlier_tokens(info: SequenceInfo) -> Tensor | None:

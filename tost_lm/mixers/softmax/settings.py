@@ -1,6 +1,6 @@
 """Settings of softmax attention layers."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -15,8 +15,8 @@ class SoftmaxSettings(Section):
 
     kv_heads: int | None = Field(default=None, gt=0)
     """Heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
-    qk_norm: bool = False
-    """RMSNorm of the queries and keys of each head before the rotary embedding, which bounds the scores. All heads of a layer share its two scales."""
+    qk_norm: bool | Literal["all-heads"] = False
+    """RMSNorm of the queries and keys before the rotary embedding, which bounds the scores. true: of each head; all heads of a layer share its two scales. `all-heads`: over the channels of all heads, as in OLMo models; tensor ranks cannot split it."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """Base of the rotary embedding of queries and keys; 0: no rotary embedding."""
     window: int = Field(default=0, ge=0)

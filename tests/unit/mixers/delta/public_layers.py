@@ -28,7 +28,7 @@ def run_in_torch(module: ModuleType, dtype: torch.dtype) -> Iterator[None]:
 class Float64:
     """torch, with another float32."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -40,13 +40,10 @@ class Pair:
         self.config: Any = getattr(transformers, config_class)(
             hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, vocab_size=16,
             linear_num_key_heads=HEADS[0], linear_num_value_heads=HEADS[1], linear_key_head_dim=SIZES[0],
-            linear_value_head_dim=SIZES[1], pad_token_id=None,
+            linear_value_head_dim=SIZES[1], pad_token_id=None, rms_norm_eps=NORM_EPSILON,
         )  # fmt: skip
         torch.manual_seed(0)
         self.theirs: nn.Module = getattr(self.module, layer_class)(self.config, 0)
-        if kind == "olmo_hybrid":
-            norm: Any = self.theirs.o_norm
-            norm.variance_epsilon = NORM_EPSILON  # there a constant, 1e-5
         with torch.no_grad():
             for parameter in self.theirs.parameters():
                 parameter += 0.2 * torch.randn(parameter.shape)

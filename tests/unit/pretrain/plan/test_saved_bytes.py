@@ -32,6 +32,8 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "A", "softmax": {"kv_heads": 2}},
         {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}},
         {"pattern": "A", "softmax": {"rope_theta": 0.0, "qk_norm": True}},
+        {"pattern": "A", "norm": "rms", "norm_after": "A", "softmax": {"kv_heads": 2, "qk_norm": "all-heads"}},
+        {"pattern": "D", "norm_after": "D", "mlp": "swiglu", "mlp_hidden": 72, "layer_scale": 0.0},
     ],
 )
 def test_a_block_saves_the_planned_bytes(

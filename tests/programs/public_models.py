@@ -1,0 +1,26 @@
+"""Small models of the Hugging Face library, as the programs find them in a folder."""
+
+from pathlib import Path
+from typing import Any
+
+
+def write_olmo_hybrid(folder: Path) -> Any:
+    """Write a model with a byte-level tokenizer, whose logits differ clearly."""
+    import torch
+    from hf_tokenizers import EOT, byte_level
+    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+
+    tokenizer = byte_level()
+    torch.manual_seed(0)
+    config = OlmoHybridConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=64,
+        vocab_size=tokenizer.get_vocab_size(), eos_token_id=tokenizer.token_to_id(EOT), pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    )  # fmt: skip
+    model = OlmoHybridForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model.eval()
