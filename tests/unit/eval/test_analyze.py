@@ -11,7 +11,7 @@ import torch
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.eval.analysis import ablations, coding_rate, memberships, slots
+from tost_lm.eval.analysis import coding_rate, memberships, slots
 from tost_lm.eval.commands.analyze import main
 from tost_lm.eval.sections import evaluation_sections
 from tost_lm.eval.settings import AnalyzeConfig, TextConfig
@@ -91,19 +91,6 @@ def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_mode
     assert charts["f/coding_rate_steps"].rows[1][-1] == pytest.approx(gap)
 
 
-def test_ablations_are_written_and_reported(analyzed):
-    results, output, section, charts = analyzed("ablations@2", ablations.section)
-    as_it_is, *others = results["losses"]
-    assert (as_it_is["name"], as_it_is["change"]) == ("as it is", 0)
-    assert [loss["name"] for loss in others] == ["uniform", "by position", "constant moments"]
-    for loss in others:
-        assert loss["nats_per_token"] == pytest.approx(as_it_is["nats_per_token"] + loss["change"])
-        change = f"{loss['change']:+.4f} ± {loss['standard_error']:.4f}"
-        assert f"| {loss['name']} | {loss['nats_per_token']:.4f} | {change} |" in section
-        assert f"{loss['nats_per_token']:.4f}  ({change})" in output
-    assert [row[2] for row in charts["f/ablations"].rows] == [0, *[loss["change"] for loss in others]]
-
-
 def test_coding_rates_are_written_and_reported(run_folder: Path, analyzed, capsys):
     rates, output, section, charts = analyzed("coding_rate@2", coding_rate.section)
     assert "TSSA layer 2    R_c " in output
@@ -142,7 +129,7 @@ def test_a_model_folder_has_its_own_results_and_report(run_folder: Path, tmp_pat
     assert report.startswith("# Model export\n")
     assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
     assert "## Coding rates (coding\\_rate@2)" in report
-    assert (export / "eval/report/ablations.pdf").read_bytes().startswith(b"%PDF")
+    assert (export / "eval/report/coding_rate.pdf").read_bytes().startswith(b"%PDF")
     main(run_folder, settings())
     own = results_of(run_folder, "coding_rate@2")
     assert rates["layers"] == own["layers"]

@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from tost_lm.eval.analysis.ablations import ablations_chart
 from tost_lm.eval.analysis.coding_rate import change_chart, steps_chart
 from tost_lm.eval.analysis.memberships import position_chart as memberships_chart
 from tost_lm.report.page import Chart
@@ -63,10 +62,6 @@ def analysis(layers: int) -> Iterator[Chart]:
     rates = [{"coding_change": rate(-0.1), "variational_change": rate(-0.2), "gap": rate(12.0)}] * layers
     yield change_chart(rates)
     yield steps_chart([{"step": step, "layers": rates} for step in (100_000, 350_000, 600_000)])
-    names = ("as it is", "uniform", "by position", "constant moments")
-    loss = {"nats_per_token": 3.0, "change": 0.0012345, "standard_error": 0.001}
-    yield ablations_chart([{"name": name, **loss} for name in names[:2]])
-    yield ablations_chart([{"name": name, **loss} for name in names])
     positions = zip(ENDS, FALLING, strict=True)
     extrapolated = [
         {"end": end, "nats_per_token": nats, "standard_error": 0.1, "trained": end <= 1024} for end, nats in positions

@@ -1,12 +1,11 @@
-"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, ages, ablations.
+"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, ages.
 
     tost eval analyze runs/demo
 
 Memberships Π: concentration and variance explained by position; change after more context. Layers: the coding rate R_c
-of the tokens and its variational form R_var, before and after the layer's branch, also for each retained checkpoint;
-loss with ablations of the operator. Slot layers: half-lives, and the effective memory length of each head, the mean age
-of what it reads. Writes results.json to eval/memberships@3, coding_rate@2, ablations@2 and slots. docs/analysis.md
-explains the results.
+of the tokens and its variational form R_var, before and after the layer's branch, also for each retained checkpoint.
+Slot layers: half-lives, and the effective memory length of each head, the mean age of what it reads. Writes
+results.json to eval/memberships@3, coding_rate@2 and slots. docs/analysis.md explains the results.
 """
 
 import time
@@ -30,14 +29,14 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST, read_model_config
     from tost_lm.checkpointing.run_folder import step_folders
     from tost_lm.files import sha256_file
-    from tost_lm.inference.protocol_names import ABLATIONS, CODING_RATE, MEMBERSHIPS, SLOTS
+    from tost_lm.inference.protocol_names import CODING_RATE, MEMBERSHIPS, SLOTS
     from tost_lm.inference.subject import Subject
 
     subject = Subject.find(path)
     model = read_model_config(subject.checkpoint)
     names = [SLOTS] if "S" in model.pattern else []
     if "T" in model.pattern and model.heads > 1:
-        names = [MEMBERSHIPS, CODING_RATE, ABLATIONS, *names]
+        names = [MEMBERSHIPS, CODING_RATE, *names]
     if not names:
         raise ConfigError(
             f"{subject.home}: no slot layer, and no TSSA layer with several heads: model.pattern={model.pattern}, "
@@ -54,14 +53,13 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     if not wanted:
         return
 
-    from tost_lm.eval.analysis import ablations, coding_rate, memberships, slots
+    from tost_lm.eval.analysis import coding_rate, memberships, slots
 
     analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
         MEMBERSHIPS: (partial(memberships.measure, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
         CODING_RATE: (partial(coding_rate.measure, kept=kept), _print_coding_rates),
-        ABLATIONS: (ablations.measure, _print_ablations),
         SLOTS: (slots.measure, _print_slots),
     }
     for name in wanted:
@@ -119,15 +117,6 @@ def _print_coding_rates(found: dict[str, Any]) -> None:
         print(f"step {row['step']:>7,}: change of R_var by layer {changes}")
     for problem in found["left_out_checkpoints"]:
         print(f"skipped checkpoint: {problem}")
-
-
-def _print_ablations(found: dict[str, Any]) -> None:
-    print("loss in nats per token with ablations of the operator (change):")
-    as_it_is, *others = found["losses"]
-    print(f"{as_it_is['name']:<17}{as_it_is['nats_per_token']:.4f}")
-    for loss in others:
-        change = with_error(loss["change"], loss["standard_error"], "+.4f")
-        print(f"{loss['name']:<17}{loss['nats_per_token']:.4f}  ({change})")
 
 
 def _print_slots(found: dict[str, Any]) -> None:
