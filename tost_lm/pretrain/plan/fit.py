@@ -8,7 +8,7 @@ from tost_lm.config import differences, leaves
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES
-from tost_lm.pretrain.plan.estimate import tiles
+from tost_lm.pretrain.plan.estimate import recomputed_flops, tiles
 from tost_lm.pretrain.plan.memory import (
     checkpoint_bytes,
     largest_tile,
@@ -106,17 +106,20 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
-            for kind, every in (("mixers", 1), ("full", 2), ("full", 1)):
-                if kind == "mixers" and config.train.compile:
-                    continue
-                memory = {"activation_checkpointing": kind, "activation_checkpointing_every": every}
-                other = f" memory.activation_checkpointing_every={every}" if every > 1 else ""
-                yield f"memory.activation_checkpointing={kind}{other}", _changed(config, memory=memory)
+            yield from sorted(_checkpointed(config), key=lambda option: recomputed_flops(option[1]))
         if not tiled and parallel.zero_stage < 3:
             with suppress(ConfigError):
                 if _batch_is_divisible(config):
                     other = _with_largest_tile(config)
                     yield f"memory.tile_tokens={other.memory.tile_tokens}", other
+
+
+def _checkpointed(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
+    for kind, every in (("mixers", 1), ("full", 2), ("full", 1)):
+        if kind == "full" or not config.train.compile:
+            memory = {"activation_checkpointing": kind, "activation_checkpointing_every": every}
+            other = f" memory.activation_checkpointing_every={every}" if every > 1 else ""
+            yield f"memory.activation_checkpointing={kind}{other}", _changed(config, memory=memory)
 
 
 def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:
