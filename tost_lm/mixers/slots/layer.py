@@ -151,7 +151,12 @@ MEMORY = Registered("slot_memory", _remember, _fake_remember)
 
 
 def initial_log_rates(heads: int) -> Tensor:
-    """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, and a last head that hardly forgets."""
-    ratio = (LONGEST_HALF_LIFE / SHORTEST_HALF_LIFE) ** (1 / max(1, heads - 2))
-    half_lives = [*(SHORTEST_HALF_LIFE * ratio**h for h in range(heads - 1)), LASTING_HALF_LIFE]
+    """log(ln 2 / half-life) of each head: a ladder from 4 to 512 tokens, then as many heads that hardly forget.
+
+    It is the proportion of the layer with two heads that was compared with others (docs/experiments.md).
+    """
+    forgetting = heads // 2
+    ratio = (LONGEST_HALF_LIFE / SHORTEST_HALF_LIFE) ** (1 / max(1, forgetting - 1))
+    half_lives = [SHORTEST_HALF_LIFE * ratio**h for h in range(forgetting)]
+    half_lives += [LASTING_HALF_LIFE] * (heads - forgetting)
     return torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives], device="cpu")

@@ -1,11 +1,13 @@
 """Slot memory and the short convolution against their formulas: float64 and float32, packed, stepped, very long."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from tost_lm.mixers.slots.layer import initial_log_rates
 from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
 from tost_lm.ops import short_conv as short_conv_module
 from tost_lm.ops.layout import LocalDocuments
@@ -182,3 +184,12 @@ def test_a_state_of_other_documents_is_refused():
     state = SlotSums(torch.zeros(3, H, S, V), torch.zeros(3, H, S))
     with pytest.raises(ValueError, match=r"the state must be \[2, 3, 5, 7\]"):
         slot_memory(*drawn(2, 9), local=rows(2, 9), initial_state=state)
+
+
+@pytest.mark.parametrize(
+    ("heads", "begin"),
+    [(1, [2.0**20]), (2, [4, 2.0**20]), (5, [4, 512, *[2.0**20] * 3]), (6, [4, 2048**0.5, 512, *[2.0**20] * 3])],
+)
+def test_half_of_the_heads_hardly_forget_at_first(heads: int, begin: list[float]):
+    half_lives = math.log(2) / initial_log_rates(heads).double().exp()
+    torch.testing.assert_close(half_lives, torch.tensor(begin, dtype=torch.float64), rtol=1e-5, atol=0)
