@@ -221,15 +221,19 @@ def training(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
 def packed_training(
     config: GpuBenchmarkConfig, device: str, deadline: float, prepare: Callable[[TostLM], object] = lambda model: None
 ) -> Cells:
-    """A step of configs/pretrain/owt_hybrid_base.toml on one GPU, each with other documents."""
-    tokens, pattern = min(config.lengths.training), PRESETS["hybrid-base"]["pattern"]
-    layers = -(-config.shape.layers // len(pattern)) * len(pattern)
-    shape = {"preset": "hybrid-base", **config.shape.model_dump(), "layers": layers}
-    settings = validate(ModelConfig, shape, "benchmarks.gpu")
-    batches = packed_batches(PACKED_BATCHES, PACKED_SAMPLES, tokens, settings.vocab_size, device)
-    documents = mean(len(batch.cu_seqlens) - 1 for batch in batches if batch.cu_seqlens is not None)
-    case = f"hybrid-base, {PACKED_SAMPLES} × {tokens:,} tokens, {documents:.0f} documents"
-    yield from _training_steps(case, settings, batches, tokens, device, prepare)
+    """A step of two hybrids on one GPU, with other documents each time: that of owt_hybrid_base.toml, and one of its size
+    with the gated delta rule and softmax attention to all earlier tokens."""
+    tokens, heads = min(config.lengths.training), config.shape.heads
+    for preset in ("hybrid-base", "delta-350m"):
+        pattern = PRESETS[preset]["pattern"]
+        layers = -(-config.shape.layers // len(pattern)) * len(pattern)
+        shape = {**config.shape.model_dump(), "layers": layers, "softmax": {"kv_heads": heads}}
+        settings = validate(ModelConfig, {"preset": preset, **shape}, "benchmarks.gpu")
+        batches = packed_batches(PACKED_BATCHES, PACKED_SAMPLES, tokens, settings.vocab_size, device)
+        documents = mean(len(batch.cu_seqlens) - 1 for batch in batches if batch.cu_seqlens is not None)
+        case = f"{pattern}, {PACKED_SAMPLES} × {tokens:,} tokens, {documents:.0f} documents"
+        yield from _training_steps(case, settings, batches, tokens, device, prepare)
+        free_memory(device)
 
 
 def _training_steps(

@@ -50,8 +50,8 @@ def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path, monkeypat
     for part, case in (
         ("softmax layer", "a window, packed documents, shared keys: gradient of k_norm.weight, float32"),
         ("operator", "slot memory, 2 × 64 tokens, forward + backward"),
-        ("packed training step", "hybrid-base, 16 × 64 tokens, 17 documents, plain loop"),
-        ("compiled training step", "hybrid-base, 16 × 64 tokens, 17 documents, plain loop"),
+        ("packed training step", "SSSA, 16 × 64 tokens, 17 documents, plain loop"),
+        ("compiled training step", "DDDA, 16 × 64 tokens, 17 documents, plain loop"),
         ("training step", "2 × 64 tokens, plain loop"),
     ):
         assert case in [cell["case"] for cell in cells if cell["part"] == part]

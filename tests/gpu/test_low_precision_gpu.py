@@ -1,4 +1,4 @@
-"""Softmax layers in 16-bit types on a GPU, where flash attention computes them, against float64 on the CPU."""
+"""Every mixer in 16-bit types on a GPU, with packed documents and states, against float64 on the CPU."""
 
 from copy import deepcopy
 from typing import Any
@@ -14,7 +14,7 @@ from tost_lm.testing import assert_as_accurate
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-TOKENS = 700
+TOKENS, DEVICE = 700, "cuda"
 
 
 def logits_and_gradients(model: TostLM, tokens: Tensor) -> dict[str, Tensor]:
@@ -29,17 +29,28 @@ def logits_and_gradients(model: TostLM, tokens: Tensor) -> dict[str, Tensor]:
     return {"logits": logits.detach().cpu(), **{n: d.cpu() for n, d in zip(names, gradients, strict=True)}}
 
 
+MODELS: list[dict[str, Any]] = [
+    {"pattern": "T", "tssa": {"denom_bias": "head"}},
+    {"pattern": "S"},
+    {"pattern": "D"},
+    {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 96, "beta_to_two": True}},
+    {"pattern": "A"},
+    {"pattern": "A", "softmax": {"window": 64}},
+    {"pattern": "A", "softmax": {"kv_heads": 2, "qk_norm": True}},
+    {"pattern": "A", "softmax": {"kv_heads": 1, "window": 129}},
+    {"pattern": "DA", "norm": "rms", "norm_after": "A", "mlp": "swiglu", "softmax": {"qk_norm": "all-heads"}},
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "softmax", [{}, {"window": 64}, {"kv_heads": 2, "qk_norm": True}, {"kv_heads": 1, "window": 129}], ids=str
-)
-def test_flash_attention_is_as_accurate_as_the_tiles(softmax: dict[str, Any], dtype: torch.dtype):
-    shape = {"pattern": "A", "layers": 2, "heads": 4, "width": 256, "vocab_size": 50, "positions": "none"}
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_kernels_are_as_accurate_as_a_cpu_in_the_same_type(settings: dict[str, Any], dtype: torch.dtype):
+    shape = {"layers": 2, "heads": 4, "width": 256, "vocab_size": 50, "positions": "none", "layer_scale": 1.0}
     torch.manual_seed(0)
-    model = TostLM(validate(ModelConfig, {**shape, "softmax": softmax}, "test")).to(dtype)
+    model = TostLM(validate(ModelConfig, {**shape, **settings}, "test")).to(dtype)
     tokens = torch.randint(50, (1, TOKENS))
     exact = logits_and_gradients(deepcopy(model).double(), tokens)
-    plain = logits_and_gradients(model, tokens)  # tiles of the CPU, in the same type
-    ours = logits_and_gradients(model.cuda(), tokens)
+    plain = logits_and_gradients(deepcopy(model), tokens)
+    ours = logits_and_gradients(model.to(DEVICE), tokens)
     for name, truth in exact.items():
         assert_as_accurate(ours[name], plain[name], truth, name, 4)
