@@ -221,8 +221,8 @@ def training(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
 def packed_training(
     config: GpuBenchmarkConfig, device: str, deadline: float, prepare: Callable[[TostLM], object] = lambda model: None
 ) -> Cells:
-    """A step of two hybrids on one GPU, with other documents each time: that of owt_hybrid_base.toml, and one of its size
-    with the gated delta rule and softmax attention to all earlier tokens."""
+    """A step of two hybrids on one GPU, each with other documents: slot memory with softmax attention in a window (the
+    recipe owt_hybrid_base), and the gated delta rule with softmax attention to all earlier tokens."""
     tokens, heads = min(config.lengths.training), config.shape.heads
     for preset in ("hybrid-base", "delta-350m"):
         pattern = PRESETS[preset]["pattern"]

@@ -105,7 +105,8 @@ def _hybrids(results: Sequence[Result]) -> list[dict[str, str]]:
     for name, group in _by_name(results, "hybrids-recall"):
         row = {"model": name, "seeds": f"{len(group)}"}
         if of_text := text.get(name):
-            row |= {"loss": f"{_mean(of_text, 'loss'):.3f}", "− hybrid": difference(of_text, text.get("hybrid", []))}
+            row["loss"] = f"{_mean(of_text, 'loss'):.3f}"
+            row |= {f"− {other}": difference(of_text, text.get(other, [])) for other in ("hybrid", "full-hybrid")}
         for length in group[0]["accuracy_by_length"]:
             accuracies = [r["accuracy_by_length"][length] for r in group]
             row[f"recall at {length} ×"] = f"{mean(accuracies):.1%} ({min(accuracies):.1%} to {max(accuracies):.1%})"

@@ -51,7 +51,7 @@ def cells(table: str) -> list[list[str]]:
 
 def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     code, out, err = Forked(
-        "tost plan", RECIPE, "parallel.sequence=1,4,3", "cluster.memory_gb=8", cwd=tmp_path
+        "tost plan", RECIPE, "parallel.sequence=1,4,3", "train.micro_batch_size=12", "cluster.memory_gb=8", cwd=tmp_path
     ).finish()
     assert (code, err) == (0, "")
     one, four, three = cells(out)
@@ -62,7 +62,7 @@ def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     assert four[-1] == "yes"
     assert three[:6] == ["3", "impossible", "–", "–", "–", "–"]
     assert three[6].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
-    single = Forked("tost plan", RECIPE, "parallel.sequence=4", cwd=tmp_path).finish()[1]
+    single = Forked("tost plan", RECIPE, "parallel.sequence=4", "train.micro_batch_size=12", cwd=tmp_path).finish()[1]
     row = dict(line[:2] for line in cells(single))
     assert four[2].split()[0] == row["GPU memory"].split()[0]
     assert four[5] == row["tokens/s"]

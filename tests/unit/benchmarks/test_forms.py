@@ -222,4 +222,4 @@ def test_the_sweep_ends_and_later_stages_use_the_rates_that_earlier_ones_found()
     text = re.sub(" +", " ", tables(results))
     assert "| slots | 0.002: 3.250, 0.004: 3.150, 0.008: 3.050, 0.016: 3.150 | 0.008 |" in text
     assert "The runs took 0.0 hours of one core, of a budget of 14, without those of hybrids." in text
-    assert "| full-hybrid | 3 | 3.110 | +0.050 ± 0.000 | 100.0% (100.0% to 100.0%) | 50.0%" in text
+    assert "| full-hybrid | 3 | 3.110 | +0.050 ± 0.000 | – | 100.0% (100.0% to 100.0%) | 50.0%" in text

@@ -89,10 +89,10 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.seq_len + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
-        if obstacle_to_tensor_ranks(config.model, tensor) or (muon and tensor > 1):
+        if obstacle_to_tensor_ranks(config.model, tensor) or ((muon or train.compile) and tensor > 1):
             continue
         tiled = tiles(config) > 1
-        for stage in range(parallel.zero_stage, 1 if muon else 3 if tiled else 4):
+        for stage in range(parallel.zero_stage, 1 if muon else 3 if tiled or train.compile else 4):
             for micro_batch in range(train.micro_batch_size, 0, -1):
                 other = _changed(
                     config,
@@ -107,7 +107,7 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
             yield from sorted(_checkpointed(config), key=lambda option: recomputed_flops(option[1]))
-        if not tiled and parallel.zero_stage < 3:
+        if not tiled and parallel.zero_stage < 3 and not (train.compile and config.model.kept_tokens is None):
             with suppress(ConfigError):
                 if _batch_is_divisible(config):
                     other = _with_largest_tile(config)
