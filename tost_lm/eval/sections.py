@@ -11,12 +11,12 @@ from tost_lm.report.record import EvaluatedModel
 
 def evaluation_sections(run: EvaluatedModel, page: Page) -> Iterator[str]:
     """A section for each evaluation; a section without results is empty or has the command that evaluates."""
-    yield protocols.heldout(run)
-    yield protocols.zero_shot(run)
-    yield contamination(run)
     yield retrieval.needle(run, page)
     yield retrieval.tasks(run, page)
     yield retrieval.context(run, page)
+    yield protocols.heldout(run)
+    yield protocols.zero_shot(run)
+    yield contamination(run)
     yield from analyses(run, page)
     yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)

@@ -16,6 +16,7 @@ from tost_lm.report.page import CONTRAST, DARK, Chart, Page, column, line_data, 
 from tost_lm.report.record import EvaluatedModel
 
 ENOUGH_DOCUMENTS = 10
+MISSING = "No results yet."
 
 Paragraphs = Callable[[dict[str, Any], Page], list[str]]
 
@@ -108,7 +109,7 @@ def sample(run: EvaluatedModel) -> str:
 
 def missing_line(command: str, argument: Any) -> str:
     """The command for an evaluation without results."""
-    return f"No results yet. Run `{command} {argument}`."
+    return f"{MISSING} Run `{command} {argument}`."
 
 
 def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.inference.protocol_names import (
     CONTEXT_FACTS,
     CONTEXT_GAIN,
@@ -17,6 +18,9 @@ from tost_lm.inference.protocol_names import (
     RETRIEVAL_TASKS,
 )
 from tost_lm.markdown import escape, format_chance, table, with_error
+from tost_lm.mixers.facts import Load
+from tost_lm.mixers.registry import facts_of
+from tost_lm.model.config import ModelConfig
 from tost_lm.report.page import Chart, Page, new_figure, new_panels, position_axis, tabular
 from tost_lm.report.protocols import checkpoint_line, missing_line
 from tost_lm.report.record import EvaluatedModel, Group, Mean
@@ -33,18 +37,20 @@ def needle(run: EvaluatedModel, page: Page) -> str:
         return "" if others else f"## Needle in a haystack\n\n{missing_line('tost eval retrieval', run.arguments)}"
     cells = results["cells"]
     examples = sum(cell["samples"] for cell in cells)
-    keys = ("choice_accuracy", "exact_accuracy")
-    rows = [
-        (name, *[f"{mean_score(cells, prefix + key):.1%}" for key in keys])
-        for name, prefix in (("with the needle", ""), ("control without it", "control_"))
-    ]
+    scores = ("choice_accuracy", "control_choice_accuracy", "exact_accuracy")
+    model, rows = read_model_config(run.subject.checkpoint), []
+    for length in sorted({cell["length"] for cell in cells}):
+        own = [cell for cell in cells if cell["length"] == length]
+        means = [f"{mean_score(own, key):.1%}" for key in scores]
+        rows.append((f"{length:,}", *means, f"{decoding_bytes(model, length) / 1000:,.1f}"))
     paragraphs = [
         f"## Needle in a haystack ({escape(NEEDLE)})",
         checkpoint_line(run, results, f"tost eval retrieval {run.arguments}"),
         page.add_figure("needle", needle_chart(cells), "Accuracy by needle depth and length, with control"),
-        table(("mean over all cells", "choice accuracy", "exact accuracy"), rows),
+        table(("tokens", "choice accuracy", "control without the needle", "exact accuracy", "state (kB)"), rows),
         "Choice accuracy: the right word is the most likely of ten. Exact accuracy: each of its tokens is the most "
-        f"likely token. Chance level of the choice: {results['chance']:.0%}. Each cell has {cells[0]['samples']} "
+        "likely token. State: what decoding keeps of these tokens, for each sequence in float32. "
+        f"Chance level of the choice: {results['chance']:.0%}. Each cell has {cells[0]['samples']} "
         f"examples, the grid {examples}. At chance level the standard error of a cell is "
         f"{_chance_error(results['chance'], cells[0]['samples']):.0%} and that of the mean "
         f"{_chance_error(results['chance'], examples):.1%}.",
@@ -55,6 +61,12 @@ def needle(run: EvaluatedModel, page: Page) -> str:
             "so chance level is no defect."
         )
     return "\n\n".join(paragraphs)
+
+
+def decoding_bytes(model: ModelConfig, tokens: int) -> float:
+    """Bytes of the state of all layers after so many tokens of a document, in float32."""
+    load = Load(model, 4, True, tokens, tokens, tokens, sequence=1, tensor=1, exchanged_rows=1)
+    return sum(facts.layers(model) * facts.state_bytes(load) for facts in facts_of(model.pattern))
 
 
 def tasks(run: EvaluatedModel, page: Page) -> str:

@@ -14,6 +14,7 @@ from tost_lm.model import ModelConfig
 from tost_lm.redaction import redact_text
 from tost_lm.report import training
 from tost_lm.report.page import Page
+from tost_lm.report.protocols import MISSING
 from tost_lm.report.record import EvaluatedModel, RunRecord
 
 EvaluationSections: TypeAlias = Callable[[EvaluatedModel, Page], Iterator[str]]
@@ -22,16 +23,19 @@ ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
 
 def run_sections(run: RunRecord, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
-    """All sections; a section without data is empty."""
+    """All sections, results first; a section without data is empty."""
     yield f"# {escape(page.title)}"
-    yield overview(run)
+    yield _smoke_notice(run)
+    sections = list(evaluations(run, page))
+    yield from (section for section in sections if MISSING not in section)
     yield training.losses(run, page)
     yield training.branches(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
     yield training.events(run)
-    yield from evaluations(run, page)
+    yield from (section for section in sections if MISSING in section)
+    yield overview(run)
     yield software(run)
     yield files(run, page)
 
@@ -68,7 +72,7 @@ def overview(run: RunRecord) -> str:
         rows.append(("training time", f"{seconds:,.0f} s"))
         rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
     shown = [(name, redact_text(value)) for name, value in rows]
-    return f"{_smoke_notice(run)}\n\n## Overview\n\n{table(('property', 'value'), shown)}"
+    return f"## Overview\n\n{table(('property', 'value'), shown)}"
 
 
 def software(run: RunRecord) -> str:
