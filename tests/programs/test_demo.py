@@ -1,6 +1,7 @@
 """The run that `make demo` leaves."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -53,6 +54,21 @@ def test_the_model_that_trained_on_passages_finds_needles():
     assert mean(4096, "choice_accuracy") > 0.3
     assert "needle@words" in (CHECKOUT / "runs/recall/report.html").read_text()
     assert all(mean(length, "control_choice_accuracy") < 0.35 for length in (256, 1024, 4096))
+
+
+@pytest.mark.usefixtures("demo")
+def test_the_readme_shows_what_the_demo_prints():
+    """Its numbers are those of another machine."""
+    run = CHECKOUT / "runs/recall"
+    log = [line[len("2026-11-25 23:53:16 ") :] for line in (run / "log.txt").read_text().splitlines()]
+    printed = {without_numbers(line) for line in [*log, *(run / "report.md").read_text().splitlines()]}
+    (shown,) = re.findall(r"```text\n(.+?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
+    assert len(shown.splitlines()) <= 12
+    assert [line for line in shown.splitlines() if without_numbers(line) not in printed] == []
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"\d[\d.,:e-]*", "#", line)
 
 
 @pytest.mark.usefixtures("demo")
