@@ -6,6 +6,7 @@ agree up to rounding, and a model that is read and written again is equal.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -237,6 +238,8 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, list[str], int, list
 
 
 def _library() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which it imports, else prints that it chose the CPU
     try:
         import transformers
     except ImportError:
