@@ -84,9 +84,9 @@ def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
         ("tost extend", "runs/tiny", "extend.folder=longer"),
         ("tost train", *others, "train.initial_weights=runs/tiny"),
         ("tost train", *others, f"train.branch_from={step}"),
+        ("tost report", "runs/tiny"),
     ):
         assert expected + f"set TOST_PLUGINS={step}/mixer_E.py" in refusal(program, *words, cwd=trained)
-    assert "invalid model.pattern: 'EA'" in refusal("tost report", "runs/tiny", cwd=trained)  # reads config.toml
     assert not (trained / "marker").exists()
     said = run("tost generate", "runs/tiny", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS=f"{step}/mixer_E.py")
     assert "the " in said
