@@ -140,7 +140,7 @@ class Block(nn.Module):
         return x_BTC + self.mlp_scale(self.branch_output(y_BTC, self.mlp_norm))
 
     def branch_input(self, x_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
-        """What mixer or MLP reads of the residual stream, in the weights' dtype."""
+        """The input of the mixer or MLP from the residual stream, in the weights' dtype."""
         return x_BTC.to(norm.weight.dtype) if self.norm_after else norm(x_BTC)
 
     def branch_output(self, y_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
