@@ -1,6 +1,7 @@
 """A small hybrid model, trained on any parallel layout, and in one process with whole batches and torch alone."""
 
 import json
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
+from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -67,6 +69,11 @@ def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
         if name == "blocks.0.mixer.in_proj.bias":
             # Away from 0: a first token that vanishes in a channel makes float32 gradients ill-conditioned.
             torch.nn.init.constant_(parameter, 0.5)
+    for layer in model.modules():
+        if isinstance(layer, SlotMixer):  # a half-life for each head: those of the stored results in tests/golden
+            ratio = 128.0 ** (1 / max(1, layer.heads - 2))
+            half_lives = [*(4.0 * ratio**h for h in range(layer.heads - 1)), 2.0**20]
+            layer.log_rate.data.copy_(torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives]))
     return model
 
 
