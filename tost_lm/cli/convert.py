@@ -17,7 +17,7 @@ With convert.to=authors the source is a run folder (its newest valid checkpoint)
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
 sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With
 convert.to=olmo-hybrid the result is a folder that OlmoHybridForCausalLM.from_pretrained reads, with the tokenizer if it
-came from a tokenizer.json. The model must have the form that OLMo-Hybrid has: any size of one.
+came from a tokenizer.json. The model must have the form of OLMo-Hybrid, at any size.
 """
 
 import json

@@ -5,7 +5,6 @@ after mixer and MLP, and those of queries and keys are over all heads. Weights a
 agree up to rounding, and a model that is read and written again is equal.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
 from tost_lm.data.tokenizers.hf import FORMS, hf_tokenizer
 from tost_lm.errors import CheckpointError, DataError, install_hint
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
-from tost_lm.interop.gpt2 import CONFIG, check_supported, listed
+from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings
 from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.model import ModelConfig
@@ -112,13 +111,15 @@ def read_olmo_tokenizer(folder: Path) -> HfTokenizer | None:
     """The tokenizer of a model folder, whose end-of-text token is the first of `eos_token_id`; None: it has none.
 
     Raises:
+        CheckpointError: transformers is not installed.
         DataError: it is not lossless, or has no such token.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    eos = json.loads((folder / CONFIG).read_bytes()).get("eos_token_id")
+    eos = read_settings(folder).get("eos_token_id")
     eos = eos[0] if isinstance(eos, list) and eos else eos
+    _library()  # with it come the tokenizers
     import tokenizers
 
     try:
