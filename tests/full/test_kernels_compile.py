@@ -25,13 +25,13 @@ def check_slot_kernels(kernels: list[dict], registers: int) -> None:
 
 
 def test_slot_kernels_of_any_size_compile_and_stay_in_registers():
-    check_slot_kernels(compile_kernels("slots 3 64 256 100,130"), 255)
+    check_slot_kernels(compile_kernels("slots float32 3 64 256 100,130"), 255)
 
 
 def test_few_instructions_are_executed_for_each_token():
     """At most half of 394 in the forward pass, and 60 % of 971 in the backward pass, the scans not included. Kernels
     with products of matrices executed those."""
-    kernels = compile_kernels("slots 12 16 28 64,192")
+    kernels = compile_kernels("slots bfloat16 12 16 28 64,192")
     check_slot_kernels(kernels, 128)
     executed = {kernel["kernel"]: kernel["instructions"] for kernel in reversed(kernels)}  # first those with reads
     assert executed["sums_kernel"] + executed["read_kernel"] <= 394 / 2

@@ -1,12 +1,14 @@
 """A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}.
 
 It starts afresh at each document. The last K − 1 tokens are its state; before a document's first token they are zeros.
+On CUDA devices it is the kernel of flash-linear-attention (package fla-core), where that is installed.
 
 Shapes: B sequences, T tokens, C channels, K taps, P = K − 1, M tokens with those before them, N documents (N = B unless
 packed), n of them with tokens on this rank.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv1d, pad
 
 from tost_lm.ops.exchange import Shift, exchange
-from tost_lm.ops.layout import LocalDocuments, SequenceShard
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -48,6 +50,9 @@ def short_conv(
     """
     C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
     per_document = initial_NPC is not None or output_final_state
+    with_kernel = x_BTC.is_cuda and x_BTC.dtype != torch.float64 and find_spec("fla") is not None
+    if with_kernel and shard is None:
+        return _kernel(x_BTC, weight_CK, initial_NPC, local, output_final_state)
     if initial_NPC is None:
         initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)
     before_nPC, final_NPC = initial_NPC.to(x_BTC.dtype), None
@@ -57,13 +62,33 @@ def short_conv(
         before_nPC, final_NPC = exchange(shard, local, Shift, before_nPC, added_nPC, per_document=per_document)
     elif output_final_state:
         final_NPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
-    if local.packed:
+    if with_kernel:
+        y_BTC, _ = _kernel(x_BTC, weight_CK, before_nPC, local, output_final_state=False)
+    elif local.packed:
         pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
         y_MC = _convolve(torch.cat(pieces)[None], weight_CK)[0]
         y_BTC = _WithoutGaps.apply(y_MC, local.lengths, P)[None]  # pyright: ignore[reportOptionalSubscript]
     else:
         y_BTC = _convolve(torch.cat([before_nPC, x_BTC], 1), weight_CK)
     return y_BTC, final_NPC if output_final_state else None
+
+
+def _kernel(
+    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One launch for all documents; the state of the kernel has K tokens, the oldest of which no output reads."""
+    from fla.modules import causal_conv1d as fla  # an optional package, and slow to import
+
+    kernel: Any = fla.causal_conv1d
+    y_BTC, final_nCK = kernel(
+        x_BTC.contiguous(),
+        weight_CK,
+        initial_state=None if before_nPC is None else pad(before_nPC.to(x_BTC.dtype).mT, (1, 0)).contiguous(),
+        output_final_state=output_final_state,
+        cu_seqlens=int64_tensor(local.offsets, x_BTC.device) if local.packed else None,
+        cu_seqlens_cpu=int64_tensor(local.offsets, torch.device("cpu")) if local.packed else None,  # no synchronization
+    )
+    return y_BTC, None if final_nCK is None else final_nCK.mT[:, 1:]
 
 
 class _WithoutGaps(torch.autograd.Function):

@@ -37,6 +37,9 @@ def delta_rule(
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     recurrent = not needs_gradient and max(local.lengths) <= RECURRENT_TOKENS
     kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
+    offsets = {"cu_seqlens": int64_tensor(local.offsets, value.device)} if local.packed else {}
+    if local.packed and not recurrent:  # read on the CPU, without synchronization
+        offsets["cu_seqlens_cpu"] = int64_tensor(local.offsets, torch.device("cpu"))
     y, final = kernel(
         q=query.to(value.dtype).contiguous(),
         k=key.to(value.dtype).contiguous(),
@@ -46,6 +49,6 @@ def delta_rule(
         scale=1.0,
         initial_state=initial.float().contiguous(),
         output_final_state=True,
-        cu_seqlens=int64_tensor(local.offsets, value.device) if local.packed else None,
+        **offsets,
     )
     return y, final.to(initial.dtype)

@@ -19,7 +19,7 @@ of chunks execute more.
 Autograd stores, in bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
 value channel: what was read 4, and e each for norm, scale, gate and the output projection's input. Values and, in
 float32, read scores keep the memory of the input projection's output, 2·e·H·(S + V); in bfloat16 the scores' copy takes
-4·H·S. On a GPU there are also float32 values, 4·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
+4·H·S. On a GPU there are also a copy of the values, e·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
 1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks they are
 stored twice. The norm stores 4·H.
 
@@ -64,7 +64,7 @@ class SlotsFacts(RecurrentFacts):
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
     def launches(self) -> int:
-        return 107 + BLOCK_LAUNCHES
+        return 102 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         model, e = load.model, load.element_bytes
@@ -76,7 +76,7 @@ class SlotsFacts(RecurrentFacts):
             at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
             in_operator = 8 * (states / min(at_once, load.tokens) + state / load.tokens_here)
         else:
-            in_operator = 4 * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, load.tokens_here)
+            in_operator = e * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, load.tokens_here)
         return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
 
     def state_bytes(self, load: Load) -> float:

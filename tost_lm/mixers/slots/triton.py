@@ -1,17 +1,19 @@
 """Slot memory in Triton, for NVIDIA GPUs: what a chunk adds to M and N, the scan over chunks, and the read, with
 closed-form gradients.
 
-A program computes one head of a chunk of 64 tokens in float32, one token after another, with M in registers. For sums
-over slots, a thread has all slots of a channel. For sums over channels, it has channels of one slot. So it adds most
-terms without other threads, and no product with a matrix carries a NaN to an earlier token. The backward computes N and
-the shares r/N again. The scan is float64.
+A program computes one head of a chunk of 64 tokens in float32, one token after another, with M in registers. It loads
+and stores values and their gradients in their own dtype, all else in float32. For sums over slots, a thread has all
+slots of a channel. For sums over channels, it has channels of one slot. So it adds most terms without other threads, and
+no product with a matrix carries a NaN to an earlier token. The backward computes N and the shares r/N again. The scan is
+float64.
 
-For a token of a head of 16 slots and 28 channels, a warp executes 133 instructions forward and 352 backward, scans not
-included (sm_90: `pytest -s tests/unit/mixers/slots/test_slot_kernels.py`).
+For a token of a head of 16 slots and 28 channels in bfloat16, a warp executes 137 instructions forward and 380
+backward, scans not included (sm_90: `pytest -s tests/full/test_kernels_compile.py`).
 
 Shapes as in `tost_lm.mixers.slots.memory`; K chunks. Inside a kernel: S slots and D channels, padded to powers of two
 (`S_`, `D_`). Wide heads take `D_` channels at a time. Padding is 0 and adds nothing to any sum.
 """
+# ruff: noqa: RUF005  (Triton has no starred expressions)
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
 from collections.abc import Sequence
@@ -36,6 +38,8 @@ CHANNELS = 32
 """Channels at a time: a thread has up to 64 of their slots."""
 ELEMENTS = tl.constexpr(128)
 """Elements of a head's M and N that a program scans over the chunks, one in each thread."""
+AHEAD = tl.constexpr(8)
+"""Chunks whose loads the scan issues together."""
 
 
 def slot_memory_chunks(
@@ -43,16 +47,15 @@ def slot_memory_chunks(
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [M, H, D], and M and N after each document, [n, H, S, E], from those before it."""
-    read, write, value = (x.float().contiguous() for x in (read_MHS, write_MHS, value_MHD))
-    y_MHD, final_nHSE = _SlotMemory.apply(read, write, value, initial_nHSE, log_decay_H, lengths)
-    return y_MHD.to(value_MHD.dtype), final_nHSE
+    read, write, value = read_MHS.float().contiguous(), write_MHS.float().contiguous(), value_MHD.contiguous()
+    return _SlotMemory.apply(read, write, value, initial_nHSE, log_decay_H, lengths)
 
 
 def final_state(
     write_MHS: Tensor, value_MHD: Tensor, initial_nHSE: Tensor, log_decay_H: Tensor, lengths: Sequence[int]
 ) -> Tensor:
     """M and N after each document, without the reads."""
-    write, value = (x.float().contiguous() for x in (write_MHS, value_MHD))
+    write, value = write_MHS.float().contiguous(), value_MHD.contiguous()
     return _SlotMemory.apply(None, write, value, initial_nHSE, log_decay_H, lengths)[1]
 
 
@@ -127,8 +130,9 @@ def _launch_scan(kernel: Any, layout: Layout, log_decay_H: Tensor, *tensors: Ten
     arguments = (layout.start_K, layout.end_K, layout.first_chunk_N1, log_decay_H, *tensors)
     with torch.cuda.device_of(log_decay_H):
         kernel[(layout.documents * H * triton.cdiv(X, ELEMENTS.value),)](
-            *(None if x is None else x.contiguous() for x in arguments), H=H, X=X, num_warps=ELEMENTS.value // 32
-        )
+            *(None if x is None else x.contiguous() for x in arguments), H=H, X=X, FULL_CHUNK=TOKENS,
+            num_warps=ELEMENTS.value // 32,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -165,16 +169,23 @@ def sums_kernel(
 @triton.jit
 def scan_kernel(
     start_K, end_K, first_chunk_N1, log_decay_H, sums_KHX, initial_nHX, before_KHX, final_nHX,
-    H: tl.constexpr, X: tl.constexpr,
+    H: tl.constexpr, X: tl.constexpr, FULL_CHUNK: tl.constexpr,
 ):  # fmt: skip
     n, h, x_X, real_X = elements_of_state(H, X)
     log_decay = tl.load(log_decay_H + h).to(tl.float64)
+    decay_of_full = tl.exp(log_decay * FULL_CHUNK)
+    end = tl.load(first_chunk_N1 + n + 1)
     state_X = tl.load(initial_nHX + (n * H + h) * X + x_X, mask=real_X, other=0.0)
-    for k in range(tl.load(first_chunk_N1 + n), tl.load(first_chunk_N1 + n + 1)):
-        _, tokens = tokens_of_chunk(k, start_K, end_K)
-        places_X = (k * H + h) * X + x_X
-        tl.store(before_KHX + places_X, state_X.to(tl.float32), mask=real_X)
-        state_X = tl.exp(log_decay * tokens) * state_X + tl.load(sums_KHX + places_X, mask=real_X, other=0.0)
+    for k in range(tl.load(first_chunk_N1 + n), end, AHEAD):
+        loaded = ()
+        for j in tl.static_range(AHEAD):
+            places_X = ((k + j) * H + h) * X + x_X
+            loaded = loaded + (tl.load(sums_KHX + places_X, mask=real_X & (k + j < end), other=0.0),)
+        for j in tl.static_range(AHEAD):
+            if k + j < end:
+                tl.store(before_KHX + ((k + j) * H + h) * X + x_X, state_X.to(tl.float32), mask=real_X)
+                decay = decay_of_chunk(k + j, start_K, end_K, log_decay, decay_of_full, FULL_CHUNK)
+                state_X = decay * state_X + loaded[j]
     tl.store(final_nHX + (n * H + h) * X + x_X, state_X, mask=real_X)
 
 
@@ -282,20 +293,25 @@ def read_backward_kernel(
 @triton.jit
 def scan_backward_kernel(
     start_K, end_K, first_chunk_N1, log_decay_H, d_before_KHX, d_final_nHX, d_after_KHX, d_initial_nHX,
-    H: tl.constexpr, X: tl.constexpr,
+    H: tl.constexpr, X: tl.constexpr, FULL_CHUNK: tl.constexpr,
 ):  # fmt: skip
     n, h, x_X, real_X = elements_of_state(H, X)
     log_decay = tl.load(log_decay_H + h).to(tl.float64)
+    decay_of_full = tl.exp(log_decay * FULL_CHUNK)
     first, end = tl.load(first_chunk_N1 + n), tl.load(first_chunk_N1 + n + 1)
     d_state_X = tl.load(d_final_nHX + (n * H + h) * X + x_X, mask=real_X, other=0.0)
-    for i in range(end - first):
-        k = end - 1 - i
-        _, tokens = tokens_of_chunk(k, start_K, end_K)
-        places_X = (k * H + h) * X + x_X
-        tl.store(d_after_KHX + places_X, d_state_X.to(tl.float32), mask=real_X)
-        d_state_X *= tl.exp(log_decay * tokens)
+    for i in range(0, end - first, AHEAD):
+        last, loaded = end - 1 - i, ()
         if d_before_KHX is not None:
-            d_state_X += tl.load(d_before_KHX + places_X, mask=real_X, other=0.0)
+            for j in tl.static_range(AHEAD):
+                places_X = ((last - j) * H + h) * X + x_X
+                loaded = loaded + (tl.load(d_before_KHX + places_X, mask=real_X & (last - j >= first), other=0.0),)
+        for j in tl.static_range(AHEAD):
+            if last - j >= first:
+                tl.store(d_after_KHX + ((last - j) * H + h) * X + x_X, d_state_X.to(tl.float32), mask=real_X)
+                d_state_X *= decay_of_chunk(last - j, start_K, end_K, log_decay, decay_of_full, FULL_CHUNK)
+                if d_before_KHX is not None:
+                    d_state_X += loaded[j]
     tl.store(d_initial_nHX + (n * H + h) * X + x_X, d_state_X, mask=real_X)
 
 
@@ -382,6 +398,16 @@ def decayed(state, rate, t=0, limit=None):
     """The part of the state that token t of the chunk keeps: ρ, or all if the token is padding. `rate` is ρ − 1,
     because ρ itself would round long half-lives."""
     return state + state * (rate if limit is None else tl.where(t < limit, rate, 0.0))
+
+
+@triton.jit
+def decay_of_chunk(k, start_K, end_K, log_decay, decay_of_full, FULL_CHUNK: tl.constexpr):
+    """ρ^tokens in float64. Few chunks are not full, and an exponential is most of a step of the scan."""
+    _, tokens = tokens_of_chunk(k, start_K, end_K)
+    decay = decay_of_full
+    if tokens < FULL_CHUNK:
+        decay = tl.exp(log_decay * tokens)
+    return decay
 
 
 @triton.jit

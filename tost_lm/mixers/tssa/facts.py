@@ -68,7 +68,7 @@ class TssaFacts(RecurrentFacts):
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
     def launches(self) -> int:
-        return 64 + BLOCK_LAUNCHES
+        return 58 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         C, H = load.model.width, load.model.heads

@@ -119,7 +119,8 @@ def test_the_state_alone_is_that_of_pytorch_in_float64():
 
 
 def test_bfloat16_values_cost_one_rounding():
-    """The errors of y and d_value, by norm, are at most 1.1 times those of the exact values rounded to bfloat16."""
+    """The errors of y and d_value, by norm, are at most 1.1 times those of the exact values rounded to bfloat16; twice
+    as large in Triton's interpreter, which truncates."""
     call = Call(6, (40,), 1, 16, 28)
     call.inputs = [x.bfloat16() for x in call.inputs]
     call.d_outputs = [d.bfloat16() for d in call.d_outputs]
@@ -127,7 +128,11 @@ def test_bfloat16_values_cost_one_rounding():
     for name in ("y", "d_value"):
         assert ours[name].dtype == torch.bfloat16
         error, rounding = (x.double() - truth[name] for x in (ours[name], truth[name].bfloat16()))
-        assert error.norm() <= 1.1 * rounding.norm(), (name, error.norm(), rounding.norm())
+        assert error.norm() <= (1.1 if DEVICE == "cuda" else 2.2) * rounding.norm(), (
+            name,
+            error.norm(),
+            rounding.norm(),
+        )
 
 
 def test_a_nan_reaches_only_later_tokens_of_its_document():

@@ -1,4 +1,4 @@
-"""Slot memory and the short convolution against their formulas: float64 and float32, packed, stepped, very long."""
+"""Slot memory against its formulas: float64 and float32, packed, stepped, very long."""
 
 import math
 from itertools import pairwise
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from tost_lm.mixers.slots.layer import initial_log_rates
 from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_naive, slot_memory_step
-from tost_lm.ops import short_conv as short_conv_module
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.short_conv import short_conv
 from tost_lm.testing import assert_as_accurate
 
 H, S, V = 3, 5, 7
@@ -121,49 +119,6 @@ def test_a_nan_stays_in_its_head_and_its_document():
         assert y[0, 100:150, 1, 0].isnan().all()
         y[0, 100:150, 1] = clean[0, 100:150, 1]
         torch.testing.assert_close(y, clean)
-
-
-def convolved(x_TC: Tensor, weight_CK: Tensor) -> Tensor:
-    """The convolution as it is written."""
-    T, K = len(x_TC), weight_CK.shape[1]
-    zeros = x_TC.new_zeros(K - 1, x_TC.shape[1])
-    padded = torch.cat([zeros, x_TC])
-    return torch.stack([(weight_CK.T * padded[t : t + K]).sum(0) for t in range(T)])
-
-
-def test_a_cpu_convolves_as_torch(monkeypatch: pytest.MonkeyPatch):
-    """Several rows at a time; torch's conv1d serves the other devices."""
-    monkeypatch.setattr(short_conv_module, "CPU_ELEMENTS", 8 * 8)
-    exact = [torch.randn(2, 23, 4).double(), torch.randn(4, 3).double()]
-    for dtype in (torch.float32, torch.bfloat16):
-        drawn = [x.to(dtype) for x in exact]
-        results = []
-        for convolve, given in (
-            (short_conv_module._convolve, drawn),
-            (short_conv_module._conv1d, drawn),
-            (short_conv_module._conv1d, [x.double() for x in drawn]),
-        ):
-            leaves = [x.detach().requires_grad_() for x in given]
-            y = convolve(*leaves)
-            results.append((y, *gradients(y, leaves)))
-        for ours, theirs, truth in zip(*results, strict=True):
-            assert ours.dtype == dtype
-            assert_as_accurate(ours, theirs, truth)
-
-
-@pytest.mark.parametrize("offsets", [[0, 1], [0, 3], [0, 20], [0, 1, 2, 5, 12, 20]])
-def test_the_convolution_starts_afresh_at_documents(offsets: list[int]):
-    inputs = [torch.randn(1, offsets[-1], 4).double().requires_grad_(), torch.randn(4, 3).double().requires_grad_()]
-    y, final = short_conv(*inputs, local=documents(offsets), output_final_state=True)
-    expected = torch.cat([convolved(inputs[0][0, a:b], inputs[1]) for a, b in pairwise(offsets)])[None]
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert final is not None
-    for last, (a, b) in zip(final, pairwise(offsets), strict=True):
-        kept = inputs[0][0, max(a, b - 2) : b]
-        torch.testing.assert_close(last[2 - len(kept) :], kept)
-        assert not last[: 2 - len(kept)].any()
 
 
 @pytest.mark.parametrize(

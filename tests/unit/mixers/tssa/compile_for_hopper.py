@@ -1,7 +1,7 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
 `python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for slot memory `python
-compile_for_hopper.py slots H S D ENDS`,
+compile_for_hopper.py slots DTYPE H S D ENDS`,
 with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list:
 what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread executes for a token
 and channel, in slot memory for a token of a head.
@@ -101,9 +101,10 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
-def call_slot_memory(H: int, S: int, D: int, ends: list[int]) -> None:
+def call_slot_memory(dtype: torch.dtype, H: int, S: int, D: int, ends: list[int]) -> None:
     slots._kernels = lambda write, value: slot_kernels
-    read, write, value = (torch.zeros(1, ends[-1], H, X, requires_grad=True) for X in (S, S, D))
+    read, write = (torch.zeros(1, ends[-1], H, S, requires_grad=True) for _ in range(2))
+    value = torch.zeros(1, ends[-1], H, D, dtype=dtype, requires_grad=True)
     local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
     y, _ = slots.slot_memory(read, write, value, torch.zeros(H), local=local)
     y.sum().backward()
@@ -134,8 +135,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "slots":
-        H, S, D = map(int, sys.argv[2:5])
-        call_slot_memory(H, S, D, documents(sys.argv[5]))
+        H, S, D = map(int, sys.argv[3:6])
+        call_slot_memory(getattr(torch, sys.argv[2]), H, S, D, documents(sys.argv[6]))
     else:
         dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
         tiles.FEW_CHUNKS = int(few_chunks)

@@ -24,11 +24,11 @@ from tost_lm.mixers.tssa.triton.tiles import (
     launch,
     load_bias,
     load_sums,
+    one_kernel,
     places_of_heads,
     places_of_step,
     scoring_arguments,
     share_scale,
-    softmax_between,
     stack,
     sum_of_thread,
     sums,
@@ -113,16 +113,17 @@ def memberships_backward(
             memberships_backward_kernel, w_MHD, layout,
             dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
             d_z_MH, d_temp_KH, d_energy_KHD,
-            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=CHANNELS.value, all_heads=stage == "all",
+            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=CHANNELS.value,
+            all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return d_z_MH
 
     d_z_MH = torch.empty_like(pi_MH)
-    softmax = softmax_between(layout, softmax)
-    if softmax is None:
-        run("all", d_z_MH)
-    else:
+    if softmax is not None:
         d_z_MH = run("scores", softmax.backward(pi_MH, run("memberships", d_z_MH)).contiguous())
+    else:
+        for stage in ("all",) if one_kernel(layout) else ("memberships", "softmax", "scores"):
+            run(stage, d_z_MH)
     return d_z_MH, d_temp_KH.sum(0), sums(d_energy_KHD, layout, reverse=True)
 
 
@@ -136,13 +137,14 @@ def memberships_backward_kernel(
     GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """`GROUPS` groups of heads of a chunk. `d_z_MH` first holds the gradient of Π, then that of z: stage "memberships"
-    ends before the softmax, "scores" starts after it, "all" has all heads and computes both and the softmax."""
+    ends before the softmax, "scores" starts after it, "softmax" has all heads and computes it alone, "all" computes all
+    three."""
     k, part = chunk_and_part(tl.cdiv(H, G_) // GROUPS)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     limit = None if FULL else tokens
     w_THD, dy_THD = w_MHD + start * H * D, dy_MHD + start * H * D
     pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
-    if STAGE != "scores":
+    if STAGE == "memberships" or STAGE == "all":
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
             w_TGD, dy_TGD, pi_TG = w_THD + d_GD, dy_THD + d_GD, pi_TH + h_G
@@ -185,7 +187,7 @@ def memberships_backward_kernel(
                     d_pi = (tl.sum(d_pi_GL, axis=1),) + d_pi
                 places_GJ, real_GJ = places_of_step(step * STEP, limit, h_G, real_G, H)
                 tl.store(d_z_TH + places_GJ, d_mass_G[:, None] + stack(d_pi), mask=real_GJ)
-    if STAGE == "all":
+    if STAGE == "softmax" or STAGE == "all":
         # Barriers: all of dΠ is stored before a thread loads it, and loaded before a thread stores dz over it.
         tl.debug_barrier()
         places_TH, token_T1, head_1H = places_of_heads(start, limit, H, H_)
@@ -199,7 +201,7 @@ def memberships_backward_kernel(
         d_pi_TH -= tl.sum(pi_TH * d_pi_TH, axis=1)[:, None]
         tl.store(d_z_MH + places_TH, pi_TH * d_pi_TH, mask=real_TH)
         tl.debug_barrier()
-    if STAGE != "memberships":
+    if STAGE == "scores" or STAGE == "all":
         before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)

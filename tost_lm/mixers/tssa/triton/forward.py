@@ -17,11 +17,11 @@ from tost_lm.mixers.tssa.triton.tiles import (
     launch,
     load_bias,
     load_sums,
+    one_kernel,
     places_of_heads,
     places_of_step,
     scoring_arguments,
     share_scale,
-    softmax_between,
     stack,
     sums,
     tokens_before,
@@ -65,16 +65,16 @@ def memberships(
     def run(stage: str, pi_MH: Tensor) -> Tensor:
         launch(
             memberships_kernel, w_MHD, layout, energy_KHD, pi_MH, weighted_KHD, mass_KH,
-            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=4, all_heads=stage == "all",
+            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return pi_MH
 
     pi_MH = torch.empty(w_MHD.shape[:2], device=w_MHD.device)
-    softmax = softmax_between(layout, softmax)
-    if softmax is None:
-        run("all", pi_MH)
-    else:
+    if softmax is not None:
         pi_MH = run("moments", softmax.forward(run("scores", pi_MH)).contiguous())
+    else:
+        for stage in ("all",) if one_kernel(layout) else ("scores", "softmax", "moments"):
+            run(stage, pi_MH)
     return pi_MH, sums(weighted_KHD, layout), sums(mass_KH, layout)
 
 
@@ -87,12 +87,12 @@ def memberships_kernel(
     GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """`GROUPS` groups of heads of a chunk. `pi_MH` first holds z, then Π: stage "scores" ends before the softmax,
-    "moments" starts after it, "all" has all heads and computes both and the softmax."""
+    "moments" starts after it, "softmax" has all heads and computes it alone, "all" computes all three."""
     k, part = chunk_and_part(tl.cdiv(H, G_) // GROUPS)
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     limit = None if FULL else tokens
     w_MHD += start * H * D
-    if STAGE != "moments":
+    if STAGE == "scores" or STAGE == "all":
         before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
@@ -112,7 +112,7 @@ def memberships_kernel(
                     )
                 places_GJ, real_GJ = places_of_step(i, limit, h_G, real_G, H)
                 tl.store(pi_MH + start * H + places_GJ, temp_G[:, None] * score_GJ, mask=real_GJ)
-    if STAGE == "all":
+    if STAGE == "softmax" or STAGE == "all":
         # Barriers: all of z is stored before a thread loads it, and loaded before a thread stores Π over it.
         tl.debug_barrier()
         places_TH, token_T1, head_1H = places_of_heads(start, limit, H, H_)
@@ -122,7 +122,7 @@ def memberships_kernel(
         pi_TH = tl.exp(z_TH - tl.max(z_TH, axis=1)[:, None])
         tl.store(pi_MH + places_TH, pi_TH / tl.sum(pi_TH, axis=1)[:, None], mask=token_T1 & head_1H)
         tl.debug_barrier()
-    if STAGE != "scores":
+    if STAGE == "moments" or STAGE == "all":
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
             weighted_GD, mass_G = tl.zeros((G_, D_), tl.float32), tl.zeros((G_,), tl.float32)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import naive
-from tost_lm.mixers.tssa.phases import LocalSoftmax, Scoring, Sums
+from tost_lm.mixers.tssa.phases import Scoring, Sums
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
@@ -90,13 +89,14 @@ FEW_CHUNKS = 1024
 """With fewer programs, a large GPU is partly idle."""
 
 
-def softmax_between(layout: Layout, softmax: HeadSoftmax | None) -> HeadSoftmax | None:
-    """The softmax to call between two kernels with a program for each head; None: one kernel that loops over the heads.
+def one_kernel(layout: Layout) -> bool:
+    """Whether one kernel loops over the heads of a chunk, before and after the softmax over them; else three kernels,
+    of which the first and last have a program for each group of heads.
 
     One kernel needs many chunks to fill a GPU; its second read of w comes from the cache. With few chunks, the second
-    read of two kernels comes from the cache as well.
+    read of three kernels comes from the cache as well.
     """
-    return LocalSoftmax() if softmax is None and len(layout.start_K) < FEW_CHUNKS else softmax
+    return len(layout.start_K) >= FEW_CHUNKS
 
 
 @triton.jit
