@@ -5,7 +5,8 @@
 The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are not computed: Triton kernels and flash
 attention are counted and return what is in memory. Counted are operations of torch's dispatcher that are no views, and
 launches of Triton kernels; a fused matrix product is one operation, and an operation may launch more than one kernel.
-The counts depend on the layers and on the documents, not on the width. Output: one table, and benchmarks/results/.
+The counts depend on the layers and on the documents, not on the width. A second table has the kernels of a block under
+torch.compile, as Inductor generates them for a CPU. Output: two tables, and benchmarks/results/.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ class LaunchesConfig(Section):
 
 
 def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]:
-    from benchmarks.launches_cells import count
+    from benchmarks.launches_cells import count, count_compiled
 
     settings = config.count
     cells = [count(name, settings.rows, settings.seq_len, settings.documents) for name in settings.models]
@@ -49,11 +50,21 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
         }
         for cell in cells
     ]
+    layers = [count_compiled(name) for name in settings.models if len(name) == 1]
+    compiled = [
+        {
+            "forward + backward": f"one {layer['model']} block, compiled",
+            **{name: f"{forward} + {backward}" for name, (forward, backward) in layer["compiled"].items()},
+        }
+        for layer in layers
+    ]
     text = (
         f"{measure.markdown_table(rows)}\n\n{settings.rows} × {settings.seq_len:,} tokens in {cells[0]['documents']} "
-        "documents. Operations that are no views, without the optimizer. Layers are without norm, residual and MLP."
+        "documents. Operations that are no views, without the optimizer. Layers are without norm, residual and MLP.\n\n"
+        f"{measure.markdown_table(compiled)}\n\nGenerated kernels, products of matrices and calls of operators of a "
+        "block with norms, residuals and MLP. Operators launch what is counted above."
     )
-    return cells, text
+    return [*cells, *layers], text
 
 
 main = measure.benchmark("launches", run)

@@ -1,5 +1,6 @@
 """Counts of `benchmarks.launches`."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
 from tost_lm.torch_internals import TorchDispatchMode
 
@@ -64,12 +66,7 @@ def as_on_cuda(counts: Counter[str]) -> Iterator[None]:
 def count(name: str, rows: int, seq_len: int, documents: int) -> dict[str, Any]:
     """Operations of a model, or of one layer, forward and backward."""
     layer = len(name) == 1
-    shape = {"pattern": name, "layers": 1} if layer else {"preset": name}
-    small = {"width": 192, "heads": 12, "vocab_size": 512, "max_positions": seq_len}
-    model = TostLM(validate(ModelConfig, {**shape, **small}, "benchmarks.launches")).bfloat16()
-    cuts = {*range(0, rows * seq_len + 1, seq_len), *range(0, rows * seq_len, rows * seq_len // documents)}
-    cu_seqlens = torch.tensor(sorted(cuts), dtype=torch.int32)
-    tokens = torch.zeros(1, rows * seq_len, dtype=torch.int64)
+    model, tokens, cu_seqlens = _packed(name, rows, seq_len, documents)
     x_BTC, info = _layer_input(model, tokens, cu_seqlens)
 
     def forward() -> Tensor:
@@ -97,6 +94,33 @@ def count(name: str, rows: int, seq_len: int, documents: int) -> dict[str, Any]:
         "forward_operations": dict(forward_counts.most_common()),
         "backward_operations": dict(backward_counts.most_common()),
     }
+
+
+def count_compiled(letter: str) -> dict[str, Any]:
+    """Kernels of one block under torch.compile, forward and backward, on the CPU: those that Inductor generates, and
+    calls of products of matrices and of our operators."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    model, tokens, cu_seqlens = _packed(letter, 4, 64, 6)
+    x_BTC, info = _layer_input(compile_blocks(model), tokens, cu_seqlens)
+    _, codes = run_fw_bw_and_get_code(lambda: model.blocks[0](x_BTC, None, info)[0])
+    calls = {
+        "fused": r"^\s+cpp_fused\w*\(",
+        "products": r"extern_kernels\.\w+\(",
+        "operators": r"= torch\.ops\.tost_lm\.",
+    }
+    found = {name: [len(re.findall(call, code, re.MULTILINE)) for code in codes] for name, call in calls.items()}
+    return {"model": letter, "compiled": found}
+
+
+def _packed(name: str, rows: int, seq_len: int, documents: int) -> tuple[TostLM, Tensor, Tensor]:
+    """A model of a preset, or of one layer; its tokens and their offsets."""
+    shape = {"pattern": name, "layers": 1} if len(name) == 1 else {"preset": name}
+    small = {"width": 192, "heads": 12, "vocab_size": 512, "max_positions": seq_len}
+    model = TostLM(validate(ModelConfig, {**shape, **small}, "benchmarks.launches")).bfloat16()
+    cuts = {*range(0, rows * seq_len + 1, seq_len), *range(0, rows * seq_len, rows * seq_len // documents)}
+    tokens = torch.zeros(1, rows * seq_len, dtype=torch.int64)
+    return model, tokens, torch.tensor(sorted(cuts), dtype=torch.int32)
 
 
 def _layer_input(model: TostLM, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, SequenceInfo]:

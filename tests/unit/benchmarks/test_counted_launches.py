@@ -1,10 +1,12 @@
 """The operations that `benchmarks.launches` counts are those that the plan takes, whatever the documents."""
 
 import pytest
+import torch
 
-from benchmarks.launches_cells import count
+from benchmarks.launches_cells import count, count_compiled
 from tost_lm.mixers.facts import BLOCK_LAUNCHES
 from tost_lm.mixers.registry import FACTS
+from tost_lm.torch_internals import missing_compiler
 
 
 @pytest.mark.parametrize("letter", "TSDA")
@@ -21,3 +23,11 @@ def test_a_block_around_its_mixer():
     model, layer = count("tost-base", 4, 64, 4), count("T", 4, 64, 4)
     around = sum(model[key] - 12 * layer[key] for key in ("forward", "backward"))
     assert around / 12 == pytest.approx(BLOCK_LAUNCHES, abs=1)
+
+
+@pytest.mark.skipif(bool(missing_compiler(torch.device("cpu"))), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_block_has_few_kernels():
+    """Forward and backward; norms, residuals, LayerScale and casts are in few generated kernels."""
+    compiled = count_compiled("T")["compiled"]
+    assert (compiled["operators"], compiled["products"]) == ([1, 1], [4, 8])
+    assert 2 <= sum(compiled["fused"]) < BLOCK_LAUNCHES / 2

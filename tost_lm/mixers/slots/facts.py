@@ -19,9 +19,9 @@ of chunks execute more.
 Autograd stores, in bytes per token and slot: the convolution's input e, its output 4 and memberships 8. Per token and
 value channel: what was read 4, and e each for norm, scale, gate and the output projection's input. Values and, in
 float32, read scores keep the memory of the input projection's output, 2·e·H·(S + V); in bfloat16 the scores' copy takes
-4·H·S. On a GPU there are also a copy of the values, e·H·V, and M and N before each chunk of 64 tokens in float32, 4·H·S·(V +
-1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks they are
-stored twice. The norm stores 4·H.
+4·H·S. On a GPU there are also a copy of the values, e·H·V, and M and N before each chunk of 64 tokens in float32,
+4·H·S·(V + 1); on a CPU, M and N in float64 for each row and for every 2¹⁸/(32·H) tokens. With several sequence ranks
+they are stored twice. The norm stores 4·H.
 
 A state is 8·H·S·(V + 1) + 3·e·H·S bytes: M and N in float64, and the convolution's last 3 keys. Sequence ranks send it
 forward and its gradient backward. Recomputation keeps up to 16 of them for each row.
