@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 TESTS_FOLDER = Path(__file__).parents[2]
+CHECKOUT = TESTS_FOLDER.parent
 TESTS = """
 import os, time, pytest
 
@@ -79,21 +81,33 @@ def test_every_listed_test_exists_and_is_listed_once():
     assert len(set(names)) == len(names)
     for name in names:
         file, _, function = name.partition("[")[0].partition("::")
-        assert re.search(rf"^def {function}\b", (TESTS_FOLDER.parent / file).read_text(), re.MULTILINE), name
+        assert re.search(rf"^def {function}\b", (CHECKOUT / file).read_text(), re.MULTILINE), name
 
 
-def test_every_guarantee_has_a_quick_test():
-    """One of the tests that a row of docs/guarantees.md names, unless all of them take minutes."""
-    quick = {line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()}
-    homes = {path.name: f"tests/{path.relative_to(TESTS_FOLDER)}" for path in TESTS_FOLDER.rglob("test_*.py")}
-    page = (TESTS_FOLDER.parent / "docs/guarantees.md").read_text()
-    _, *rows = [line for line in page.splitlines() if line.startswith("| ")]
-    named: list[str] = []
+def guarantees() -> Iterator[tuple[str, list[Path]]]:
+    """The rows of docs/guarantees.md, each with the files and folders that it names."""
+    homes = {path.name: path for path in TESTS_FOLDER.rglob("test_*.py")}
+    _, *rows = [line for line in (CHECKOUT / "docs/guarantees.md").read_text().splitlines() if line.startswith("| ")]
+    named: list[Path] = []
     for row in rows:
         guarantee, tests = row.strip("| ").rsplit(" | ", 1)
         earlier = named if tests.startswith("same") else []
-        named = earlier + [name.removeprefix("tests/") for name in re.findall(r"`([^`]+)`", tests)]
-        files = {homes[Path(name).name] for name in named if name.endswith(".py")}
-        folders = tuple(f"tests/{name}/" for name in named if not name.endswith(".py"))
-        found = quick & files or any(file.startswith(folders) for file in quick)
-        assert found or all(name.startswith("full") for name in named), guarantee
+        names = re.findall(r"`([^`]+)`", tests)
+        named = earlier + [homes[Path(name).name] if name.endswith(".py") else CHECKOUT / name for name in names]
+        yield guarantee, named
+
+
+def test_every_guarantee_has_a_quick_test():
+    """One of the tests that a row names, unless all of them take minutes."""
+    quick = {CHECKOUT / line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()}
+    for guarantee, named in guarantees():
+        found = any(path == test or path in test.parents for path in named for test in quick)
+        assert found or all(TESTS_FOLDER / "full" in (path, *path.parents) for path in named), guarantee
+
+
+def test_every_tolerance_of_a_guarantee_is_one_of_its_tests():
+    for guarantee, named in guarantees():
+        files = [file for path in named for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+        code = "".join(file.read_text() for file in files)
+        for tolerance in re.findall(r"1e-\d+", guarantee):
+            assert tolerance in code, (guarantee, tolerance)
