@@ -160,16 +160,16 @@ BAND = "Lines are means over the runs of a group at their common steps; bands ar
 
 
 def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
-    """All sections; a section without data is empty."""
+    """All sections, results and their picture first; a section without data is empty."""
     yield f"# {escape(page.title)}"
-    yield group_members(groups)
     yield results(groups)
-    yield paired_differences(groups)
-    yield training_loss(groups, page)
     yield validation_loss(groups, page)
-    yield loss_by_position(groups, page)
+    yield paired_differences(groups)
     yield retrieval_of_groups(groups)
+    yield training_loss(groups, page)
+    yield loss_by_position(groups, page)
     yield memberships(groups)
+    yield group_members(groups)
     yield each_run(groups)
     yield page.figure_files()
 
@@ -197,7 +197,7 @@ def group_members(groups: Sequence[Group]) -> str:
 
 def results(groups: Sequence[Group]) -> str:
     """Limitations of the comparison, then means and standard errors."""
-    firsts = [(str(group.number), str(len(group.runs))) for group in groups]
+    firsts = [(group.label, str(len(group.runs))) for group in groups]
     return "\n\n".join([
         "## Results",
         *[f"> {escape(limitation)}" for limitation in limitations(groups)],

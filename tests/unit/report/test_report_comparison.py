@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,17 +179,19 @@ def test_metrics_are_means_with_standard_errors(make_run):
         "group", "runs", "step", "training loss", "validation loss", "held-out bits per byte",
         "needle choice accuracy", "tokens/s/device",
     ]  # fmt: skip
+    lr = settings().optim.lr
+    labels = f"1: optim.lr={lr}", "2: optim.lr=0.5"
     assert first == [
-        "1", "2", "20", "5.2500 ± 0.2500", "4.1250 ± 0.1250", "2.2500 ± 0.2500", "25.0% (step 10, 1 of 2 runs)",
+        labels[0], "2", "20", "5.2500 ± 0.2500", "4.1250 ± 0.1250", "2.2500 ± 0.2500", "25.0% (step 10, 1 of 2 runs)",
         "200 ± 100",
     ]  # fmt: skip
-    assert second == ["2", "1", "20", "4.0000", "–", "–", "–", "100"]
+    assert second == [labels[1], "1", "20", "4.0000", "–", "–", "–", "100"]
+    assert re.findall("^## (.*)", text, re.MULTILINE)[:2] == ["Results", "Validation loss"]
     assert table(text, "Individual runs")[2] == [
         str(b), "1", "1", "20", "5.5000", "4.2500", "2.5000", "25.0% (step 10)", "300",
     ]  # fmt: skip
 
-    lr = settings().optim.lr
-    first, second = f"1: optim.lr={lr}", "2: optim.lr=0.5"
+    first, second = labels
     header, *rows = csv.reader(page.charts["figures/loss"].table().splitlines())
     assert header == [
         "step", f"{first}: mean (nats/token)", f"{first}: standard error (nats/token)", f"{second}: mean (nats/token)",
