@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the README becomes the first page, and the pages read as on a host of Git repositories."""
+"""Hooks of mkdocs: the README becomes a page, and the pages read as on a host of Git repositories."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README as index.md."""
+    """Add the README as readme.md."""
     readme = (Path(config["docs_dir"]).parent / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=re.sub(r"\]\(docs/", "](", readme)))
+    files.append(File.generated(config, "readme.md", content=re.sub(r"\]\(docs/", "](", readme)))
     return files
 
 
@@ -24,8 +24,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def without_source_link(link: re.Match[str]) -> str:
         text, target = link.groups()
         if target.startswith(f"{up}README.md"):
-            return f"[{text}]({up[3:]}index.md{target.removeprefix(f'{up}README.md')})"
-        is_outside = target.startswith(up) or (page.file.src_uri == "index.md" and not target.endswith(PAGES))
+            return f"[{text}]({up[3:]}readme.md{target.removeprefix(f'{up}README.md')})"
+        is_outside = target.startswith(up) or (page.file.src_uri == "readme.md" and not target.endswith(PAGES))
         return f"`{text}`" if is_outside and "#" not in target else link[0]
 
     return links.sub(without_source_link, markdown)
