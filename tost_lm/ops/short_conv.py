@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import conv1d, pad
+from torch.nn.functional import pad
 
 from tost_lm.ops.exchange import Shift, exchange
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
@@ -66,10 +66,10 @@ def short_conv(
         y_BTC, _ = _kernel(x_BTC, weight_CK, before_nPC, local, output_final_state=False)
     elif local.packed:
         pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
-        y_MC = _convolve(torch.cat(pieces)[None], weight_CK)[0]
+        y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK)[0]
         y_BTC = _WithoutGaps.apply(y_MC, local.lengths, P)[None]  # pyright: ignore[reportOptionalSubscript]
     else:
-        y_BTC = _convolve(torch.cat([before_nPC, x_BTC], 1), weight_CK)
+        y_BTC = _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK)
     return y_BTC, final_NPC if output_final_state else None
 
 
@@ -108,19 +108,9 @@ class _WithoutGaps(torch.autograd.Function):
         return torch.cat(rows[:-1]), None, None
 
 
-def _convolve(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
-    """[B, M − P, C]: without the first P tokens, which the convolution only reads."""
-    if x_BMC.is_cpu:  # where conv1d takes three times as long
-        return _CpuConvolution.apply(x_BMC, weight_CK)  # pyright: ignore[reportReturnType]
-    return _conv1d(x_BMC, weight_CK)
-
-
-def _conv1d(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
-    return conv1d(x_BMC.mT, weight_CK[:, None].to(x_BMC.dtype), groups=len(weight_CK)).mT
-
-
-class _CpuConvolution(torch.autograd.Function):
-    """Tap by tap, in the statistics dtype."""
+class _TapByTap(torch.autograd.Function):
+    """[B, M − P, C], without the first P tokens, which the convolution only reads. In the statistics dtype; on a CPU,
+    torch's conv1d takes three times as long."""
 
     @staticmethod
     def forward(ctx, x_BMC: Tensor, weight_CK: Tensor):
@@ -147,11 +137,15 @@ class _CpuConvolution(torch.autograd.Function):
         return dx_BMC.to(x_BMC.dtype), d_weight_KC.mT.to(weight_CK.dtype)
 
 
+_tap_by_tap: Any = _TapByTap.apply
+
+
 def _rows(x_BMC: Tensor, weight_CK: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Some outputs at a time, `first` to `last`: x from `first` to `last` + P, and the weights; statistics dtype."""
     dtype, P = statistics_dtype(x_BMC), weight_CK.shape[1] - 1
     (B, M, C), weight_KC = x_BMC.shape, weight_CK.mT.to(dtype).contiguous()
-    T, rows = M - P, max(1, CPU_ELEMENTS // (B * C))
+    T = M - P
+    rows = max(1, CPU_ELEMENTS // (B * C)) if x_BMC.is_cpu else T
     for first in range(0, T, rows):
         last = min(T, first + rows)
         yield first, last, x_BMC[:, first : last + P].to(dtype), weight_KC
