@@ -172,8 +172,6 @@ def _training_rows(training: _Training) -> Rows:
         ("seed", str(train["seed"])),
         ("start", _start(training)),
     ]
-    if truncated := train.get("truncate_tokens"):
-        rows.append(("gradients", f"truncated after {truncated:,} tokens"))
     return rows + _environment_rows(training)
 
 

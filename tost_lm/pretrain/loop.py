@@ -347,8 +347,7 @@ def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tilin
 def _tiles(tiling: Tiling) -> str:
     if len(tiling.tiles) == 1:
         return ""
-    exactly = "truncated back-propagation" if tiling.truncated else "exactly"
-    return f"{exactly} in {len(tiling.tiles)} tiles of {tiling.tiles[0].split.tokens:,} tokens, "
+    return f"exactly in {len(tiling.tiles)} tiles of {tiling.tiles[0].split.tokens:,} tokens, "
 
 
 def _ranks(config: PretrainConfig, world: World) -> str:

@@ -73,8 +73,6 @@ class TrainConfig(Section):
     """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
     seq_len: int = Field(gt=1)
     """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
-    truncate_tokens: int | None = Field(default=None, gt=0)
-    """Truncated back-propagation through time, an approximation: states pass through the whole row, and gradients stop at every multiple of this many tokens. Without it gradients are exact."""
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the z-loss, which keeps the logits from drifting: the mean of log-sum-exp(logits)² over the labels is added to the loss. The logged loss, validation and evaluation exclude it. 1e-4 is usual."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -334,22 +332,16 @@ class PretrainConfig(Section):
 
     @model_validator(mode="after")
     def _tiles_are_possible(self) -> "PretrainConfig":
-        setting = "memory.tile_tokens" if self.memory.tile_tokens else "train.truncate_tokens"
-        if self.memory.tile_tokens and self.train.truncate_tokens:
+        if self.memory.tile_tokens and self.train.compile and self.model.kept_tokens is None:
             raise ValueError(
-                "memory.tile_tokens (exact gradients) and train.truncate_tokens (truncated gradients) exclude each other: "
-                "set one of them"
+                "memory.tile_tokens: train.compile does not support layers whose state grows with the length, as softmax "
+                "attention without a window: set train.compile = false or model.softmax.window"
             )
-        if self.memory.tile_tokens or self.train.truncate_tokens:
-            if self.train.compile and self.model.kept_tokens is None:
-                raise ValueError(
-                    f"{setting}: train.compile does not support layers whose state grows with the length, as softmax "
-                    "attention without a window: set train.compile = false or model.softmax.window"
-                )
-            if self.parallel.zero_stage == 3:
-                raise ValueError(
-                    f"{setting}: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 or 2"
-                )
+        if self.memory.tile_tokens and self.parallel.zero_stage == 3:
+            raise ValueError(
+                "memory.tile_tokens: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 "
+                "or 2"
+            )
         return self
 
     @property
@@ -369,7 +361,7 @@ class PretrainConfig(Section):
     @property
     def tile_tokens(self) -> int:
         """Tokens of each row in memory at once, over all sequence ranks; memory.tile_tokens = auto counts as whole rows."""
-        tile = self.train.truncate_tokens or self.memory.tile_tokens
+        tile = self.memory.tile_tokens
         return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
 
     @property

@@ -34,11 +34,9 @@ def tiling_of(config: PretrainConfig, mesh: Mesh) -> Tiling:
     Raises:
         ConfigError: a tile has fewer tokens than there are sequence ranks.
     """
-    assert config.memory.tile_tokens != "auto"
-    truncated = config.train.truncate_tokens is not None
-    tile_tokens = config.train.truncate_tokens or config.memory.tile_tokens
-    on_host = config.memory.offload_tile_states
-    return tile(mesh, config.row_tokens, tile_tokens, truncated=truncated, states_on_host=on_host)
+    memory = config.memory
+    assert memory.tile_tokens != "auto"
+    return tile(mesh, config.row_tokens, memory.tile_tokens, states_on_host=memory.offload_tile_states)
 
 
 def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:

@@ -56,13 +56,11 @@ class Tiling(NamedTuple):
     """The tiles of a row."""
 
     tiles: tuple[Tile, ...]
-    truncated: bool = False
-    """Gradients stop between tiles: truncated back-propagation through time, an approximation."""
     states_on_host: bool = False
     """The states between tiles are stored in host memory."""
 
 
-def tile(mesh: Mesh, tokens: int, tile_tokens: int | None = None, **options: bool) -> Tiling:
+def tile(mesh: Mesh, tokens: int, tile_tokens: int | None = None, *, states_on_host: bool = False) -> Tiling:
     """Cut rows of `tokens` tokens into tiles of `tile_tokens` (None: one tile); the last tile may be shorter.
 
     Raises:
@@ -72,12 +70,11 @@ def tile(mesh: Mesh, tokens: int, tile_tokens: int | None = None, **options: boo
     cuts = list(_splits(tokens, size, ranks.size, ranks.rank))
     start, last = cuts[-1]
     if last.tokens < ranks.size:
-        setting = "train.truncate_tokens" if options.get("truncated") else "memory.tile_tokens"
         raise ConfigError(
-            f"{setting} {size}: the tile at {start:,} of {tokens:,} tokens has {last.tokens} tokens, less than one for "
-            f"each of parallel.sequence {ranks.size} ranks; set another size"
+            f"memory.tile_tokens {size}: the tile at {start:,} of {tokens:,} tokens has {last.tokens} tokens, less "
+            f"than one for each of parallel.sequence {ranks.size} ranks; set another size"
         )
-    return Tiling(tuple(Tile(start, split, shard_of(mesh, split)) for start, split in cuts), **options)
+    return Tiling(tuple(Tile(start, split, shard_of(mesh, split)) for start, split in cuts), states_on_host)
 
 
 def _splits(tokens: int, size: int, ranks: int = 1, rank: int = 0) -> Iterator[tuple[int, SequenceSplit]]:
@@ -198,7 +195,6 @@ def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
 def _losses(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, Tensor]:
     """`loss` and `z_loss` of `LMOutput`."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    losses_of = _truncated_losses if tiling.truncated else partial(_exact_losses, states_on_host=tiling.states_on_host)
 
     def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
@@ -206,7 +202,8 @@ def _losses(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tupl
         sums: dict[str, Tensor] = {}
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
-        losses = losses_of(lambda *arguments, **options: functional_call(model, leaves, arguments, options), batches)
+        call = lambda *arguments, **options: functional_call(model, leaves, arguments, options)
+        losses = _losses_of_tiles(call, batches, tiling.states_on_host)
         return torch.stack(losses).sum(0), [sums.get(name) for name in names]
 
     return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
@@ -231,14 +228,13 @@ class _Tiled(torch.autograd.Function):
         return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
 
 
-def _exact_losses(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[Tensor]:
+def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[Tensor]:
     """The losses of all tiles, from the last to the first, after their backwards."""
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
     for batch, next_batch in reversed(list(_with_next(batches))):
         before = _leaf_state(states.pop(), batch.tokens_BL.device)
-        loss, _ = _forward_and_backward(call, batch, before, next_batch, d_after)
-        losses.append(loss)
+        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after))
         d_after = _gradients(before) if before else None
     return losses
 
@@ -252,23 +248,14 @@ def _states_before(call: Call, batches: Sequence[TileBatch], on_host: bool) -> l
     return states
 
 
-def _truncated_losses(call: Call, batches: Sequence[TileBatch]) -> list[Tensor]:
-    """The losses of all tiles after their backwards, which stop at each tile's first token."""
-    losses, state = [], None
-    for batch, next_batch in _with_next(batches):
-        loss, state = _forward_and_backward(call, batch, state, next_batch, None)
-        losses.append(loss)
-    return losses
-
-
 def _forward_and_backward(
     call: Call,
     batch: TileBatch,
     before: LMState | None,
     next_batch: TileBatch | None,
     d_after: list[Tensor | None] | None,
-) -> tuple[Tensor, LMState | None]:
-    """The loss and its z-loss, [2], and the final state, all detached; `d_after` is the gradient of the final state."""
+) -> Tensor:
+    """The loss and its z-loss, [2], detached; `d_after` is the gradient of the final state."""
     with torch.enable_grad():
         output = _forward(call, batch, before, next_batch)
     assert output.loss is not None
@@ -280,7 +267,7 @@ def _forward_and_backward(
                 roots.append(statistic)
                 gradients.append(d.to(statistic.device))  # that of an offloaded growing state is on the host
     torch.autograd.backward(roots, gradients)
-    return torch.stack([output.loss, output.z_loss]).detach(), output.state and _map_state(output.state, Tensor.detach)
+    return torch.stack([output.loss, output.z_loss]).detach()
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

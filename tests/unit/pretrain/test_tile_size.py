@@ -27,7 +27,6 @@ def recipe(*overrides: str) -> PretrainConfig:
     [
         (["model.softmax.window=0", "train.compile=true"], "memory.tile_tokens: train.compile does not support layers"),
         (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
-        (["train.truncate_tokens=1024"], "set one of them"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),
         (["memory.tile_tokens=large"], "memory.tile_tokens"),
     ],
@@ -37,10 +36,8 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
         recipe(*overrides)
 
 
-def test_tiles_do_not_change_what_is_trained_but_truncation_does():
+def test_tiles_do_not_change_what_is_trained():
     assert recipe().what_is_trained() == recipe("memory.tile_tokens=auto").what_is_trained()
-    other = recipe("train.truncate_tokens=32768", "memory={}")
-    assert recipe().what_is_trained() != other.what_is_trained()
 
 
 def mesh_of(ranks: int, rank: int = 0) -> Mesh:
@@ -57,8 +54,6 @@ def test_the_sequence_shards_of_all_ranks_are_the_row():
 def test_a_tile_with_less_than_a_token_for_each_rank_is_refused():
     with pytest.raises(ConfigError, match="the tile at 20 of 23 tokens has 3 tokens"):
         tile(mesh_of(4), 23, 10)
-    with pytest.raises(ConfigError, match=r"train\.truncate_tokens 10"):
-        tile(mesh_of(4), 23, 10, truncated=True)
 
 
 def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
@@ -94,5 +89,4 @@ def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
     assert plan.mlp_forwards(tiled) == 2 - 1 / plan.tiles(tiled)
-    truncated = load_config(PlanConfig, RECIPE, [*words, f"train.truncate_tokens={found}"])
-    assert plan.mlp_forwards(truncated) == plan.mlp_forwards(config) == 1
+    assert plan.mlp_forwards(config) == 1

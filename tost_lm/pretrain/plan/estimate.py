@@ -141,8 +141,7 @@ def tiles(config: PlanConfig) -> int:
 
 def fraction_computed_twice(config: PlanConfig) -> float:
     """Fraction of tokens with a second forward, which computes the states between tiles: all tiles but the last."""
-    before_last = (tiles(config) - 1) * config.tile_tokens
-    return 0.0 if config.train.truncate_tokens else before_last / config.row_tokens
+    return (tiles(config) - 1) * config.tile_tokens / config.row_tokens
 
 
 def mixers_computed_again(config: PretrainConfig, facts: MixerFacts) -> float:
@@ -328,7 +327,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     exchanging = [facts for facts in mixers if facts.exchanged_bytes(load, backward=False)]
     passing = [facts for facts in mixers if facts.passed_on_bytes(load)]
-    backwards, twice = tiles(config), 0 if config.train.truncate_tokens else tiles(config) - 1
+    backwards, twice = tiles(config), tiles(config) - 1
 
     def passes(facts: MixerFacts) -> float:
         return tiles(config) * (1 + sent_again(config, facts)) + twice
@@ -344,11 +343,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     else:
         sent = load.exchanged_rows * statistics
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
-    # States between tiles, forward and, where the gradient goes through them, again and backward.
+    # States between tiles: forward, again in the second forward, and backward.
     summed, row = 0.0, 0.0
     for facts in mixers:
         if of_layer := facts.summed_bytes(load):
-            times = (tiles(config) - 1) * ((1 if config.train.truncate_tokens else 3) + sent_again(config, facts)) * k
+            times = (tiles(config) - 1) * (3 + sent_again(config, facts)) * k
             summed += times * facts.layers(model)
             row += rows * times * facts.layers(model) * of_layer / tensor
     if summed:
@@ -369,7 +368,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         earlier = [of_tiles[:n] if facts.kept_tokens(model) is None else [] for n in range(len(of_tiles))]
         before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
         again, in_second = sent_again(config, facts), float(bool(fraction_computed_twice(config)))
-        scattered = [(1.0, of_tiles), (float(not config.train.truncate_tokens), before)]
+        scattered = [(1.0, of_tiles), (1.0, before)]
         gathered = [
             (1 + again, of_tiles), (in_second, of_tiles[:-1]),
             (2 + mixers_computed_again(config, facts), before), (in_second, before_last),

@@ -154,16 +154,13 @@ def parameters_per_rank(config: PretrainConfig) -> float:
 
 
 def tile_states_bytes(config: PretrainConfig) -> float:
-    """Bytes of the states between tiles on the device. States that grow with the length stay if gradients are
-    truncated, and else have gradients in float32."""
+    """Bytes of the states between tiles on the device. States that grow with the length have gradients in float32."""
     if config.memory.offload_tile_states:
         return 0.0
     model, load, states = config.model, load_of(config), 0.0
     for facts in facts_of(model.pattern):
-        grows, truncated = facts.kept_tokens(model) is None, bool(config.train.truncate_tokens)
-        if grows or not truncated:
-            with_gradients = 1 + 4 / load.element_bytes if grows and not truncated else 1
-            states += facts.layers(model) * facts.state_bytes(load) * with_gradients
+        with_gradients = 1 + 4 / load.element_bytes if facts.kept_tokens(model) is None else 1
+        states += facts.layers(model) * facts.state_bytes(load) * with_gradients
     rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 

@@ -220,8 +220,8 @@ def test_compiled_blocks_that_are_computed_again_receive_again():
 
 
 def test_launches_are_those_of_the_layers():
-    assert plan.operations_per_layer(planned(BASE)) == 100
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (100 + 143) / 2
+    assert plan.operations_per_layer(planned(BASE)) == 94
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (94 + 138) / 2
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
