@@ -1,4 +1,4 @@
-"""Throughput of tokenizing a corpus, beside its rivals, and of the loader.
+"""Throughput of tokenizing a corpus, compared with other tokenizers, and of the loader.
 
     python -m benchmarks.data
     python -m benchmarks.data build.gpt2=gpt2_bpe build.source='books/*.jsonl.gz'

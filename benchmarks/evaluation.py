@@ -1,4 +1,4 @@
-"""Time of zero-shot scoring, beside one model call per request with whole logits, and beside lm-evaluation-harness.
+"""Time of zero-shot scoring, compared with one model call per request, and with lm-evaluation-harness.
 
     python -m benchmarks.evaluation bench.gpt2=gpt2_bpe sets.lambada_openai=lambada_test.jsonl \\
       sets.wikitext2=wiki.test.raw

@@ -1,4 +1,4 @@
-"""Time of generating a text from the state, beside reading the whole text again for every token.
+"""Time of generating a text from the state, compared with reading the whole text again for every token.
 
     python -m benchmarks.generation
     python -m benchmarks.generation bench.tokens=256

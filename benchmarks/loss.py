@@ -1,4 +1,4 @@
-"""Time and memory of the loss of a large vocabulary and its rivals, by number of tokens.
+"""Time and memory of losses for a large vocabulary, by number of tokens.
 
     python -m benchmarks.loss
     python -m benchmarks.loss shape.width=2048 "bench.lengths=[8192]"

@@ -1,4 +1,4 @@
-"""Time, memory and bandwidth of causal TSSA, slot memory, the gated delta rule and their rivals, by sequence length.
+"""Time, memory and bandwidth of token mixers and of their alternatives, by sequence length.
 
     python -m benchmarks.operator
     python -m benchmarks.operator "bench.lengths=[16384]" shape.heads=16

@@ -1,4 +1,4 @@
-"""Accuracy of bfloat16: the error of the last hidden state, and losses beside those of float32.
+"""Accuracy of bfloat16: the error of the last hidden state, and losses compared with float32.
 
     python -m benchmarks.precision
     python -m benchmarks.precision train.steps=2000 shape.width=768 shape.layers=12 shape.heads=12

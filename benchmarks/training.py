@@ -1,4 +1,4 @@
-"""Throughput of a training step beside a plain loop, and overhead of the engine around it.
+"""Throughput of a training step compared with a plain loop, and overhead of the engine around it.
 
     python -m benchmarks.training
     python -m benchmarks.training large.layers=2 large.width=256 large.heads=4 bench.rounds=3
