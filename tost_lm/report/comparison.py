@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import validate
-from tost_lm.inference.protocol_names import HELDOUT, MEMBERSHIPS, NEEDLE, RETRIEVAL_TASKS, TEXT
+from tost_lm.inference.protocol_names import HELDOUT, NEEDLE, RETRIEVAL_TASKS, TEXT
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
@@ -28,11 +28,7 @@ from tost_lm.report.record import (
 from tost_lm.report.retrieval import mean_score
 from tost_lm.report.retrieval import of_groups as retrieval_of_groups
 
-CONCENTRATION = (
-    "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform memberships "
-    "and 1 where one head has the whole token."
-)
-PROTOCOLS = (HELDOUT, *RETRIEVAL_TASKS, MEMBERSHIPS, TEXT)
+PROTOCOLS = (HELDOUT, *RETRIEVAL_TASKS, TEXT)
 
 
 class Score(NamedTuple):
@@ -168,7 +164,6 @@ def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
     yield retrieval_of_groups(groups)
     yield training_loss(groups, page)
     yield loss_by_position(groups, page)
-    yield memberships(groups)
     yield group_members(groups)
     yield each_run(groups)
     yield page.figure_files()
@@ -248,30 +243,10 @@ def loss_by_position(groups: Sequence[Group], page: Page) -> str:
     if not curves:
         return ""
     picture = page.add_figure("position", position_curves_chart(curves), "Validation loss by position, by group")
-    return f"## Loss by position\n\n{picture}\n\n{_curve_table('group', 'positions up to', curves, '.3f')}"
-
-
-def memberships(groups: Sequence[Group]) -> str:
-    """Memberships by position and after more context; means over layers, then over runs."""
-    found = {group.label: results for group in groups if (results := group.results(MEMBERSHIPS))}
-    if not found:
-        return ""
-    by_position = {
-        label: curve(results[0]["position_ends"], _over_layers([r["concentration_by_position"] for r in results], 1))
-        for label, results in found.items()
-    }
-    return "\n\n".join([
-        f"## Memberships ({escape(MEMBERSHIPS)})",
-        CONCENTRATION,
-        _curve_table("group", "positions up to", by_position, ".3f"),
-        "Change of the memberships (total variation distance) of the same tokens after context tokens of other text:",
-        _curve_table("group", "change after", _after(found, "moved"), ".3f"),
-        "Concentration of the same tokens:",
-        _curve_table("group", "concentration after", _after(found, "concentration"), ".3f"),
-        "Loss of the same tokens in nats per token:",
-        _curve_table("group", "loss after", _after(found, "nats_per_token"), ".3f"),
-        "Means over the TSSA layers ± standard error over the runs of a group.",
-    ])  # fmt: skip
+    ends = sorted({end for line in curves.values() for end in line.xs})
+    rows = [(label, *[_at(line, end, ".3f") for end in ends]) for label, line in curves.items()]
+    header = ("group", *[f"positions up to {end:,}" for end in ends])
+    return f"## Loss by position\n\n{picture}\n\n{table(header, rows)}"
 
 
 def each_run(groups: Sequence[Group]) -> str:
@@ -323,28 +298,8 @@ def _loss_section(name: str, file: str, curves: Mapping[str, Curve], page: Page)
     return f"## {name}\n\n{picture}\n\n{BAND}"
 
 
-def _curve_table(name: str, x: str, curves: Mapping[str, Curve], form: str) -> str:
-    """A row for each curve and a column for each of their xs."""
-    xs = sorted({at for line in curves.values() for at in line.xs})
-    rows = [(label, *[_at(line, at, form) for at in xs]) for label, line in curves.items()]
-    return table((name, *[f"{x} {at:,}" for at in xs]), rows)
-
-
 def _at(line: Curve, x: int, form: str) -> str:
     if x not in line.xs:
         return "–"
     i = line.xs.index(x)
     return with_error(line.mean[i], None if line.error is None else line.error[i], form)
-
-
-def _after(found: Mapping[str, Sequence[dict[str, Any]]], key: str) -> dict[str, Curve]:
-    curves = {}
-    for label, results in found.items():
-        amounts = [row["context_tokens"] for row in results[0]["after_context"]]
-        values = [[row[key] for row in result["after_context"]] for result in results]
-        curves[label] = curve(amounts, _over_layers(values, 2) if np.ndim(values) == 3 else np.array(values))
-    return curves
-
-
-def _over_layers(values: Sequence[Any], dim: int) -> np.ndarray:
-    return np.array(values, dtype=float).mean(axis=dim)

@@ -13,7 +13,7 @@ import torch
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
-from tost_lm.inference.protocol_names import HELDOUT, MEMBERSHIPS, NEEDLE
+from tost_lm.inference.protocol_names import HELDOUT, NEEDLE
 from tost_lm.model import TostLM
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
@@ -96,16 +96,6 @@ def add_task(
         for number, score in enumerate(found, start=1) for depth in depths
     ]  # fmt: skip
     write_results(folder, name, step, chance=0.1, cells=cells)
-
-
-def add_memberships(folder: Path, step: int, first: float, moved: float) -> None:
-    """Results of two layers; all values of the second are 0."""
-    after_context = [
-        {"context_tokens": 0, "moved": [0, 0], "concentration": [1, 0], "nats_per_token": 5.0},
-        {"context_tokens": 1000, "moved": [moved, 0], "concentration": [0.5, 0], "nats_per_token": 4.0},
-    ]
-    by_position = {"position_ends": [8, 1024], "concentration_by_position": [[first, 0.25], [0, 0]]}
-    write_results(folder, MEMBERSHIPS, step, after_context=after_context, **by_position)
 
 
 def compare(*folders: Path) -> tuple[str, Page]:
@@ -234,28 +224,6 @@ def test_groups_with_common_seeds_are_compared_by_seed(make_run):
     assert second[1:] == ["2", "-0.3750 ± 0.1250"]
     assert "Differences paired by seed" not in compare(*a)[0]
     assert "Differences paired by seed" not in compare(a[0], *b)[0]
-
-
-def test_memberships_are_means_over_layers_and_runs(two_groups):
-    a, b, c = two_groups
-    assert "Memberships" not in compare(a, b, c)[0]
-    add_memberships(a, 10, first=0.5, moved=0.25)
-    add_memberships(b, 10, first=0.75, moved=0.75)
-    text, _ = compare(a, b, c)
-    section = text.split(f"## Memberships ({MEMBERSHIPS})")[1].split("\n## ")[0]
-    rows = [line.split(" | ", 1)[1].rstrip(" |") for line in section.splitlines() if line.startswith("| 1:")]
-    assert "positions up to 8 | positions up to 1,024 |" in section
-    assert rows == [
-        "0.312 ± 0.062 | 0.125 ± 0.000",
-        "0.000 ± 0.000 | 0.250 ± 0.125",
-        "0.500 ± 0.000 | 0.250 ± 0.000",
-        "5.000 ± 0.000 | 4.000 ± 0.000",
-    ]
-    assert "| 2:" not in section
-    add_memberships(b, 20, first=0.5, moved=0.25)
-    text, _ = compare(a, b)
-    assert f"results of {MEMBERSHIPS} in group 1 have no mean: the steps differ" in text
-    assert "## Memberships" not in text
 
 
 def test_retrieval_has_a_column_for_each_group(two_groups):

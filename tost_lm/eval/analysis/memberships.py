@@ -19,7 +19,6 @@ from tost_lm.inference.protocol_names import MEMBERSHIPS
 from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.ops.positions import position_ends
-from tost_lm.report.comparison import CONCENTRATION
 from tost_lm.report.page import Chart, Page, layers_chart
 from tost_lm.report.protocols import analysis_section
 
@@ -244,9 +243,10 @@ def section(results: dict[str, Any], page: Page) -> list[str]:
     ]
     return [
         page.add_figure("memberships", position_chart(results), "Concentration, spread, and explained variance"),
-        f"{CONCENTRATION} The spread is the standard deviation of a token's scores over the heads; memberships are the "
-        "softmax of the scores. On the right, the fraction of the variance within a position bin that the position "
-        f"explains. Over all positions it explains {_percentages(results)} (by layer).",
+        "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform "
+        "memberships and 1 where one head has the whole token. The spread is the standard deviation of a token's "
+        "scores over the heads; memberships are the softmax of the scores. On the right, the fraction of the variance "
+        f"within a position bin that the position explains. Over all positions it explains {_percentages(results)} (by layer).",
         table(
             ("positions up to", *layers),
             [
