@@ -1,7 +1,8 @@
 """A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}.
 
 It starts afresh at each document. The last K − 1 tokens are its state; before a document's first token they are zeros.
-On CUDA devices it is the kernel of flash-linear-attention (package fla-core), where that is installed.
+On CUDA devices it is the kernel of flash-linear-attention (package fla-core), where that is installed. The kernel is
+chosen by its measured time, so it is not used where torch asks for deterministic algorithms.
 
 Shapes: B sequences, T tokens, C channels, K taps, P = K − 1, M tokens with those before them, N documents (N = B unless
 packed), n of them with tokens on this rank.
@@ -50,7 +51,7 @@ def short_conv(
     """
     C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
     per_document = initial_NPC is not None or output_final_state
-    with_kernel = x_BTC.is_cuda and x_BTC.dtype != torch.float64 and find_spec("fla") is not None
+    with_kernel = _has_kernel(x_BTC)
     if with_kernel and shard is None:
         return _kernel(x_BTC, weight_CK, initial_NPC, local, output_final_state)
     if initial_NPC is None:
@@ -71,6 +72,12 @@ def short_conv(
     else:
         y_BTC = _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK)
     return y_BTC, final_NPC if output_final_state else None
+
+
+def _has_kernel(x_BTC: Tensor) -> bool:
+    if not x_BTC.is_cuda or x_BTC.dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return find_spec("fla") is not None
 
 
 def _kernel(

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import conv1d
 
 from tost_lm.ops import short_conv as short_conv_module
@@ -101,3 +102,18 @@ def test_the_kernel_is_as_accurate(
         names, results(True, dtype), results(False, dtype), results(False, torch.float64), strict=True
     ):
         assert_as_accurate(*values, what=name)
+
+
+def test_the_kernel_is_used_on_gpus_unless_algorithms_must_be_deterministic(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fla")
+
+    def has_kernel(device: str, dtype: torch.dtype = torch.bfloat16) -> bool:
+        with FakeTensorMode():
+            return short_conv_module._has_kernel(torch.empty(1, 2, 3, device=device, dtype=dtype))
+
+    assert has_kernel("cuda")
+    assert has_kernel("cuda", torch.float32)
+    assert not has_kernel("cuda", torch.float64)
+    assert not has_kernel("cpu")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not has_kernel("cuda")

@@ -246,7 +246,8 @@ def section(results: dict[str, Any], page: Page) -> list[str]:
         "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform "
         "memberships and 1 where one head has the whole token. The spread is the standard deviation of a token's "
         "scores over the heads; memberships are the softmax of the scores. On the right, the fraction of the variance "
-        f"within a position bin that the position explains. Over all positions it explains {_percentages(results)} (by layer).",
+        f"within a position bin that the position explains. Over all positions it explains {_percentages(results)} (by "
+        "layer).",
         table(
             ("positions up to", *layers),
             [
