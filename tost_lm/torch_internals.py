@@ -95,6 +95,26 @@ def allow_graphs(count: int) -> None:
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile with a whole graph, for functions that share their code but not the addresses of parameters.
+
+    Inductor's kernels load several numbers at once from parameters at multiples of 16 bytes. It takes parameters at
+    other addresses from `_compile_for_any_address` alone: by default, it looks at those of the first call only, but
+    the next block has others, for instance in DeepSpeed's buffers, and a GPU stops at a misaligned address.
+    """
+    return torch.compile(function, fullgraph=True, backend=_compile_for_any_address)
+
+
+def _compile_for_any_address(graph: Any, inputs: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(*arguments: Any, **options: Any) -> Any:
+        # Inputs that are not static are checked in each call, and copied from other addresses.
+        return compile_fx_inner(*arguments, **{**options, "static_input_idxs": ()})
+
+    return compile_fx(graph, inputs, inner_compile=compile_inner)
+
+
 def missing_compiler(device: torch.device) -> str:
     """Packages that torch.compile lacks for a device; empty: none."""
     from torch._inductor.cpp_builder import get_cpp_compiler

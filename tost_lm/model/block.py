@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, silu
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.torch_internals import compiled
 
 MixerState = Any
 """The state of a mixer's layer, a tuple of tensors."""
@@ -119,7 +120,7 @@ class Block(nn.Module):
 
     def compile_inside(self) -> None:
         """Compile `compute`."""
-        self._compiled = torch.compile(self.compute, fullgraph=True)
+        self._compiled = compiled(self.compute)
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
         return self._checkpoint(self._compiled or self.compute, x_BTC, state, info)

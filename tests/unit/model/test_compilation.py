@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 
+from tost_lm import torch_internals
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.slots.layer import MEMORY
@@ -33,13 +33,14 @@ from tost_lm.testing import assert_close
 
 B, T, VOCAB = 2, 40, 64
 TOKENS_BT = torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
+INDUCTOR = torch_internals._compile_for_any_address
 ROWS = {"unpacked": {}, "packed": {"cu_seqlens": torch.tensor([0, 7, 8, 31, T])}}
 
 
 @pytest.fixture(autouse=True)
 def graphs_without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The same graphs run by PyTorch's own kernels: compiling for the processor takes many times as long."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch_internals, "_compile_for_any_address", "aot_eager")
     torch.compiler.reset()
     counters.clear()
     yield
@@ -257,3 +258,27 @@ def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(ConfigError, match=r"a C\+\+ compiler such as g\+\+; install it, or set train.compile = false"):
         compile_blocks(drawn_model("T"))
+
+
+def test_addresses_of_parameters_are_checked_in_each_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Blocks share code, but in DeepSpeed's buffers some of their parameters are at no multiple of 16 bytes. Inductor
+    checks addresses on GPUs only, so here it takes the CPU for one."""
+    from torch._inductor import compile_fx, utils
+
+    graphs: list[tuple[int, int]] = []
+    find = compile_fx.get_input_idxs_to_check
+
+    def counted(inputs: Any, static_input_idxs: Any) -> Any:
+        found = find(inputs, static_input_idxs)
+        graphs.append((len(found), len(inputs)))
+        return found
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_fx, "is_gpu", lambda device: True)
+    monkeypatch.setattr(compile_fx, "should_assume_input_aligned", utils.tensor_is_aligned)
+    monkeypatch.setattr(compile_fx, "get_input_idxs_to_check", counted)
+    monkeypatch.setattr(torch_internals, "_compile_for_any_address", INDUCTOR)
+    scale = nn.Parameter(torch.ones(8))
+    scaled = torch_internals.compiled(lambda x: (x * scale).sin())
+    scaled(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert graphs == [(2, 2), (3, 3)]  # forward, backward
