@@ -1,5 +1,7 @@
 """Code that the Triton kernels of several mixers share: chunks, loads and stores of tokens, and a fast reciprocal."""
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -10,6 +12,8 @@ from tost_lm.ops import precision
 
 MASS_FLOOR = tl.constexpr(precision.MASS_FLOOR)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+cdiv, next_power_of_2 = cache(triton.cdiv), cache(triton.next_power_of_2)
+"""Those of triton, which take microseconds a call on the host because kernels can call them too."""
 
 
 @triton.jit

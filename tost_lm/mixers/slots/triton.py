@@ -28,7 +28,16 @@ from torch.autograd.function import once_differentiable
 
 from tost_lm.ops.layout import Layout, document_layout
 from tost_lm.ops.precision import running_dtype
-from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
+from tost_lm.ops.triton_tokens import (
+    MASS_FLOOR,
+    cdiv,
+    chunk_and_part,
+    load_token,
+    next_power_of_2,
+    reciprocal,
+    store_token,
+    tokens_of_chunk,
+)
 from tost_lm.sizes import TRITON_SLOT_CHUNK_TOKENS
 
 TOKENS = TRITON_SLOT_CHUNK_TOKENS
@@ -115,13 +124,13 @@ def _transposed(state_KHSE: Tensor) -> Tensor:
 def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *tensors: Tensor | None) -> None:
     M, H, S = write_MHS.shape
     D = value_MHD.shape[-1]
-    S_, D_ = triton.next_power_of_2(S), min(CHANNELS, triton.next_power_of_2(D))
+    S_, D_ = next_power_of_2(S), min(CHANNELS, next_power_of_2(D))
     arguments = (layout.start_K, layout.end_K, write_MHS, value_MHD, *tensors)
     # One warp: where a kernel stores over what it has loaded, no thread is late.
     with torch.cuda.device_of(value_MHD):
-        kernel[(len(layout.start_K) * H,)](
+        kernel[(layout.start_K.shape[0] * H,)](
             *(None if x is None else x.contiguous() for x in arguments),
-            H=H, S=S, D=D, S_=S_, D_=D_, FULL=len(layout.start_K) * TOKENS == M, num_warps=1,
+            H=H, S=S, D=D, S_=S_, D_=D_, FULL=layout.start_K.shape[0] * TOKENS == M, num_warps=1,
         )  # fmt: skip
 
 
@@ -129,7 +138,7 @@ def _launch_scan(kernel: Any, layout: Layout, log_decay_H: Tensor, *tensors: Ten
     H, X = len(log_decay_H), next(x for x in tensors if x is not None)[0, 0].numel()
     arguments = (layout.start_K, layout.end_K, layout.first_chunk_N1, log_decay_H, *tensors)
     with torch.cuda.device_of(log_decay_H):
-        kernel[(layout.documents * H * triton.cdiv(X, ELEMENTS.value),)](
+        kernel[(layout.documents * H * cdiv(X, ELEMENTS.value),)](
             *(None if x is None else x.contiguous() for x in arguments), H=H, X=X, FULL_CHUNK=TOKENS,
             num_warps=ELEMENTS.value // 32,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.phases import Scoring, Sums
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.triton_tokens import reciprocal
+from tost_lm.ops.triton_tokens import cdiv, next_power_of_2, reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -45,21 +45,21 @@ def launch(
     groups, one after another. The launch shape depends on H and D alone: nothing is tuned or compiled for a length, but
     where all chunks are full, kernels have no masks.
     """
-    _, H, D = w_MHD.shape
-    D_ = max(16, triton.next_power_of_2(D))
-    G_ = min(triton.next_power_of_2(H), max(1, THREADS * channels // D_))
-    groups = triton.cdiv(H, G_)
+    M, H, D = w_MHD.shape
+    D_ = max(16, next_power_of_2(D))
+    G_ = min(next_power_of_2(H), max(1, THREADS * channels // D_))
+    groups, chunks = cdiv(H, G_), layout.start_K.shape[0]
     if all_heads:
         arguments["GROUPS"] = groups
     with torch.cuda.device_of(w_MHD):
-        kernel[(len(layout.start_K) * (1 if all_heads else groups),)](
+        kernel[(chunks * (1 if all_heads else groups),)](
             *(x.contiguous() for x in (w_MHD, layout.start_K, layout.end_K, *tensors)),
             **arguments,
             H=H,
             D=D,
             G_=G_,
             D_=D_,
-            FULL=len(layout.start_K) * TOKENS.value == len(w_MHD),
+            FULL=chunks * TOKENS.value == M,
             num_warps=max(1, G_ * D_ // (32 * channels)),
         )
 
@@ -78,7 +78,7 @@ def scoring_arguments(scoring: Scoring, w_MHD: Tensor, layout: Layout) -> dict[s
         "count_N": scoring.count_N,
         "MEAN": scoring.membership == "energy-mean",
         "BIAS_SCALE": scoring.bias_scale(w_MHD.shape[2]),
-        "H_": triton.next_power_of_2(w_MHD.shape[1]),
+        "H_": next_power_of_2(w_MHD.shape[1]),
     }
 
 
@@ -96,7 +96,7 @@ def one_kernel(layout: Layout) -> bool:
     One kernel needs many chunks to fill a GPU; its second read of w comes from the cache. With few chunks, the second
     read of three kernels comes from the cache as well.
     """
-    return len(layout.start_K) >= FEW_CHUNKS
+    return layout.start_K.shape[0] >= FEW_CHUNKS
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def sums(sum_K: Tensor, layout: Layout, reverse: bool = False) -> Sums:
     document = sum_K.new_empty(layout.documents, *sum_K.shape[1:])
     columns = sum_K[0].numel()
     chunks_of_step, columns_of_step, warps = WIDE if layout.longest > NARROW[0] else NARROW
-    blocks = triton.cdiv(columns, columns_of_step)
+    blocks = cdiv(columns, columns_of_step)
     with torch.cuda.device_of(sum_K):
         scan_kernel[(layout.documents * blocks,)](
             sum_K, chunk, document, layout.first_chunk_N1, columns, blocks, reverse, chunks_of_step, columns_of_step,
