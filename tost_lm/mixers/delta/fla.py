@@ -1,5 +1,7 @@
 """The gated delta rule by the kernels of flash-linear-attention (package fla-core), for CUDA tensors."""
 
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,13 +17,33 @@ RECURRENT_TOKENS = 64
 
 def obstacle(key: Tensor, value: Tensor) -> str | None:
     """The reason why the kernels are not used, or None."""
-    if not value.is_cuda:
-        return f"values are on {value.device}, but the kernels run on CUDA devices"
+    if missing := missing_on(value.device):
+        return missing
     if value.dtype not in (torch.bfloat16, torch.float16):
         return f"values are {value.dtype}, but the kernels round products to TF32"
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
-    return None if find_spec("fla") else "the package fla-core is not installed"
+    return None
+
+
+def missing_on(device: torch.device) -> str | None:
+    """Why no call on this device uses the kernels, or None."""
+    if device.type != "cuda":
+        return f"values are on {device}, but the kernels run on CUDA devices"
+    return _miscompiled_on(device) if find_spec("fla") else "the package fla-core is not installed"
+
+
+@cache
+def _miscompiled_on(device: torch.device) -> str | None:
+    """The backward pass of fla-core refuses to run there: github.com/fla-org/flash-linear-attention/issues/640."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    if is_hopper and not find_spec("tilelang") and (3, 4, 0) <= _release("triton") < (3, 7, 1):
+        return "triton 3.4 to 3.7.0 miscompiles fla-core's kernels for Hopper GPUs; install triton>=3.7.1 or tilelang"
+    return None
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version(package).partition("+")[0].split(".")[:3])
 
 
 def delta_rule(

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 
 from tost_lm.mixers.delta import fla
+from tost_lm.mixers.delta.facts import DELTA
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
@@ -73,3 +74,21 @@ def test_without_the_package_the_reason_is_given(monkeypatch: pytest.MonkeyPatch
     with FakeTensorMode():
         values = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.bfloat16)
         assert fla.obstacle(values, values) == "the package fla-core is not installed"
+
+
+@pytest.mark.parametrize(("capability", "triton", "miscompiles"), [
+    ((9, 0), "3.6.0", True), ((9, 0), "3.7.0+git1", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False),
+    ((8, 0), "3.6.0", False),
+])  # fmt: skip
+def test_a_triton_that_miscompiles_the_kernels_is_refused(
+    capability: tuple[int, int], triton: str, miscompiles: bool, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("fla")
+    fla._miscompiled_on.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fla, "version", lambda package: triton)
+    missing = DELTA.missing_kernels(torch.device("cuda"))
+    fla._miscompiled_on.cache_clear()
+    assert (missing is not None and "install triton>=3.7.1 or tilelang" in missing) == miscompiles
+    assert DELTA.missing_kernels(torch.device("cpu")) is None
