@@ -31,6 +31,7 @@ from benchmarks.measure import CHECKOUT, in_units, median_seconds, peak_extra_by
 from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SLOTS, SOFTMAX
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
+from tost_lm.mixers.delta import fla
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.config import PRESETS
 from tost_lm.model.flops import flops_per_token, peak_flops
@@ -75,13 +76,18 @@ def describe_rate(cell: Mapping[str, Any]) -> tuple[str, str]:
 
 def operator(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
     """The operator at each length, then its rivals. Calls with little data run in the GPU's L2 cache."""
+    yield from _at_each_length(config, device, dict.fromkeys((OURS, SLOTS, SOFTMAX), operator_cells.prepared))
+
+
+def linear_attention(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:
+    """Kernels of flash-linear-attention, where it is installed. It tries many variants of each for a minute or more."""
+    yield from _at_each_length(config, device, _linear_attention(device))
+
+
+def _at_each_length(
+    config: GpuBenchmarkConfig, device: str, rivals: Mapping[str, Callable[..., Callable[[], None]]]
+) -> Cells:
     copied = operator_cells.copy_bandwidth(device)["bytes_per_second"]
-    rivals: dict[str, Callable[..., Callable[[], None]]] = {
-        OURS: operator_cells.prepared,
-        SLOTS: operator_cells.prepared,
-        SOFTMAX: operator_cells.prepared,
-        **_linear_attention(device),
-    }
     for rival, prepare in rivals.items():
         before: dict[str, tuple[int, float]] = {}  # tokens and seconds of a sequence at the previous length
         for tokens in sorted(config.lengths.operator):
@@ -177,7 +183,12 @@ def _run_tests(words: list[str], limit_s: float, output: Path) -> int | None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
         command = [sys.executable, "-m", "pytest", *words]
-        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=file, stderr=file, start_new_session=True)
+        # Programs that tests start find the package where it is not installed.
+        paths = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            command, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": paths}, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -232,6 +243,9 @@ def packed_training(
         batches = packed_batches(PACKED_BATCHES, PACKED_SAMPLES, tokens, settings.vocab_size, device)
         documents = mean(len(batch.cu_seqlens) - 1 for batch in batches if batch.cu_seqlens is not None)
         case = f"{pattern}, {PACKED_SAMPLES} × {tokens:,} tokens, {documents:.0f} documents"
+        if "D" in pattern and device == "cuda" and (missing := fla.missing_on(torch.device(device))):
+            yield {"case": case, "failed": f"not tried: {missing}"}
+            continue
         yield from _training_steps(case, settings, batches, tokens, device, prepare)
         free_memory(device)
 
@@ -332,6 +346,7 @@ MEASUREMENTS: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]]
     "bfloat16 against float32": (precision, describe_precision),
     "tile by tile": (tiled, describe_tiled),
     "decoding": (decoding, describe_decoding),
+    "linear attention": (linear_attention, describe_operator),
 }
 
 

@@ -9,7 +9,7 @@ from tost_lm.config import Section
 
 PARTS = (
     "device", "softmax layer", "operator", "packed training step", "compiled training step", "operator tests",
-    "training step", "loss", "bfloat16 against float32", "tile by tile", "decoding",
+    "training step", "loss", "bfloat16 against float32", "tile by tile", "decoding", "linear attention",
 )  # fmt: skip
 
 

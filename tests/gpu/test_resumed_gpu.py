@@ -61,7 +61,6 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_compiled_run_that_is_killed_goes_on(tmp_path: Path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
     (tmp_path / "texts").mkdir()
     for path in sorted((root / "docs").glob("*.md")):
         (tmp_path / f"texts/{path.stem}.txt").write_text(path.read_text())
@@ -69,17 +68,17 @@ def test_a_compiled_run_that_is_killed_goes_on(tmp_path: Path):
     of_text = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards"]
     of_text += ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384"]
     for words in (["prepare", "tokenizer", *of_text], ["prepare", "shards", *of_text]):
-        subprocess.run([*COMMAND, *words], cwd=tmp_path, env=environment, check=True, timeout=LIMIT_S)
+        subprocess.run([*COMMAND, *words], cwd=tmp_path, check=True, timeout=LIMIT_S)
     train = [*COMMAND, "train", "run.toml"]
-    subprocess.run([*train, "run.name=whole"], cwd=tmp_path, env=environment, check=True, timeout=LIMIT_S)
-    process = subprocess.Popen(train, cwd=tmp_path, env=environment, start_new_session=True)
+    subprocess.run([*train, "run.name=whole"], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    process = subprocess.Popen(train, cwd=tmp_path, start_new_session=True)
     deadline = time.monotonic() + LIMIT_S
     while len(losses(tmp_path / "runs/killed")) < KILLED_AFTER and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    subprocess.run(train, cwd=tmp_path, env=environment, check=True, timeout=LIMIT_S)
+    subprocess.run(train, cwd=tmp_path, check=True, timeout=LIMIT_S)
     whole, killed = losses(tmp_path / "runs/whole"), losses(tmp_path / "runs/killed")
     assert len(whole) == len(killed) == STEPS
     # The state is equal; kernels may add in another order, which bfloat16 shows.
