@@ -212,7 +212,7 @@ def test_the_sweep_ends_and_later_stages_use_the_rates_that_earlier_ones_found()
     stages = [r["run"]["stage"] for r in results]
     assert {stage: stages.count(stage) for stage in dict.fromkeys(stages)} == {
         "screen": 22, "finals": 21, "mqar-rates": 12, "mqar": 18, "hybrids": 9, "hybrids-recall": 12, "long": 3,
-        "states": 6,
+        "states": 4,
     }  # fmt: skip
     finals = [r["run"] for r in results if r["run"]["stage"] == "finals"]
     assert {run["lr"] for run in finals if run["name"] in ("slots", "slots-window")} == {8e-3}
