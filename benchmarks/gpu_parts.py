@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -175,7 +176,10 @@ def operator_tests(config: GpuBenchmarkConfig, device: str, deadline: float) -> 
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)", said, re.MULTILINE)
     cell = {"case": " ".join(paths), "counts": counts, "failed_tests": failed, "exit_code": code, "output": str(output)}
-    yield cell if code is not None else {**cell, "failed": f"not finished after {limit_s:.0f} s; see {output}"}
+    if code is None:
+        ended = Counter(word.lower() for word in re.findall(r" (PASSED|FAILED|SKIPPED|ERROR) ", said))
+        cell["failed"] = f"not finished after {limit_s:.0f} s: {_counted(ended)}; see {output}"
+    yield cell
 
 
 def _run_tests(words: list[str], limit_s: float, output: Path) -> int | None:
@@ -200,8 +204,11 @@ def _run_tests(words: list[str], limit_s: float, output: Path) -> int | None:
 
 
 def describe_tests(cell: Mapping[str, Any]) -> tuple[str, str]:
-    counts = ", ".join(f"{number} {word}" for word, number in cell["counts"].items()) or "no test ran"
-    return counts, "; ".join(cell["failed_tests"]) or f"exit code {cell['exit_code']}"
+    return _counted(cell["counts"]), "; ".join(cell["failed_tests"]) or f"exit code {cell['exit_code']}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {word}" for word, number in counts.items()) or "no test ran"
 
 
 def loss(config: GpuBenchmarkConfig, device: str, deadline: float) -> Cells:

@@ -38,7 +38,7 @@ def _miscompiled_on(device: torch.device) -> str | None:
     """The backward pass of fla-core refuses to run there: github.com/fla-org/flash-linear-attention/issues/640."""
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
     if is_hopper and not find_spec("tilelang") and (3, 4, 0) <= _release("triton") < (3, 7, 1):
-        return "triton 3.4 to 3.7.0 miscompiles fla-core's kernels for Hopper GPUs; install triton>=3.7.1 or tilelang"
+        return "triton 3.4 to 3.7.0 miscompiles fla-core's kernels for Hopper GPUs; install torch>=2.12.1 or tilelang"
     return None
 
 
