@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tost_lm.config import Section
 
 if TYPE_CHECKING:
-    import torch
-
     from tost_lm.model.config import ModelConfig
 
 
@@ -142,10 +140,6 @@ class MixerFacts(ABC):
     @abstractmethod
     def obstacle_to_determinism(self) -> str | None:
         """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
-
-    def missing_kernels(self, device: "torch.device") -> str | None:
-        """Why the layer runs slowly on a GPU, and the fix; None: it has all its kernels."""
-        return None
 
     @abstractmethod
     def channels_in(self, model: "ModelConfig") -> int:

@@ -79,6 +79,10 @@ class TokenMixer(nn.Module):
         """
         self.heads //= ranks
 
+    def missing_kernels(self) -> str | None:
+        """The reason why the layer is slow on its GPU, with the fix; None: it has all kernels, or is on a CPU."""
+        return None
+
     @staticmethod
     def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
         """Equal for calls whose operations have equal shapes on a CPU, apart from sizes that all mixers share."""

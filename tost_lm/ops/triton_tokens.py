@@ -13,7 +13,7 @@ from tost_lm.ops import precision
 MASS_FLOOR = tl.constexpr(precision.MASS_FLOOR)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 cdiv, next_power_of_2 = cache(triton.cdiv), cache(triton.next_power_of_2)
-"""Those of triton, which take microseconds a call on the host because kernels can call them too."""
+"""Triton's own take microseconds a call on the host, because kernels can call them too."""
 
 
 @triton.jit

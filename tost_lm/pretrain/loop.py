@@ -163,10 +163,10 @@ def _train_together(
     tiling = tiling_of(config, mesh)
     batches = build_batches(config, corpora, mesh, tiling)
     warn = print if world.rank == 0 else lambda line: None
-    for facts in (FACTS[letter] for letter in dict.fromkeys(config.model.letters)):
-        if missing := facts.missing_kernels(world.device):
-            warn(f"warning: {facts.name} layers will be slow: {missing}")
     engine, progress, start = start_engine(partial(build_training_engine, config, mesh), config, corpora, start, warn)
+    missing = dict.fromkeys(block.mixer.missing_kernels() for block in engine.module.blocks)
+    for reason in filter(None, missing):
+        warn(f"warning: layers of this model are slow here: {reason}")
     guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, progress)
     checksums = Checksums(engine, config.run.sdc_check_interval)
     profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)

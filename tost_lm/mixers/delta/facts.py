@@ -32,8 +32,6 @@ from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, Recurr
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 if TYPE_CHECKING:
-    import torch
-
     from tost_lm.model.config import ModelConfig
 
 
@@ -63,11 +61,6 @@ class DeltaFacts(RecurrentFacts):
 
     def obstacle_to_determinism(self) -> str | None:
         return "the kernels of delta layers are chosen by their measured time"
-
-    def missing_kernels(self, device: "torch.device") -> str | None:
-        from tost_lm.mixers.delta.fla import missing_on  # imports torch
-
-        return missing_on(device) if device.type == "cuda" else None
 
     def channels_in(self, model: "ModelConfig") -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""

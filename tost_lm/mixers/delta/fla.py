@@ -17,19 +17,17 @@ RECURRENT_TOKENS = 64
 
 def obstacle(key: Tensor, value: Tensor) -> str | None:
     """The reason why the kernels are not used, or None."""
-    if missing := missing_on(value.device):
-        return missing
+    if not value.is_cuda:
+        return f"values are on {value.device}, but the kernels run on CUDA devices"
     if value.dtype not in (torch.bfloat16, torch.float16):
         return f"values are {value.dtype}, but the kernels round products to TF32"
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
-    return None
+    return missing_on(value.device)
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Why no call on this device uses the kernels, or None."""
-    if device.type != "cuda":
-        return f"values are on {device}, but the kernels run on CUDA devices"
+    """The reason why no call on this CUDA device uses the kernels, or None."""
     return _miscompiled_on(device) if find_spec("fla") else "the package fla-core is not installed"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm, silu, softplus
 
+from tost_lm.mixers.delta.fla import missing_on
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, Sizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
@@ -101,6 +102,10 @@ class DeltaMixer(TokenMixer):
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
         self.key_heads //= ranks
+
+    def missing_kernels(self) -> str | None:
+        device = self.in_proj.weight.device
+        return missing_on(device) if device.type == "cuda" else None
 
     @staticmethod
     def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:

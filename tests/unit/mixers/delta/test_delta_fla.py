@@ -1,5 +1,6 @@
 """flash-linear-attention: its kernels where an interpreter runs them, its reference in chunks, and when it is used."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 
 from tost_lm.mixers.delta import fla
-from tost_lm.mixers.delta.facts import DELTA
+from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
@@ -88,7 +89,8 @@ def test_a_triton_that_miscompiles_the_kernels_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fla, "version", lambda package: triton)
-    missing = DELTA.missing_kernels(torch.device("cuda"))
+    layer_on: Any = lambda device: SimpleNamespace(in_proj=SimpleNamespace(weight=SimpleNamespace(device=device)))
+    on_a_cpu, missing = (DeltaMixer.missing_kernels(layer_on(torch.device(name))) for name in ("cpu", "cuda"))
     fla._miscompiled_on.cache_clear()
+    assert on_a_cpu is None
     assert (missing is not None and "install torch>=2.12.1 or tilelang" in missing) == miscompiles
-    assert DELTA.missing_kernels(torch.device("cpu")) is None
