@@ -36,7 +36,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.rmtree(folder / "tost_lm/mixers/slots")
-    (folder / "tost_lm/eval/analysis/slots.py").unlink()
     registry = folder / "tost_lm/mixers/registry.py"
     lines = [line for line in registry.read_text().splitlines() if not re.search(r"mixers\.slots|SlotsSettings", line)]
     registry.write_text("\n".join(lines).replace("SLOTS, ", ""))

@@ -27,7 +27,7 @@ def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
     """Results of `tost eval analyze`. Without any, torch is not imported."""
     if not any(run.results(protocol) for protocol in ANALYSES):
         return
-    from tost_lm.eval.analysis import coding_rate, memberships, slots
+    from tost_lm.eval.analysis import coding_rate, memberships
 
-    for analysis in (memberships, coding_rate, slots):
+    for analysis in (memberships, coding_rate):
         yield analysis.section(run, page)

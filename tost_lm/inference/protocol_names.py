@@ -2,8 +2,8 @@
 
 HELDOUT, SAMPLE, TEXT, POSITIONS = "heldout@bpb", "sample", "text@bpb", "positions"
 
-MEMBERSHIPS, CODING_RATE, SLOTS = "memberships@3", "coding_rate@2", "slots"
-ANALYSES = (MEMBERSHIPS, CODING_RATE, SLOTS)
+MEMBERSHIPS, CODING_RATE = "memberships@3", "coding_rate@2"
+ANALYSES = (MEMBERSHIPS, CODING_RATE)
 
 NEEDLE = "needle@words"
 VARIABLE_TRACKING = "vt@own-words"

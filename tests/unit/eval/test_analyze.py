@@ -11,7 +11,7 @@ import torch
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.eval.analysis import coding_rate, memberships, slots
+from tost_lm.eval.analysis import coding_rate, memberships
 from tost_lm.eval.commands.analyze import main
 from tost_lm.eval.sections import evaluation_sections
 from tost_lm.eval.settings import AnalyzeConfig, TextConfig
@@ -158,22 +158,8 @@ def test_a_model_with_one_position_is_rejected(run_folder: Path, make_model, tok
 def test_a_model_without_several_tssa_heads_is_rejected(run_folder: Path, make_model, tokenizer, model):
     model = make_model(vocab_size=tokenizer.vocab_size, **model)
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    with pytest.raises(ConfigError, match=f"^{run_folder}: no slot layer, and no TSSA layer with several heads: "):
+    with pytest.raises(ConfigError, match=f"^{run_folder}: no TSSA layer with several heads: "):
         main(run_folder, settings())
-
-
-def test_ages_of_slot_layers_are_written_and_reported(run_folder: Path, make_model, tokenizer, analyzed, capsys):
-    model = make_model("SA", vocab_size=tokenizer.vocab_size, positions="none")
-    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    results, output, section, _ = analyzed("slots", slots.section)
-    assert not (run_folder / "eval/memberships@3").exists()
-    assert results["position_ends"] == [8, 16]
-    half_life, (first, last) = results["half_life"][0][1], results["age"][0][1]
-    assert f"slot layer 1 head 2 {half_life:>10,.3g}{first:>10,.1f}{last:>10,.1f}" in output
-    errors = results["standard_error"][0][1]
-    assert f"| 1 | 2 | {half_life:,.3g} | {first:.1f} ± {errors[0]:.1f} | {last:.1f} ± {errors[1]:.1f} |" in section
-    main(run_folder, settings())
-    assert capsys.readouterr().out.startswith("reusing ")
 
 
 @pytest.mark.parametrize("amounts", [[0, 5], [5, 5], [7, 5]])

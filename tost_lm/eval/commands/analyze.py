@@ -1,11 +1,10 @@
-"""Analysis of the TSSA and slot layers of a trained model: memberships, coding rates, ages.
+"""Analysis of the TSSA layers of a trained model: memberships and coding rates.
 
     tost eval analyze runs/demo
 
 Memberships Π: concentration and variance explained by position; change after more context. Layers: the coding rate R_c
 of the tokens and its variational form R_var, before and after the layer's branch, also for each retained checkpoint.
-Slot layers: half-lives, and the effective memory length of each head, the mean age of what it reads. Writes
-results.json to eval/memberships@3, coding_rate@2 and slots. docs/analysis.md explains the results.
+Writes results.json to eval/memberships@3 and coding_rate@2. docs/analysis.md explains the results.
 """
 
 import time
@@ -29,17 +28,14 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST, read_model_config
     from tost_lm.checkpointing.run_folder import step_folders
     from tost_lm.files import sha256_file
-    from tost_lm.inference.protocol_names import CODING_RATE, MEMBERSHIPS, SLOTS
+    from tost_lm.inference.protocol_names import ANALYSES, CODING_RATE, MEMBERSHIPS
     from tost_lm.inference.subject import Subject
 
     subject = Subject.find(path)
     model = read_model_config(subject.checkpoint)
-    names = [SLOTS] if "S" in model.pattern else []
-    if "T" in model.pattern and model.heads > 1:
-        names = [MEMBERSHIPS, CODING_RATE, *names]
-    if not names:
+    if "T" not in model.pattern or model.heads == 1:
         raise ConfigError(
-            f"{subject.home}: no slot layer, and no TSSA layer with several heads: model.pattern={model.pattern}, "
+            f"{subject.home}: no TSSA layer with several heads: model.pattern={model.pattern}, "
             f"model.heads={model.heads}; give a model with such a layer"
         )
     if model.context_length < 2:
@@ -47,20 +43,19 @@ def main(path: Path, config: AnalyzeConfig) -> None:
     shards = subject.open_shards(config.heldout.shards)
     kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
     identity = subject.identity(config, shards)
-    identities: dict[str, dict[str, Any]] = dict.fromkeys(names, identity)
+    identities: dict[str, dict[str, Any]] = dict.fromkeys(ANALYSES, identity)
     identities[CODING_RATE] = {**identity, "kept": {folder.name: sha256_file(folder / MANIFEST) for folder in kept}}
-    wanted = [name for name in names if not subject.reusable(name, identities[name])]
+    wanted = [name for name in ANALYSES if not subject.reusable(name, identities[name])]
     if not wanted:
         return
 
-    from tost_lm.eval.analysis import coding_rate, memberships, slots
+    from tost_lm.eval.analysis import coding_rate, memberships
 
-    analysis = _open(subject, shards, config, with_contexts=MEMBERSHIPS in names)
+    analysis = _open(subject, shards, config)
     probe_tokens, contexts = config.memberships.probe_tokens, config.memberships.context_tokens
     analyses: dict[str, tuple[Callable[[Analysis], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
         MEMBERSHIPS: (partial(memberships.measure, probe_tokens=probe_tokens, contexts=contexts), _print_memberships),
         CODING_RATE: (partial(coding_rate.measure, kept=kept), _print_coding_rates),
-        SLOTS: (slots.measure, _print_slots),
     }
     for name in wanted:
         measure, print_found = analyses[name]
@@ -70,7 +65,7 @@ def main(path: Path, config: AnalyzeConfig) -> None:
         subject.write_results(name, identities[name], started, found)
 
 
-def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_contexts: bool) -> "Analysis":
+def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig) -> "Analysis":
     """The model and its held-out text. Raises DataError if that is too short."""
     from tost_lm.eval.analysis.layers import read_text
     from tost_lm.eval.analysis.memberships import Analysis, fitting_contexts
@@ -79,8 +74,7 @@ def _open(subject: "Subject", shards: "Shards", config: AnalyzeConfig, *, with_c
 
     device, settings = pick_device(), config.memberships
     model = load(subject.checkpoint, device)
-    amounts = settings.context_tokens if with_contexts else []
-    contexts = fitting_contexts(model.config, amounts, settings.probe_tokens)
+    contexts = fitting_contexts(model.config, settings.context_tokens, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.context_length, max(contexts, default=0))
     return Analysis(model, text.to(device))
 
@@ -117,15 +111,6 @@ def _print_coding_rates(found: dict[str, Any]) -> None:
         print(f"step {row['step']:>7,}: change of R_var by layer {changes}")
     for problem in found["left_out_checkpoints"]:
         print(f"skipped checkpoint: {problem}")
-
-
-def _print_slots(found: dict[str, Any]) -> None:
-    print("half-life of each head of slot layers, and mean age of what it reads by its position, in tokens:")
-    print(f"{'positions up to':<30}" + "".join(f"{end:>10,}" for end in found["position_ends"]))
-    for layer, heads in enumerate(zip(found["half_life"], found["age"], strict=True), start=1):
-        for head, (half_life, ages) in enumerate(zip(*heads, strict=True), start=1):
-            name = f"slot layer {layer} head {head}"
-            print(f"{name:<20}{half_life:>10,.3g}" + "".join(f"{age:>10,.1f}" for age in ages))
 
 
 def _print_rows(name: str, ends: Sequence[int], values_LP: Sequence[Sequence[float | None]], form: str = ".3f") -> None:

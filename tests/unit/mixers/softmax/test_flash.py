@@ -96,7 +96,7 @@ TOKENS = 40
 
 def model_of(name: str) -> TostLM:
     torch.manual_seed(0)
-    shape = {"pattern": "SA", "layers": 2, "heads": 4, "width": 32, "vocab_size": 20, "positions": "none"}
+    shape = {"pattern": "TA", "layers": 2, "heads": 4, "width": 32, "vocab_size": 20, "positions": "none"}
     return TostLM(validate(ModelConfig, {**shape, **MODELS[name]}, "test")).double()
 
 
