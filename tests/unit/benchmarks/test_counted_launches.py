@@ -19,6 +19,16 @@ def test_a_layer_launches_what_the_plan_takes(letter: str):
     assert together + BLOCK_LAUNCHES == FACTS[letter].launches()
 
 
+@pytest.mark.parametrize("documents", [16, 100])
+def test_a_softmax_layer_is_one_call_for_all_documents(documents: int):
+    layer, hybrid = count("A", 16, 64, documents), count("hybrid-base", 16, 64, documents)
+    assert layer["forward"] <= 20, layer
+    assert layer["backward"] <= 30, layer
+    assert layer["forward_operations"]["aten::_flash_attention_forward"] == 1
+    assert hybrid["forward"] + hybrid["backward"] <= 1700, hybrid
+    assert hybrid["forward_operations"]["aten::_flash_attention_forward"] == 3
+
+
 def test_a_block_around_its_mixer():
     model, layer = count("tost-base", 4, 64, 4), count("T", 4, 64, 4)
     around = sum(model[key] - 12 * layer[key] for key in ("forward", "backward"))

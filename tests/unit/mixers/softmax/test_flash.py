@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.launches_cells import count
 from tost_lm.config import validate
 from tost_lm.mixers.softmax import attention, tiles
 from tost_lm.model import ModelConfig, TostLM
@@ -181,14 +180,3 @@ def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
     assert not runs(torch.float32, 64)
     assert not runs(torch.bfloat16, 257)
     assert not runs(torch.bfloat16, 12)
-
-
-@pytest.mark.parametrize("documents", [16, 100])
-def test_operations_on_cuda(documents: int):
-    layer = count("A", 16, 64, documents)
-    assert layer["forward"] <= 20, layer
-    assert layer["backward"] <= 30, layer
-    assert layer["forward_operations"]["aten::_flash_attention_forward"] == 1
-    hybrid = count("hybrid-base", 16, 64, documents)
-    assert hybrid["forward"] + hybrid["backward"] <= 1700, hybrid
-    assert hybrid["forward_operations"]["aten::_flash_attention_forward"] == 3
