@@ -10,8 +10,8 @@ import tost_lm
 
 TRAINED = 96
 MODEL = [
-    "model.pattern=TA", "model.tssa.denom_bias=head", "model.softmax.window=16", "model.positions=none", f"train.seq_len={TRAINED}", "train.steps=2",
-    "checkpoint.interval=2", "run.name=longer",
+    "model.pattern=TA", "model.tssa.denom_bias=head", "model.softmax.window=16", "model.positions=none",
+    f"train.seq_len={TRAINED}", "train.steps=2", "checkpoint.interval=2", "run.name=longer",
 ]  # fmt: skip
 
 
