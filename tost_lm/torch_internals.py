@@ -96,11 +96,11 @@ def allow_graphs(count: int) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile with a whole graph, for functions that share their code but not the addresses of parameters.
+    """torch.compile with a whole graph, for functions that share their code but not their parameters.
 
-    Inductor's kernels load several numbers at once from parameters at multiples of 16 bytes. It takes parameters at
-    other addresses from `_compile_for_any_address` alone: by default, it looks at those of the first call only, but
-    the next block has others, for instance in DeepSpeed's buffers, and a GPU stops at a misaligned address.
+    Inductor's kernels assume that addresses are multiples of 16 bytes if those of the first call were. It does not
+    check those of parameters again, but in DeepSpeed's buffers the parameters of another block may lie elsewhere, and a
+    GPU stops at a misaligned address.
     """
     return torch.compile(function, fullgraph=True, backend=_compile_for_any_address)
 

@@ -62,6 +62,14 @@ def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Pa
     assert "\n- gated-ema\n" in (step / "README.md").read_text()
 
 
+def test_a_layer_without_its_kernels_is_said_once(folder: Path):
+    method = '    def missing_kernels(self):\n        return "no kernels here; install them"\n\n'
+    before, forward = EMA.split("    def forward(", 1)
+    (folder / "gated_ema.py").write_text(f"{before}{method}    def forward({forward}")
+    said = run("tost train", *WORDS, "train.steps=2", "model.layers=4", cwd=folder, ranks=2)
+    assert said.count("warning: layers of this model are slow here: no kernels here; install them\n") == 1
+
+
 def test_the_plan_counts_the_plugin(folder: Path):
     said = run("tost plan", *WORDS, "launch.ranks=2", "plan.execute=true", "parallel.sequence=2", cwd=folder)
     assert "0.01 M" in said

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tost_lm.ops.layout import LocalDocuments, int64_tensor
 
@@ -35,13 +36,9 @@ def missing_on(device: torch.device) -> str | None:
 def _miscompiled_on(device: torch.device) -> str | None:
     """The backward pass of fla-core refuses to run there: github.com/fla-org/flash-linear-attention/issues/640."""
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
-    if is_hopper and not find_spec("tilelang") and (3, 4, 0) <= _release("triton") < (3, 7, 1):
+    if is_hopper and not find_spec("tilelang") and TorchVersion("3.4.0") <= TorchVersion(version("triton")) < "3.7.1":
         return "triton 3.4 to 3.7.0 miscompiles fla-core's kernels for Hopper GPUs; install torch>=2.12.1 or tilelang"
     return None
-
-
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version(package).partition("+")[0].split(".")[:3])
 
 
 def delta_rule(

@@ -47,21 +47,6 @@ class SlotState(NamedTuple):
         return SlotState(self.memory.to(dtype), self.mass.to(dtype), self.taps)
 
 
-class Projected(NamedTuple):
-    """Memberships, values and gates of some tokens, and the last K − 1 keys of each document if they are asked for."""
-
-    read: Tensor
-    """[B, T, H, S]."""
-    write: Tensor
-    """[B, T, H, S]."""
-    value: Tensor
-    """[B, T, H, V]."""
-    gate: Tensor
-    """[B, T, H, V], before the sigmoid."""
-    taps: Tensor | None = None
-    """[N, K − 1, H·S]."""
-
-
 class SlotMixer(TokenMixer):
     """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
     selects. The key's convolution begins as a shift by one token, so what is written is what followed."""
@@ -92,22 +77,18 @@ class SlotMixer(TokenMixer):
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
-        read_BTHS, write_BTHS, value_BTHV, gate_BTHV, taps = self.project(x_BTC, state, info)
-        sums = [state.memory, state.mass] if state else [None, None]
-        tensors = [read_BTHS, write_BTHS, value_BTHV, self.log_decay(), *sums, info.state_offsets]
-        y_BTHV, *new_sums = MEMORY(info, info.handle, tensors, info.wanted_state)
-        y_BTHV = rms_norm(y_BTHV, (self.channels,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
-        return self.out_proj(y_BTHV.flatten(-2)), None if taps is None else SlotState(*new_sums, taps=taps)
-
-    def project(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> "Projected":
-        """Memberships, values and gates of the tokens."""
         S, V = self.slots, self.channels
         heads_BTHE = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
         key, query, value_BTHV, gate_BTHV = heads_BTHE.split([S, S, V, V], -1)
         tensors = [key.flatten(-2), self.conv.flatten(0, 1), state.taps if state else None, info.state_offsets]
         key_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         write_BTHS = memberships(key_BTE.unflatten(-1, (self.heads, S)), self.write_temp)
-        return Projected(memberships(query, self.read_temp), write_BTHS, value_BTHV, gate_BTHV, *taps)
+        read_BTHS = memberships(query, self.read_temp)
+        sums = [state.memory, state.mass] if state else [None, None]
+        tensors = [read_BTHS, write_BTHS, value_BTHV, self.log_decay(), *sums, info.state_offsets]
+        y_BTHV, *new_sums = MEMORY(info, info.handle, tensors, info.wanted_state)
+        y_BTHV = rms_norm(y_BTHV, (V,), eps=NORM_EPSILON) * self.norm * gate_BTHV.sigmoid()
+        return self.out_proj(y_BTHV.flatten(-2)), SlotState(*new_sums, *taps) if taps else None
 
     def log_decay(self) -> Tensor:
         """log ρ of each head, [H], in the statistics dtype: −ln 2 / half-life in tokens."""

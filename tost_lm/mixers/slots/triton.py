@@ -123,14 +123,14 @@ def _transposed(state_KHSE: Tensor) -> Tensor:
 
 def _launch(kernel: Any, layout: Layout, write_MHS: Tensor, value_MHD: Tensor, *tensors: Tensor | None) -> None:
     M, H, S = write_MHS.shape
-    D = value_MHD.shape[-1]
+    D, chunks = value_MHD.shape[-1], layout.start_K.shape[0]
     S_, D_ = next_power_of_2(S), min(CHANNELS, next_power_of_2(D))
     arguments = (layout.start_K, layout.end_K, write_MHS, value_MHD, *tensors)
     # One warp: where a kernel stores over what it has loaded, no thread is late.
     with torch.cuda.device_of(value_MHD):
-        kernel[(layout.start_K.shape[0] * H,)](
+        kernel[(chunks * H,)](
             *(None if x is None else x.contiguous() for x in arguments),
-            H=H, S=S, D=D, S_=S_, D_=D_, FULL=layout.start_K.shape[0] * TOKENS == M, num_warps=1,
+            H=H, S=S, D=D, S_=S_, D_=D_, FULL=chunks * TOKENS == M, num_warps=1,
         )  # fmt: skip
 
 
