@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_on_layouts import BATCH, LR, T, build_model, build_optimizer, micro_batch_size, micro_batches
+from training_on_layouts import LR, T, build_engine, build_model, micro_batches
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
@@ -14,10 +14,7 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.eval.protocols import Row
 from tost_lm.eval.zero_shot import ProtocolsInTraining, score_rows
 from tost_lm.inference.ranks import Ranks
-from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.parallel import zero
-from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile
@@ -41,21 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def find_protocols(folder: Path) -> ProtocolsInTraining:
     tokenizer = SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
     return ProtocolsInTraining.find([PROTOCOL], {"wikitext2": folder / "wiki.test.raw"}, tokenizer, T, 3 * T)
-
-
-def build_engine(parallel: ParallelConfig, bfloat16: bool) -> Any:
-    mesh = build_mesh(start_world("cpu"), parallel)
-    model = apply_activation_checkpointing(parallelize(build_model(**SHAPE), mesh), mlp_tile_tokens=4)
-    return zero.build_engine(
-        model,
-        build_optimizer(model, "adamw"),
-        mesh,
-        parallel,
-        micro_batch_size=micro_batch_size(mesh),
-        accumulation=BATCH // (mesh.data.size * micro_batch_size(mesh)),
-        grad_clip=1.0,
-        bfloat16=bfloat16,
-    )
 
 
 def measured_alone(found: ProtocolsInTraining, weights: dict[str, Tensor]) -> list[Row]:
@@ -84,7 +66,9 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
     found, all_measured = find_protocols(folder), []
     for layout in layouts:
         parallel = validate(ParallelConfig, layout, "test")
-        engine, alone = build_engine(parallel, bfloat16), build_engine(parallel, bfloat16)
+        engine, alone = (
+            build_engine(parallel, "adamw", bfloat16=bfloat16, memory={"mlp_tile_tokens": 4}, **SHAPE) for _ in range(2)
+        )
         all_measured.append(train(engine, found))
         train(alone, None)
         weights = dict(zero.full_weights(engine))

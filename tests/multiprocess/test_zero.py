@@ -1,4 +1,6 @@
-"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; and bfloat16."""
+"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; settings of DeepSpeed."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.parallel import zero
-from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.parallel.mesh import start_world
+from tost_lm.parallel.settings import DEEPSPEED_SETTINGS, ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.testing import run_on_ranks
 
@@ -99,35 +102,75 @@ def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bflo
             assert in_buckets == whole
 
 
-def with_settings_of_deepspeed(stage: int, settings: dict[str, int]) -> tuple[Curve, Curve, bool, str]:
-    """Trained without and with the settings, whether all weights are equal, and the error of a wrong name."""
-    layout = validate(ParallelConfig, {"zero_stage": stage}, "test")
-    engines = [build_engine(layout, "adamw", zero_optimization=given) for given in ({}, settings)]
-    plain, given = (train_steps(engine, "adamw", range(4)) for engine in engines)
-    weights = [dict(zero.full_weights(engine)) for engine in engines]
-    same = all(torch.equal(whole, weights[1][name]) for name, whole in weights[0].items())
-    assert engines[1].config["zero_optimization"].items() >= settings.items()
+Trained = tuple[Curve, dict[str, torch.Tensor]]
+
+
+def trained_and_resumed(layout: ParallelConfig, bfloat16: bool, settings: dict[str, Any]) -> Trained:
+    """Losses, norms and final weights with settings of DeepSpeed, in an engine that another one continues."""
+    engine = build_engine(layout, "adamw", bfloat16=bfloat16, zero_optimization=settings)
+    assert engine.config["zero_optimization"].items() >= settings.items()
+    before = train_steps(engine, "adamw", range(2))
+    resumed = build_engine(layout, "adamw", bfloat16=bfloat16, zero_optimization=settings)
+    restore(resumed, dict(zero.full_weights(engine)), list(zero.full_moments(engine)), step=2)
+    return [*before, *train_steps(resumed, "adamw", range(2, 4))], dict(zero.full_weights(resumed))
+
+
+def differing_settings(stage: int, bfloat16: bool, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of DeepSpeed's settings, those that change a bit of a training."""
+    layout, found = validate(ParallelConfig, {"zero_stage": stage}, "test"), []
+    curve, weights = trained_and_resumed(layout, bfloat16, {})
+    for given in settings:
+        other_curve, others = trained_and_resumed(layout, bfloat16, given)
+        if curve != other_curve or not all(torch.equal(x, others[name]) for name, x in weights.items()):
+            found.append(given)
+    return found
+
+
+SETTINGS: list[tuple[int, int, bool, list[dict[str, Any]]]] = [
+    (2, 1, False, [
+        {"reduce_bucket_size": 5000, "overlap_comm": False},
+        {"allgather_bucket_size": 5000, "contiguous_gradients": False},
+        {"reduce_scatter": False, "allgather_partitions": False},
+    ]),
+    (2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}]),
+    (2, 2, False, [
+        {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
+        {"overlap_comm": False, "allgather_partitions": False},
+        {"parameter_alignment": True},
+    ]),
+    (2, 3, False, [
+        {"stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 1000},
+        {"stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 10},
+        {"reduce_bucket_size": 5000, "overlap_comm": False},
+    ]),
+    (4, 3, True, [{"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}]),
+]  # fmt: skip
+"""Ranks, ZeRO stage, whether in bfloat16, and settings of DeepSpeed."""
+
+
+@pytest.mark.parametrize(("ranks", "stage", "bfloat16", "settings"), SETTINGS)
+def test_settings_of_deepspeed_change_no_bit(ranks: int, stage: int, bfloat16: bool, settings: list[dict[str, Any]]):
+    assert run_on_ranks(differing_settings, ranks, stage, bfloat16, settings) == [[]] * ranks
+
+
+def test_every_setting_of_deepspeed_that_a_run_may_have_is_tested():
+    tested = {name for *_, settings in SETTINGS for one in settings for name in one}
+    assert tested == set(DEEPSPEED_SETTINGS["zero_optimization"])
+
+
+def errors_of_values() -> list[str]:
+    start_world("cpu")
     try:
-        zero.check_deepspeed({"zero_optimization": {"reduce_bucket": 3}}, "cpu")
+        zero.check_deepspeed({"zero_optimization": {"reduce_bucket_size": -3, "overlap_comm": "no idea"}}, "cpu")
     except ConfigError as error:
-        return plain, given, same, str(error)
-    return plain, given, same, ""
+        return str(error).splitlines()
+    return []
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (1, {"reduce_bucket_size": 5000, "overlap_comm": False}),
-        (2, {"allgather_bucket_size": 5000, "reduce_scatter": False}),
-        (3, {"stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 1000}),
-        (3, {"zero_hpz_partition_size": 2}),
-    ],
-)
-def test_settings_of_deepspeed_change_no_result(stage: int, settings: dict[str, int]):
-    for plain, given, same, error in run_on_ranks(with_settings_of_deepspeed, 2, stage, settings):
-        assert given == plain
-        assert same
-        assert error == "deepspeed.zero_optimization.reduce_bucket = 3: unknown to DeepSpeed; correct it"
+def test_deepspeed_itself_checks_values():
+    size, overlap = run_on_ranks(errors_of_values, 1)[0]
+    assert size == "deepspeed.zero_optimization.reduce_bucket_size = -3: Input should be greater than 0; correct it"
+    assert overlap.startswith("deepspeed.zero_optimization.overlap_comm = no idea: Input should be a valid boolean")
 
 
 def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -134,13 +134,18 @@ def build_engine(
     zero_optimization: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """DeepSpeed around this rank's shard of the model of `settings`; `memory` has settings of activation checkpointing,
-    `prepare` changes the model in place, `zero_optimization` has settings of DeepSpeed."""
+    """DeepSpeed around this rank's shard of the model of `settings`, which gets its values as those of a run do.
+
+    `memory` has settings of activation checkpointing, `prepare` changes the model in place, `zero_optimization` has
+    settings of DeepSpeed.
+    """
     mesh = build_mesh(start_world("cpu"), parallel)
-    model = build_model(**settings)
-    apply_activation_checkpointing(parallelize(model, mesh), context_fn=checkpoint_context(mesh), **(memory or {}))
+    with torch.device("meta"):
+        model = build_model(**settings)
+    parallelize(model, mesh, partial(zero.allocate_for_engine, mesh=mesh, parallel=parallel, bfloat16=bfloat16))
+    apply_activation_checkpointing(model, context_fn=checkpoint_context(mesh), **(memory or {}))
     prepare(model)
-    return zero.build_engine(
+    engine = zero.build_engine(
         model,
         build_optimizer(model, optimizer),
         mesh,
@@ -151,14 +156,21 @@ def build_engine(
         bfloat16=bfloat16,
         deepspeed_settings={"zero_optimization": zero_optimization or {}},
     )
+    set_whole(engine, {name: value.detach() for name, value in build_model(**settings).named_parameters()})
+    return engine
+
+
+def set_whole(engine: Any, tensors: dict[str, Tensor]) -> None:
+    """Set the state of a new engine from whole tensors, named as in `zero.set_state`."""
+    parameters = {label: engine.module.get_parameter(label.rpartition("/")[2]) for label in tensors}
+    slices = {label: local_slice(x, parameters[label], engine.mesh.tensor) for label, x in tensors.items()}
+    zero.set_state(engine, slices.items())
 
 
 def restore(engine: Any, weights: dict[str, Tensor], moments: list[tuple[str, str, Tensor]], step: int) -> None:
-    """Set the state of a new engine from whole tensors."""
-    tensors = [*weights.items(), *((f"{statistic}/{name}", tensor) for name, statistic, tensor in moments)]
-    parameters = {label: engine.module.get_parameter(label.rpartition("/")[2]) for label, _ in tensors}
+    """Set weights and optimizer state of a new engine after `step` updates."""
     zero.create_state(engine, step)
-    zero.set_state(engine, [(label, local_slice(x, parameters[label], engine.mesh.tensor)) for label, x in tensors])
+    set_whole(engine, {**weights, **{f"{statistic}/{name}": tensor for name, statistic, tensor in moments}})
 
 
 def micro_batch_size(mesh: Mesh) -> int:

@@ -18,6 +18,7 @@ OF_DEEPSPEED = {
     "ds_process_group",
     "fp32_partitioned_groups_flat",
     "fp32_groups_gradients_flat",
+    "invalidate_secondary_tensor",
     "cdb",
     "__compatible_ops__",
 }

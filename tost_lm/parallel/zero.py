@@ -6,7 +6,7 @@ DeepSpeed's private and undocumented names, of which a new version may change an
     groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
     optimizer._global_grad_norm                                                  the norm at stage 0
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
-    optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
+    optimizer.fp32_partitioned_groups_flat, .invalidate_secondary_tensor         partitions at stage 3
     optimizer.fp32_groups_gradients_flat                                         sums of gradients in bfloat16, stage 1
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
 
@@ -104,10 +104,10 @@ def build_engine(
 
 
 def check_deepspeed(settings: Mapping[str, Any], device: str) -> None:
-    """Check names and values by DeepSpeed's own models. Call it after the process group is created.
+    """Check values by DeepSpeed's own models. Call it after the process group is created.
 
     Raises:
-        ConfigError: one of them is unknown or invalid.
+        ConfigError: one of them is invalid.
     """
     _import_deepspeed(device)
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -115,11 +115,11 @@ def check_deepspeed(settings: Mapping[str, Any], device: str) -> None:
     try:
         DeepSpeedZeroConfig(**settings.get("zero_optimization", {}))
     except ValidationError as error:
-        lines = []
-        for one in error.errors():
-            name = ".".join(["deepspeed.zero_optimization", *map(str, one["loc"])])
-            unknown = one["type"] == "extra_forbidden"
-            lines.append(f"{name} = {one['input']}: {'unknown to DeepSpeed' if unknown else one['msg']}; correct it")
+        lines = [
+            f"{'.'.join(['deepspeed.zero_optimization', *map(str, one['loc'])])} = {one['input']}: {one['msg']}; "
+            "correct it"
+            for one in error.errors()
+        ]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -231,6 +231,9 @@ def set_state(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
             _inner(engine).state[parameter][statistic].copy_(local)
         else:
             _set(parameter, local, statistic)
+    if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
+        # Stage 3 with hpZ gathers from copies of the partitions, made of the weights that the engine was built with.
+        engine.optimizer.invalidate_secondary_tensor()
 
 
 def draw_weights(engine: Any) -> None:

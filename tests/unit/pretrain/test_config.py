@@ -199,7 +199,8 @@ def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Pat
     ("settings", "problem"),
     [
         ("stage = 3", "deepspeed.zero_optimization.stage would be a second parallel.zero_stage; set that"),
-        ("zero_quantized_gradients = true", r"deepspeed.zero_optimization.zero_quantized_gradients: .*; remove it"),
+        ("round_robin_gradients = true", r"zero_optimization.round_robin_gradients: not supported \(.*\); remove it"),
+        ("reduce_bucket = 3", r"reduce_bucket: not supported \(supported: .*, reduce_bucket_size, .*\); remove it"),
         ("[deepspeed.fp16]\nenabled = true", "deepspeed.fp16 would be a second train.dtype; set that"),
         ("[deepspeed.autotuning]", r"deepspeed.autotuning: not supported \(supported: zero_optimization\); remove it"),
     ],
