@@ -80,3 +80,26 @@ def test_shards_of_unequal_length_without_clipping():
     lengths = (5, 1, 13, 7)
     assert sum(lengths) == T
     run_on_ranks(train_on_uneven_shards, 4, lengths)[0].assert_as_one_process("sgd", 0.0)
+
+
+def norms_of_layouts(layouts: list[dict[str, int]], bfloat16: bool) -> list[tuple[float, float]]:
+    """The norm of the first gradient under each layout, and the same norm in float64. Float32 has errors of 1e-5."""
+    found = []
+    for layout in layouts:
+        parallel = validate(ParallelConfig, layout, "test")
+        record = train_on_layout(
+            parallel, "sgd", GRAD_CLIP, 1, width=128, vocab_size=4096, layers=2, pattern="TA", bfloat16=bfloat16
+        )
+        exact = sum(float(gradient.double().square().sum()) for gradient in record.gradients[0].values()) ** 0.5
+        found.append((record.norms[0], exact))
+    return found
+
+
+def test_gradient_norms_are_sums_in_float64_under_every_layout():
+    stages: list[dict[str, int]] = [{"zero_stage": stage} for stage in range(4)]
+    [alone] = run_on_ranks(norms_of_layouts, 1, stages[:1], False)
+    on_two = run_on_ranks(norms_of_layouts, 2, [*stages, {"zero_stage": 0, "tensor": 2}, {"sequence": 2}], False)
+    in_bfloat16 = run_on_ranks(norms_of_layouts, 2, [*stages[1:], {"tensor": 2}], True)
+    for norm, exact in [*alone, *on_two[0], *on_two[1], *in_bfloat16[0], *in_bfloat16[1]]:
+        assert norm == pytest.approx(exact, rel=1e-6)
+    assert [norm for norm, _ in on_two[0]] == pytest.approx([alone[0][0]] * len(on_two[0]), rel=1e-6)

@@ -13,6 +13,7 @@ DeepSpeed's private and undocumented names, of which a new version may change an
 Replaced in an engine:
 
     engine.clip_fp32_gradients                       clipping at stage 0, which then records its norm
+    optimizer.get_grads_for_norm                     the norm in bfloat16 at stage 1, whose squares float32 would add up
     engine.enable_backward_allreduce                 off on a single rank at stage 0
     optimizer.step of torch's optimizer              an update that can be skipped, `SkippableStep`
     engine.mesh, .skippable_step                     ours, added
@@ -23,7 +24,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch.nn.functional import pad
 
 from tost_lm.errors import ConfigError
 from tost_lm.optim.optimizers import statistics_of
-from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
+from tost_lm.parallel.mesh import Mesh, all_reduce, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.sizes import bucket_elements
@@ -99,6 +100,8 @@ def build_engine(
     # Stage 0 would copy all gradients even for a single rank. Other stages collect them in this call.
     engine.enable_backward_allreduce = stage > 0 or mesh.replicas.size > 1
     engine.clip_fp32_gradients = lambda: _clip_and_record_norm(engine)
+    if hasattr(engine.optimizer, "get_grads_for_norm"):
+        engine.optimizer.get_grads_for_norm = _norm_as_gradient(engine.optimizer.get_grads_for_norm)
     engine.skippable_step = SkippableStep(engine)
     return engine
 
@@ -285,11 +288,31 @@ def _offload(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _clip_and_record_norm(engine: Any) -> None:
-    """For stage 0 in float32, where DeepSpeed clips without recording the norm."""
-    from deepspeed.runtime.utils import clip_grad_norm_
-
-    norm = clip_grad_norm_(list(engine.module.parameters()), engine.gradient_clipping(), mpu=engine.mpu)
+    """For stage 0 in float32, where DeepSpeed clips by a norm that float32 adds up, and does not record it."""
+    mesh, parameters = engine.mesh, [p for p in engine.module.parameters() if p.grad is not None]
+    here = _sum_of_squares([p.grad for p in parameters if mesh.tensor.rank == 0 or slice_of(p) is not None])
+    # Gradients of data and sequence ranks are equal. Their mean is also equal if their processors differ.
+    norm = (all_reduce(all_reduce(here, mesh.tensor), mesh.replicas) / mesh.replicas.size).sqrt()
     engine.optimizer._global_grad_norm = float(norm)
+    nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping(), norm.float())
+
+
+def _norm_as_gradient(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of the gradients of this rank, one number with their norm; DeepSpeed combines those of tensor ranks."""
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return gradients_of(for_clipping=True)
+        gradients, of_experts = gradients_of()
+        return [_sum_of_squares(gradients).sqrt().float()], of_experts
+
+    return get_grads_for_norm
+
+
+def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """In float64: a CPU adds up float32 squares with relative errors of up to 1e-4."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return torch.stack(norms).square().sum()
 
 
 def _inner(engine: Any) -> torch.optim.Optimizer:
