@@ -82,7 +82,7 @@ class DeltaFacts(RecurrentFacts):
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
     def launches(self) -> int:
-        return 172 + BLOCK_LAUNCHES
+        return 173 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         sizes, e = Sizes.of(load.model), load.element_bytes

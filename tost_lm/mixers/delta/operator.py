@@ -1,5 +1,7 @@
 """The gated delta rule as functions of tensors: any number of tokens with states in and out, and one token."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def delta_rule(
     Args:
         query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
         value: [B, T, H, V], any floating dtype.
-        log_decay: log α, [B, T, H], at most 0.
+        log_decay: log α, [B, T, H], at most 0; −∞ empties the state.
         beta: [B, T, H], between 0 and 2.
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.
@@ -50,6 +52,7 @@ def delta_rule(
         query, key, log_decay, beta = (
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
+        log_decay = _Finite.apply(log_decay)
         initial = _running(initial_state, [N, H, K, V], like=value)
         query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
         if shard is not None:
@@ -89,6 +92,21 @@ def delta_rule_step(
         state = torch.addcmul(decayed_NHKV, key_NHK[..., None], written_NHV[..., None, :])
         y_NHV = (query_NHK[..., None, :] @ state).squeeze(-2)
     return y_NHV.to(value.dtype), state
+
+
+class _Finite(torch.autograd.Function):
+    """Numbers whose exponential is 0, as one near the largest of them: with −∞ or −1e38, the sums of a chunk would lose
+    the other decays. Gradients pass, which stores nothing: those of a decay of 0 are 0."""
+
+    @staticmethod
+    def forward(ctx, log_decay: Tensor) -> Tensor:
+        limits = torch.finfo(log_decay.dtype)
+        smallest = limits.tiny * limits.eps
+        return log_decay.clamp(min=math.log(smallest) - 1)
+
+    @staticmethod
+    def backward(ctx, d_log_decay: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_log_decay
 
 
 def _running(state: Tensor | None, shape: list[int], like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Shapes as in `tost_lm.mixers.delta`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,8 @@ class Call:
     """None: drawn between −1 and 0."""
     beta: float | None = None
     """None: drawn between 0 and 1."""
+    emptied: float | None = None
+    """Log decay of two tokens, in two heads; None: as the others."""
 
     @property
     def local(self) -> LocalDocuments:
@@ -51,6 +54,8 @@ class Call:
         draw = lambda *shape: torch.randn(shape, generator=generator)
         query, key = (normalize(draw(B, T, self.h, self.K), dim=-1) for _ in range(2))
         log_decay = -share(B, T, H) if self.log_decay is None else torch.full((B, T, H), self.log_decay)
+        if self.emptied is not None:
+            log_decay[0, [3, 20], [0, 1]] = self.emptied
         beta = share(B, T, H) if self.beta is None else torch.full((B, T, H), self.beta)
         state = draw(len(self.lengths), H, self.K, self.V)
         drawn = query, key, draw(B, T, H, self.V), log_decay, beta, state
@@ -102,6 +107,8 @@ CASES = {
     "more values than keys": Call((20, 7), K=3, V=12, G=2),
     "strong decay": Call((37, 3), log_decay=-50.0, G=2),
     "no decay": Call((37, 3), log_decay=0.0, beta=1.0),
+    "emptied at some tokens": Call((37, 3), G=2, emptied=-math.inf),
+    "emptied by a finite number": Call((37, 3), emptied=-3e38),
     "nothing written": Call((37,), beta=0.0),
     "all replaced": Call((37,), beta=1.0),
     "reflections": Call((37, 20), beta=2.0, log_decay=0.0),
@@ -190,6 +197,7 @@ def test_sizes_of_chunks_and_groups_change_nothing(
         pytest.param(Call((100, 30, 3), K=32, V=16, G=2), id="drawn"),
         pytest.param(Call((100, 30), K=32, V=16, beta=2.0, log_decay=0.0), id="reflections"),
         pytest.param(Call((60, 30), log_decay=-50.0), id="strong decay"),
+        pytest.param(Call((60, 30), emptied=-math.inf), id="emptied at some tokens"),
     ],
 )
 def test_float32_is_as_accurate_as_the_formula_in_float32(call: Call):
