@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -24,9 +25,11 @@ from markdown_it.token import Token
 from shared_data import GPT2_BPE, MISSING
 
 from tost_lm.cli.main import MODULES
-from tost_lm.config import Section
+from tost_lm.config import Section, find_recipe, load_config
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.eval.recall_settings import RecallConfig
+from tost_lm.pretrain.plan.fit import complete, memory_problem
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 
 UNTESTED = {"text", "mermaid"}
@@ -41,6 +44,7 @@ RECIPES: dict[type[Section], str] = {
     RecallConfig: "configs/eval/mqar.toml",
 }
 MINUTES_S = 1200
+GPUS_OF_A_JOB = "#SBATCH --gpus-per-node=8\n"
 
 
 class Block(NamedTuple):
@@ -160,6 +164,44 @@ def check(block: Block) -> None:
     assert done.returncode == 0, done.stderr
     for _, words in commands(block.text):
         check_command(words)
+        check_launch(block, words)
+
+
+def check_launch(block: Block, words: list[str]) -> None:
+    """Check that a training that cannot run here would start: its plan uses all ranks of the launch and fits their
+    memory, and the page, or the first one, prepares its data."""
+    program, rest = program_of(words)
+    if program != "tost_lm.pretrain.commands.train":
+        return
+    nodes, ranks = launched(words)
+    overrides = [*rest[1:], f"cluster.nodes={nodes}", f"cluster.gpus_per_node={ranks}"]
+    config = complete(load_config(PlanConfig, CHECKOUT / find_recipe(Path(rest[0])), overrides))
+    assert config.cluster.ranks == nodes * ranks
+    assert memory_problem(config) is None
+    missing = config.data.folders.keys() - {*prepared(block.page), *prepared(FIRST)}
+    assert not missing, f"{shlex.join(words)}: no command prepares {missing}"
+
+
+def launched(words: list[str]) -> tuple[int, int]:
+    """The nodes of a launch, and the ranks on each: 8 GPUs, or fewer that it names."""
+    text = shlex.join(words)
+    if hostfile := re.search(r"--hostfile (\S+)", text):
+        slots = re.findall(r"^[^#].* slots=(\d+)$", (CHECKOUT / hostfile[1]).read_text(), re.MULTILINE)
+        return len(slots), int(slots[0])
+    nodes = re.search(r"\b(?:--nodes=|NODES=|--nnodes )(\d+)", text)
+    ranks = re.search(r"\b(?:launch\.ranks=|RANKS_PER_NODE=|--nproc-per-node )(\d+)", text)
+    assert ranks or words[0] != "sbatch" or GPUS_OF_A_JOB in (CHECKOUT / "configs/cluster/train.sbatch").read_text()
+    return int(nodes[1]) if nodes else 1, int(ranks[1]) if ranks else 8
+
+
+def prepared(page: str) -> Iterator[Path]:
+    """The shard folders that the commands of a page write."""
+    for block in blocks_of(page):
+        for _, words in commands(block.text) if block.language == "bash" else ():
+            program, rest = program_of(words)
+            if program == "tost_lm.data_prep.commands.shards":
+                file = find_recipe(Path(rest.pop(0))) if "=" not in rest[0] else None
+                yield load_config(DataPrepConfig, file and CHECKOUT / file, rest).shards.folder
 
 
 def commands(script: str) -> Iterator[tuple[str, list[str]]]:

@@ -36,18 +36,19 @@ def gpu_bytes(config: PlanConfig) -> float:
 
 
 def complete(config: PlanConfig) -> PlanConfig:
-    """The configuration with numbers for cluster.gpus_per_node, if it is not set, and for memory.tile_tokens = auto.
+    """The configuration for all GPUs of the cluster, with a number for memory.tile_tokens = auto.
 
     Raises:
         ConfigError: the GPUs cannot share the batch, or no tile fits.
     """
-    if "gpus_per_node" not in config.cluster.model_fields_set:
-        train, gpus = config.train, config.cluster.gpus_per_node
-        data_ranks_of_gpu = config.cluster.nodes / config.parallel.model_ranks
-        while gpus > 1 and gpus * data_ranks_of_gpu * train.micro_batch_size > train.global_batch_size:
-            gpus -= 1
-        config = _changed(config, cluster={"gpus_per_node": gpus})
-    config.accumulation(config.cluster.ranks)
+    cluster = config.cluster
+    try:
+        config.accumulation(cluster.ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}, or another cluster: it has cluster.nodes {cluster.nodes} × cluster.gpus_per_node "
+            f"{cluster.gpus_per_node}"
+        ) from None
     return with_tile_size(config)
 
 

@@ -64,7 +64,7 @@ class ClusterConfig(Section):
     nodes: int = Field(default=1, gt=0)
     """Number of nodes."""
     gpus_per_node: int = Field(default=8, gt=0)
-    """GPUs, and ranks, per node; without it launch.ranks, or else 8, or fewer that have a micro-batch each."""
+    """GPUs, and ranks, per node; without it launch.ranks, or else 8."""
     device: str
     """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
     peak_tflops: float | None = Field(default=None, gt=0)

@@ -47,12 +47,9 @@ def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
     assert (other.ranks, other.memory_gb, other.memory_gb_s, other.device) == (16, 100, 4800, "NVIDIA H200")
 
 
-def test_a_plan_is_for_the_ranks_that_are_started_or_the_gpus_that_have_a_micro_batch():
-    demo = CHECKOUT / "configs/pretrain/demo.toml"
-    words = ([], ["launch.ranks=1"], ["launch.ranks=2", "cluster.gpus_per_node=1"], ["cluster.nodes=2"])
-    assert [plan_fit.complete(planned(demo, *some)).cluster.ranks for some in words] == [2, 1, 1, 2]
-    assert plan_fit.complete(planned(demo, "parallel.sequence=2")).cluster.ranks == 4
-    assert plan_fit.complete(planned(BASE)).cluster.ranks == 8
+def test_a_plan_is_for_the_ranks_that_are_started_or_8_gpus_of_each_node():
+    words = ([], ["launch.ranks=4"], ["launch.ranks=4", "cluster.gpus_per_node=2"], ["cluster.nodes=2"])
+    assert [planned(BASE, *some).cluster.ranks for some in words] == [8, 4, 2, 16]
 
 
 def test_memory_of_bfloat16_by_stage():
