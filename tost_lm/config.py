@@ -260,7 +260,7 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = _elsewhere(section, key) or (".".join([*parents, near[0]]) if near else None)
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
-    if problem["type"] == "missing":
+    if problem["type"] == "missing" and isinstance(problem["loc"][-1], str):  # a number: an entry of a list
         return f"{path}: must be set; --help describes it"
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")  # the message of a validator names its settings

@@ -94,12 +94,14 @@ def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Pat
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
     config = load_config(PretrainConfig, workplace / "run.toml")
-    words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4"]
+    words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4",
+             "run.profile_steps=[10, 11]"]  # fmt: skip
     said = run("tost train", *words, cwd=workplace)
     assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 ranks on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
     ]  # fmt: skip
+    assert [path.name for path in (workplace / "runs/alone/profile").iterdir()] == ["rank_00000_steps_10-11.json.gz"]
     expected = {step: loss for step, loss, *_ in curve(never_stopped, "tiny")}
     for step, loss, *_ in curve(workplace, "alone"):
         assert loss == pytest.approx(expected[step], rel=FLOAT32_REORDERED)
@@ -186,6 +188,8 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
         ),
         ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
         ("model.preset=[1]", "model.preset"),
+        ("run.profile_steps=[1]", "run.profile_steps: field required, got [1]"),
+        ("run.profile_steps=[3, 2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
         (
             "model.pattern=G",
             "invalid model.pattern: 'G'; use the letters T (TSSA), S (slot memory), D (gated delta rule)",

@@ -210,7 +210,7 @@ class RunConfig(Section):
     """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)
     """End the run after this many skipped steps in a row."""
-    profile_steps: tuple[int, int] | None = None
+    profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
     on_config_change: Literal["refuse", "restart"] = "refuse"
     """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
