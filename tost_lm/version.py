@@ -1,9 +1,19 @@
-"""The version of tost_lm, recorded in its output files."""
+"""The version of tost_lm, recorded in its output files, and what identifies its code."""
 
+import hashlib
 import subprocess
 from pathlib import Path
 
 VERSION = "0.1.0"
+
+
+def code_sha256() -> str:
+    """Hex SHA-256 of the package's Python files, equal for a checkout and a wheel of it."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()}\n{len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 def git_commit() -> str | None:

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from tost_lm.config import Section, leaves
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.parallel.watchdog import StoreTimeoutError, TimeoutStore
+from tost_lm.version import VERSION, code_sha256
 
 Facts = Mapping[str, str]
 
@@ -60,6 +61,11 @@ def settings_as_facts(settings: Section) -> dict[str, str]:
     """Every setting in TOML by its path, `section.key`."""
     tree = settings.model_dump(mode="json")
     return {path: json.dumps(value, ensure_ascii=False) for path, value in leaves(tree)}
+
+
+def versions_as_facts() -> dict[str, str]:
+    """What decides how ranks compute: this package, by its version and its code, and torch."""
+    return {"tost_lm": VERSION, "the code of tost_lm": code_sha256()[:16], "torch": torch.__version__}
 
 
 def all_gather_object(value: Any) -> list[Any]:

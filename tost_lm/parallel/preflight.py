@@ -30,10 +30,10 @@ from tost_lm.parallel.agreement import (
     name_ranks,
     rank_numbers,
     settings_as_facts,
+    versions_as_facts,
 )
 from tost_lm.parallel.mesh import prefer_loopback, start_world, stop_world
 from tost_lm.parallel.watchdog import watch_ranks
-from tost_lm.version import VERSION, git_commit
 
 LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # large enough to measure bandwidth, not latency
 REPETITIONS = 3
@@ -119,7 +119,7 @@ def check_nodes(
             *_problem_lines(ranks),
             *find_mismatches(settings_as_facts(settings), "start every node with the same file and overrides"),
             *find_mismatches(shards, "copy the same shards to all nodes"),
-            *find_mismatches(_versions(), "install the same version on all nodes"),
+            *find_mismatches(_versions(), "install the same version and code on all nodes"),
         ]
         stop_world()
     speed = f"all_reduce over all ranks: {_gb(bandwidth)}/s, {latency * 1e6:.0f} µs for one number"
@@ -238,11 +238,10 @@ def _check_shared_folder(folder: Path) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "tost_lm": VERSION}
-    for package in ("torch", "deepspeed", "megatron-core", "numpy"):
+    versions = {"python": platform.python_version(), **versions_as_facts()}
+    for package in ("deepspeed", "megatron-core", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    versions["commit"] = git_commit() or "unknown"
     if communication_device().type == "cuda":
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version()))}
     return versions

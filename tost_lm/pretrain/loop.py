@@ -27,7 +27,7 @@ from tost_lm.model.flops import parameters
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.optimizers import build_optimizer
 from tost_lm.optim.settings import learning_rate, warmup_steps
-from tost_lm.parallel.agreement import require_agreement, settings_as_facts
+from tost_lm.parallel.agreement import require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopRequestedError
@@ -42,7 +42,6 @@ from tost_lm.pretrain.start import StartPoint, rename_old_run, require_same_chec
 from tost_lm.pretrain.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
 from tost_lm.pretrain.tiled import TiledLM, Tiling
 from tost_lm.torch_internals import enable_flight_recorder
-from tost_lm.version import VERSION
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -267,8 +266,8 @@ def _require_agreement(
     if start.initial_weights:
         facts["initial weights"] = start.initial_weights.manifest_sha256
     require_agreement(
-        {**facts, "tost_lm": VERSION, "torch": torch.__version__},
-        "start all ranks with the same settings, shards and packages, from one shared folder",
+        {**facts, **versions_as_facts()},
+        "start all ranks with the same settings, shards, packages and code, from one shared folder",
     )
 
 
