@@ -39,6 +39,21 @@ def test_a_launch_under_another_name_of_the_folder_is_refused(workplace: Path, r
     record_fault("two launches on two names of one run folder", 2, "the second is refused")
 
 
+def test_a_launch_whose_lock_file_is_removed_ends_before_it_writes_beside_another(
+    workplace: Path, uninterrupted: Path, record_fault: RecordFault
+):
+    with launch(workplace, 2) as first:
+        first.until(lambda: first.step() > 3)
+        (workplace / "runs/.tiny.lock").unlink()
+        first.wait()
+        (line,) = first.errors()
+        assert "runs/tiny: its lock file " in line
+        assert "was removed during the run, so another launch may be using the folder; run the same" in line
+    train(workplace, 2)
+    assert_same_run(workplace / "runs/tiny", uninterrupted)
+    record_fault("the lock file is removed during the run", 1, "the run ends; the next launch resumes bit-exactly")
+
+
 def test_a_link_to_a_run_folder_stays_when_its_run_restarts(workplace: Path):
     (workplace / "runs").mkdir()
     (workplace / "runs/tiny").symlink_to(workplace / "elsewhere")  # which the launch makes

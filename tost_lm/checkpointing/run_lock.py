@@ -32,7 +32,7 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
 
     Yields:
         A check to call again and again: on rank 0 it raises TrainingError when the path no longer is the folder of
-        the first call, or when another launch has taken over the owner file.
+        the first call, when the lock file was removed, or when another launch has taken over the owner file.
 
     Raises:
         ConfigError: another launch has the lock (the message names its host and pid), the folder is read-only, or the
@@ -59,12 +59,13 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
         except OSError as error:
             print(f"warning: {path}: {error.strerror}; using {path.stem}.owner, which is checked for {STALE_S:g} s")
             with _ownership(run_folder, path.with_suffix(".owner")) as owner:
-                yield _check(run_folder, owner)
+                yield _check(run_folder, lambda: owner.require_own(run_folder))
             return
         file.truncate(0)
         file.write(f"host {socket.gethostname()}, pid {os.getpid()}")
         file.flush()
-        yield _check(run_folder, None)
+        held = _identity(file.fileno())
+        yield _check(run_folder, lambda: _require_lock_file(run_folder, path, held))
 
 
 def _in_use(run_folder: Path, owner: str) -> ConfigError:
@@ -73,26 +74,36 @@ def _in_use(run_folder: Path, owner: str) -> ConfigError:
     )
 
 
-def _check(run_folder: Path, owner: "_OwnerFile | None") -> Callable[[], None]:
+def _identity(path: Path | int) -> tuple[int, int] | None:
+    """Of a path or an open file; None: there is none."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _require_lock_file(run_folder: Path, path: Path, held: tuple[int, int] | None) -> None:
+    if _identity(path) != held:
+        raise TrainingError(
+            f"{run_folder}: its lock file {path} was removed during the run, so another launch may be using the "
+            "folder; run the same command to resume"
+        )
+
+
+def _check(run_folder: Path, require_own: Callable[[], None]) -> Callable[[], None]:
     first: tuple[int, int] | None = None
 
     def check() -> None:
         nonlocal first
-        try:
-            status = run_folder.stat()
-            found = status.st_dev, status.st_ino
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
+        found = _identity(run_folder)
         first = first or found
         if found is None or found != first:
             raise TrainingError(
                 f"{run_folder}: was moved or replaced during the run; move it back and run the same command to resume "
                 "from its newest complete checkpoint"
             )
-        if owner and (other := owner.other()):
-            raise TrainingError(
-                f"{run_folder}: another launch has taken it over ({other}); this one saves nothing more"
-            )
+        require_own()
 
     return check
 
@@ -117,6 +128,12 @@ class _OwnerFile:
             text = self.read()
             return "" if self._launch in text else text.partition(", launch")[0] or "its owner file is gone"
         return ""
+
+    def require_own(self, run_folder: Path) -> None:
+        if other := self.other():
+            raise TrainingError(
+                f"{run_folder}: another launch has taken it over ({other}); this one saves nothing more"
+            )
 
     def beat(self) -> None:
         self._beats += 1
