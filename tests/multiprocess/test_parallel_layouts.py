@@ -10,6 +10,7 @@ from torch import Tensor
 from training_on_layouts import LR, Record, T, build_model, train_on_layout
 
 from tost_lm.config import validate
+from tost_lm.optim.optimizers import UnroundedOnCPU
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
@@ -61,8 +62,9 @@ def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
     for gradients in record.gradients:
         for name, gradient in gradients.items():
             named[name].grad = gradient
-        for optimizer in optimizers:
-            optimizer.step()
+        with UnroundedOnCPU():
+            for optimizer in optimizers:
+                optimizer.step()
     return [(name, record.weights[name], p.detach()) for name, p in named.items()]
 
 

@@ -6,7 +6,7 @@ import torch
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import block_matrices
-from tost_lm.optim.optimizers import build_optimizer, statistics_of
+from tost_lm.optim.optimizers import UnroundedOnCPU, build_optimizer, statistics_of
 from tost_lm.optim.settings import OptimConfig
 
 SHAPE = {"layers": 3, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True, "tied_head": False}
@@ -27,7 +27,7 @@ def build_model() -> TostLM:
 def draw_gradients(model: TostLM, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
@@ -45,13 +45,35 @@ def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
             group["lr"] = 0.1 / (1 + step)
         for model in (ours, theirs):
             draw_gradients(model, step)
-        for steps in (optimizer, muon, adamw):
-            steps.step()
+        with UnroundedOnCPU():
+            muon.step()
+        adamw.step()
+        optimizer.step()
     for name, p in ours.named_parameters():
         assert torch.equal(p, named[name]), name
         kept = {key for key, value in optimizer.state[p].items() if value.dim() > 0}
         expected = {"momentum_buffer"} if name in BY_MUON else {"exp_avg", "exp_avg_sq"}
         assert kept == {*statistics_of(optimizer, p)} == expected, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_a_cpu_matrices_are_orthogonalized_in_their_own_dtype(dtype: torch.dtype):
+    """The first update against the iteration in float64; bfloat16 has errors of 1e-2."""
+    model = build_model().to(dtype)
+    draw_gradients(model, 0)
+    weights = {name: p for name, p in model.named_parameters() if name in BY_MUON}
+    before, gradients = ({name: x.detach().double().clone() for name, x in of.items()} for of in (
+        weights, {name: p.grad for name, p in weights.items() if p.grad is not None}))  # fmt: skip
+    build_optimizer(model, OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)).step()
+    for name, p in weights.items():
+        update = gradients[name] / gradients[name].norm()  # the momentum of a first step is a multiple of the gradient
+        for _ in range(5):
+            gram = update @ update.mT
+            update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+        expected = before[name] - 0.02 * max(update.shape) ** 0.5 * update
+        torch.testing.assert_close(
+            p.detach().double(), expected, rtol=0, atol=2e-7 if dtype == torch.float32 else 1e-13
+        )
 
 
 def test_the_plan_counts_these_matrices():
