@@ -30,6 +30,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
 from tost_lm.data.loader import Corpora
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
+DELTA = {"pattern": "TDA"}
 RecordFault = Callable[[str, int, str], None]
 
 
@@ -64,10 +65,11 @@ def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora
         "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2}, "other forms": {"tensor": 2},
     }  # fmt: skip
     stops = [(2,), (0, 2), (2,), (0, 2), (2,), (2,), (2,)]
+    models = {"other forms": OTHER_FORMS, "stage 0": DELTA, "stage 3": DELTA, "tensor": DELTA}
     trainees = [
         Trainee(
             tmp_path / name, corpora, build_layout(**layout), name == "bf16",
-            model=OTHER_FORMS if name == "other forms" else {}, optimizer="muon" if name == "muon" else "adamw",
+            model=models.get(name, {}), optimizer="muon" if name == "muon" else "adamw",
         )
         for name, layout in layouts.items()
     ]  # fmt: skip
@@ -87,7 +89,8 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
 
 def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpora):
     float32, bfloat16, tensor = (
-        Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16") for name in ("float32", "bfloat16", "tensor")
+        Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16", model={} if name == "bfloat16" else DELTA)
+        for name in ("float32", "bfloat16", "tensor")
     )
     legs = [
         (4, [{}, {"zero_stage": 3}, {"tensor": 2}]),

@@ -24,7 +24,7 @@ from tost_lm.testing import assert_close, run_on_ranks
 MODELS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A", "positions": "none", **other_forms(window=5)},
-    {"pattern": "TTA", "tssa": {"membership": "energy-mean", "denom_bias": "head"}, "positions": "sinusoidal"},
+    {"pattern": "TDA", "tssa": {"membership": "energy-mean", "denom_bias": "head"}, "positions": "sinusoidal"},
 ]
 EOT = 1
 
@@ -111,8 +111,8 @@ def assert_same_state(ours: LMState | None, whole: LMState | None, mesh: Mesh) -
     for layer, whole_layer in zip(ours.layers, whole.layers, strict=True):
         assert type(layer) is type(whole_layer)
         for name, x, whole_x in zip(layer._fields, layer, whole_layer, strict=True):
-            has_heads = whole_x.dim() > 1
-            expected = whole_x.chunk(mesh.tensor.size, 1)[mesh.tensor.rank] if has_heads else whole_x
+            axis = 2 if name == "taps" else 1  # of the heads
+            expected = whole_x.chunk(mesh.tensor.size, axis)[mesh.tensor.rank] if whole_x.dim() > 1 else whole_x
             assert_close(x, expected, 1e-10, f"{name} of the state")
 
 

@@ -15,6 +15,7 @@ from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 GRAD_CLIP = 0.5
+DELTA = {"pattern": "TDA"}
 
 
 def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, **model: Any) -> list[Record]:
@@ -26,8 +27,8 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
-        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", {}),
-        (2, 2, (1, 3), "adamw", {}), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", DELTA),
+        (2, 2, (1, 3), "adamw", DELTA), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
     ],
 )  # fmt: skip
 def test_four_ranks_train_as_one_process(

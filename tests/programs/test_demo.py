@@ -43,32 +43,47 @@ def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
 
 @pytest.mark.usefixtures("demo")
 def test_the_model_that_trained_on_passages_finds_needles():
-    """Far above its control, at 16 times the trained length too; docs/quickstart.md has the figures of a run."""
+    """At 16 times the trained length, too. The bounds are 100 % less three standard errors of 40 samples with 95 %."""
     results = json.loads((CHECKOUT / "runs/recall/eval/needle@words/results.json").read_text())
 
     def mean(length: int, score: str) -> float:
         cells = [cell[score] for cell in results["cells"] if cell["length"] == length]
         return sum(cells) / len(cells)
 
-    assert mean(256, "choice_accuracy") > 0.7
-    assert mean(4096, "choice_accuracy") > 0.3
+    assert all(mean(length, "choice_accuracy") >= 0.9 for length in (256, 1024, 4096))
     assert "needle@words" in (CHECKOUT / "runs/recall/report.html").read_text()
     assert all(mean(length, "control_choice_accuracy") < 0.35 for length in (256, 1024, 4096))
 
 
 @pytest.mark.usefixtures("demo")
 def test_the_readme_shows_what_the_demo_prints():
-    """Its numbers are those of another machine."""
+    """Times are those of another machine, whose processor adds in another order: losses and accuracies are near."""
     run = CHECKOUT / "runs/recall"
     log = [line[len("2026-11-25 23:53:16 ") :] for line in (run / "log.txt").read_text().splitlines()]
-    printed = {without_numbers(line) for line in [*log, *(run / "report.md").read_text().splitlines()]}
+    printed = [*log, *(run / "report.md").read_text().splitlines()]
     (shown,) = re.findall(r"```text\n(.+?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
     assert len(shown.splitlines()) <= 12
-    assert [line for line in shown.splitlines() if without_numbers(line) not in printed] == []
+    assert [line for line in shown.splitlines() if not any(is_near(line, other) for other in printed)] == []
 
 
-def without_numbers(line: str) -> str:
-    return re.sub(r"\d[\d.,:e-]*", "#", line)
+NUMBER = r"\d[\d.,]*(?:e-\d+)?%?"
+OF_THE_MACHINE = r"grad norm \S+|\S+ tokens/s/device|\S+ TFLOP/s|ETA \S+"
+"""Times, and the norm of a single batch."""
+
+
+def is_near(shown: str, printed: str) -> bool:
+    """Whether two lines have the same words, and near numbers."""
+    shown, printed = (re.sub(OF_THE_MACHINE, "", line) for line in (shown, printed))
+    numbers, others = (re.findall(NUMBER, line) for line in (shown, printed))
+    same_words = re.sub(NUMBER, "#", shown) == re.sub(NUMBER, "#", printed)
+    return same_words and all(map(is_near_number, numbers, others))
+
+
+def is_near_number(shown: str, printed: str) -> bool:
+    """Equal; of 40 answers within 15 %; of losses within a tenth."""
+    a, b = (float(number.strip("%").replace(",", "")) for number in (shown, printed))
+    tolerance = 15 if "%" in shown else 0.1 * a if "." in shown else 0
+    return abs(a - b) <= tolerance
 
 
 @pytest.mark.usefixtures("demo")
