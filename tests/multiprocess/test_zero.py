@@ -173,6 +173,25 @@ def test_deepspeed_itself_checks_values():
     assert overlap.startswith("deepspeed.zero_optimization.overlap_comm = no idea: Input should be a valid boolean")
 
 
+def misaligned(stages: list[int], bfloat16: bool) -> list[str]:
+    """Parameters of 768 elements or more that do not begin at a multiple of 16 bytes."""
+    shape = {"layers": 2, "pattern": "DT", "heads": 12, "width": 768, "vocab_size": 96}
+    found = []
+    for stage in stages:
+        engine = build_engine(
+            validate(ParallelConfig, {"zero_stage": stage}, "test"), "adamw", bfloat16=bfloat16, **shape
+        )
+        assert any(p.numel() % 8 for p in engine.module.parameters())
+        large = ((name, p) for name, p in engine.module.named_parameters() if p.numel() >= 768)
+        found += [f"{name} at stage {stage}" for name, p in large if p.data_ptr() % 16]
+    return found
+
+
+@pytest.mark.parametrize(("stages", "bfloat16"), [([1, 2], False), ([1, 2], True)])
+def test_large_parameters_begin_where_gpus_load_16_bytes(stages: list[int], bfloat16: bool):
+    assert run_on_ranks(misaligned, 2, stages, bfloat16) == [[]] * 2
+
+
 def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:
     """Seconds after which collectives time out, in all process groups that training uses."""
     for layout in layouts:
