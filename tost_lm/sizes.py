@@ -38,6 +38,9 @@ PASSED_SLICES = 8
 BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 
+CAST_ELEMENTS = 1 << 24
+"""Gradients in bfloat16 that are cast at once when they are added to float32 sums."""
+
 
 def bucket_elements(parameters: float, largest: float) -> int:
     """DeepSpeed's reduce_bucket_size for a rank with so many parameters, of which the largest tensor fits."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from training_on_layouts import build_engine, build_model, restore, train_steps
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_on_layouts import LR, T, build_engine, build_model, micro_batches, restore, train_steps
 
 from tost_lm import sizes
 from tost_lm.config import validate
@@ -15,6 +16,8 @@ from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import start_world
 from tost_lm.parallel.settings import DEEPSPEED_SETTINGS, ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import run_on_ranks
 
 Curve = list[tuple[float, float]]
@@ -171,6 +174,88 @@ def test_deepspeed_itself_checks_values():
     size, overlap = run_on_ranks(errors_of_values, 1)[0]
     assert size == "deepspeed.zero_optimization.reduce_bucket_size = -3: Input should be greater than 0; correct it"
     assert overlap.startswith("deepspeed.zero_optimization.overlap_comm = no idea: Input should be a valid boolean")
+
+
+def with_loops_of_deepspeed(engine: Any) -> Any:
+    """An engine of bfloat16 at stage 1 with DeepSpeed's own methods, which loop over the parameters."""
+    del engine.optimizer.step, engine.optimizer.update_hp_grads
+    engine.enable_backward_allreduce = True
+    return engine
+
+
+def skipping_the_second(engine: Any, optimizer: str, steps: range) -> Curve:
+    """Loss and gradient norm of each step; the update of the second one is skipped."""
+    mesh, found = engine.mesh, []
+    tiling = tile(mesh, T, None)
+    for step in steps:
+        skips = lambda loss, norm, step=step: "skipped" * (step == 1)
+        outcome = train_step(engine, micro_batches(mesh, tiling, step), tiling, LR[optimizer], skips)
+        found.append((outcome.loss, outcome.grad_norm))
+    return found
+
+
+def short_and_long_steps(layouts: list[dict[str, int]]) -> list[tuple[list[Curve], float]]:
+    """Losses and norms without and with DeepSpeed's loops, and the largest difference of a weight."""
+    found = []
+    for layout in layouts:
+        parallel = validate(ParallelConfig, layout, "test")
+        short, long = (build_engine(parallel, "adamw", bfloat16=True, grad_clip=0.3) for _ in range(2))
+        curves = [skipping_the_second(engine, "adamw", range(4)) for engine in (short, with_loops_of_deepspeed(long))]
+        pairs = zip(zero.full_weights(short), zero.full_weights(long), strict=True)
+        found.append((curves, max(float((a - b).abs().max()) for (_, a), (_, b) in pairs)))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, [{}]), (2, [{}, {"sequence": 2}, {"tensor": 2}])])
+def test_steps_in_few_launches_are_those_of_deepspeed(ranks: int, layouts: list[dict[str, int]]):
+    """With two micro-batches on one rank, clipping, and a skipped step. DeepSpeed adds up squares in float32."""
+    for outcome in run_on_ranks(short_and_long_steps, ranks, layouts):
+        for (short, long), difference in outcome:
+            assert all(norm > 0.3 for _, norm in short)
+            assert torch.tensor(short) == pytest.approx(torch.tensor(long), rel=1e-6)
+            assert difference < 1e-6
+
+
+class Recorder(TorchDispatchMode):
+    """The names of operations that launch something or wait: all but views, allocations and marks of the profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting, self.names = False, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if self.counting and not func.is_view and "empty" not in name and name.startswith("aten::"):
+            self.names.append(name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def operations_after_the_last_backward() -> list[str]:
+    """In a step of two micro-batches with clipping, by the fused AdamW of a run."""
+    engine = build_engine(ParallelConfig(), "adamw", bfloat16=True, grad_clip=0.3)
+    for group in engine.optimizer.param_groups:
+        group |= {"fused": True, "foreach": False}
+    train_steps(engine, "adamw", range(1))
+    counter, epilogue = Recorder(), engine.optimizer.backward_epilogue
+
+    def from_the_last_on() -> None:
+        counter.counting = engine.is_gradient_accumulation_boundary()
+        epilogue()
+
+    engine.optimizer.backward_epilogue = from_the_last_on
+    with counter:
+        train_steps(engine, "adamw", range(1, 2))
+    return counter.names
+
+
+def test_the_optimizer_takes_few_launches_and_two_waits():
+    [names] = run_on_ranks(operations_after_the_last_backward, 1)
+    adamw = ["_foreach_add_", "_fused_adamw_"]  # counts its steps, then updates a parameter group
+    first = names.index("_fused_adamw_") - 1
+    assert names[first : first + 4] == 2 * adamw
+    others = names[:first] + names[first + 4 :]
+    assert others.count("_local_scalar_dense") == 1, "a wait, beside that for the losses"
+    assert len(others) - 1 <= 20, others
 
 
 def misaligned(stages: list[int], bfloat16: bool) -> list[str]:

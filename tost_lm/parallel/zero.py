@@ -1,10 +1,9 @@
 """DeepSpeed ZeRO: the engine, and whole weights and optimizer state by name under any parallel layout.
 
-DeepSpeed's private and undocumented names, of which a new version may change any. Beside this module, only
-`fake_rank.py` uses one, `comm.comm.cdb`.
+DeepSpeed's private and undocumented names, of which a new version may change any. Beside this module, `zero_step.py`
+uses others, and `fake_rank.py` one, `comm.comm.cdb`.
 
     groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
-    optimizer._global_grad_norm                                                  the norm at stage 0
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
     optimizer.fp32_partitioned_groups_flat, .invalidate_secondary_tensor         partitions at stage 3
     optimizer.fp32_groups_gradients_flat                                         sums of gradients in bfloat16, stage 1
@@ -12,10 +11,8 @@ DeepSpeed's private and undocumented names, of which a new version may change an
 
 Replaced in an engine:
 
-    engine.clip_fp32_gradients                       clipping at stage 0, which then records its norm
-    optimizer.get_grads_for_norm                     the norm in bfloat16 at stage 1, whose squares float32 would add up
-    engine.enable_backward_allreduce                 off on a single rank at stage 0
-    optimizer.step of torch's optimizer              an update that can be skipped, `SkippableStep`
+    engine.clip_fp32_gradients                       `clip_and_record_norm`
+    engine.enable_backward_allreduce                 off on a single rank, at stage 0 and in bfloat16 at stage 1
     engine.mesh, .skippable_step                     ours, added
 """
 
@@ -24,7 +21,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -36,9 +33,16 @@ from torch.nn.functional import pad
 
 from tost_lm.errors import ConfigError
 from tost_lm.optim.optimizers import statistics_of
-from tost_lm.parallel.mesh import Mesh, all_reduce, deepspeed_mpu
+from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.parallel.zero_step import (
+    ShortStep,
+    SkippableStep,
+    clip_and_record_norm,
+    torch_optimizer,
+    updates_parameters,
+)
 from tost_lm.sizes import bucket_elements
 
 Moments = Iterator[tuple[str, str, Tensor]]
@@ -71,6 +75,8 @@ def build_engine(
     `deepspeed_settings` passed `obstacle_to_deepspeed` and `check_deepspeed`.
     """
     deepspeed = _import_deepspeed(mesh.device.type)
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
     stage = parallel.partitioning_stage(mesh.replicas.size, bfloat16=bfloat16)
     sizes = [parameter.numel() for parameter in model.parameters()]
     config = {
@@ -97,12 +103,14 @@ def build_engine(
     with _local_rank(), contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     engine.mesh = mesh
-    # Stage 0 would copy all gradients even for a single rank. Other stages collect them in this call.
-    engine.enable_backward_allreduce = stage > 0 or mesh.replicas.size > 1
-    engine.clip_fp32_gradients = lambda: _clip_and_record_norm(engine)
-    if hasattr(engine.optimizer, "get_grads_for_norm"):
-        engine.optimizer.get_grads_for_norm = _norm_as_gradient(engine.optimizer.get_grads_for_norm)
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        ShortStep(engine)
+    engine.clip_fp32_gradients = lambda: clip_and_record_norm(engine)
     engine.skippable_step = SkippableStep(engine)
+    # Otherwise stage 0, and stage 1 in bfloat16, would copy all gradients of a single rank. The other stages collect
+    # gradients in this call.
+    short = updates_parameters(engine) or isinstance(engine.optimizer, BF16_Optimizer)
+    engine.enable_backward_allreduce = mesh.replicas.size > 1 or not short
     return engine
 
 
@@ -126,33 +134,6 @@ def check_deepspeed(settings: Mapping[str, Any], device: str) -> None:
         raise ConfigError("\n".join(lines)) from None
 
 
-class SkippableStep:
-    """`engine.step()` that can skip the update once the global gradient norm is known."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        optimizer = _inner(engine)
-        self._update, optimizer.step = optimizer.step, self._update_unless_skipped
-
-    def __call__(self, is_allowed: Callable[[float], bool]) -> float:
-        """After the last micro-batch: apply the update if `is_allowed(norm)`; otherwise weights and optimizer stay.
-
-        Returns:
-            The global gradient norm before clipping, equal on every rank; inf if it is not finite. Then the update is
-            skipped in any case.
-        """
-        self._is_allowed, self._allowed = is_allowed, None
-        self._engine.step()
-        # Stages 1 to 3 detect non-finite gradients themselves and do not call the update.
-        return math.inf if self._allowed is None else float(self._engine.get_global_grad_norm())
-
-    def _update_unless_skipped(self, *arguments: Any, **options: Any) -> Any:
-        if self._allowed is None:  # the first of several parameter groups
-            norm = float(self._engine.optimizer._global_grad_norm)
-            self._allowed = math.isfinite(norm) and self._is_allowed(norm)
-        return self._update(*arguments, **options) if self._allowed else None
-
-
 def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks must exhaust it.
 
@@ -161,7 +142,7 @@ def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
-        ours = parameter if _is_plain(engine) else safe_get_full_fp32_param(parameter)
+        ours = parameter if updates_parameters(engine) else safe_get_full_fp32_param(parameter)
         whole = _whole(ours, parameter, engine.mesh)
         if into is None or name in into:
             yield name, _on_host(whole, into[name] if into else None)
@@ -169,7 +150,7 @@ def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator
 
 def statistics(engine: Any) -> dict[str, tuple[str, ...]]:
     """Names of what the optimizer keeps of each parameter."""
-    return {name: statistics_of(_inner(engine), p) for name, p in engine.module.named_parameters()}
+    return {name: statistics_of(torch_optimizer(engine), p) for name, p in engine.module.named_parameters()}
 
 
 def full_moments(engine: Any, into: dict[str, Tensor] | None = None) -> Moments:
@@ -180,8 +161,8 @@ def full_moments(engine: Any, into: dict[str, Tensor] | None = None) -> Moments:
     _link_state(engine)
     for name, parameter in engine.module.named_parameters():
         for key in _stored_statistics(engine, parameter):
-            if _is_plain(engine):
-                ours = _inner(engine).state[parameter][key]
+            if updates_parameters(engine):
+                ours = torch_optimizer(engine).state[parameter][key]
             else:
                 ours = safe_get_full_optimizer_state(parameter, key)
             whole = _whole(ours, parameter, engine.mesh)
@@ -193,7 +174,7 @@ def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of this rank's optimizer memory, not copied: weights (stages 1 to 3: partitions of the master
     copy) and, after a step or `restore`, their statistics."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    state = _inner(engine).state
+    state = torch_optimizer(engine).state
     for index, partition in enumerate(_partitions(engine)):
         name = names.get(partition, f"master weights {index}")
         yield name, partition.detach()
@@ -209,7 +190,7 @@ def summed_gradients(engine: Any) -> list[Tensor]:
 
 def create_state(engine: Any, step: int) -> None:
     """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
-    inner = _inner(engine)
+    inner = torch_optimizer(engine)
     for partition in _partitions(engine):
         # torch creates the state in its first step.
         state = {key: torch.zeros_like(partition) for key in statistics_of(inner, partition)}
@@ -230,8 +211,8 @@ def set_state(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         parameter, local = engine.module.get_parameter(name), local.to(engine.mesh.device)
         if not statistic:
             _set_weight(engine, parameter, local)
-        elif _is_plain(engine):
-            _inner(engine).state[parameter][statistic].copy_(local)
+        elif updates_parameters(engine):
+            torch_optimizer(engine).state[parameter][statistic].copy_(local)
         else:
             _set(parameter, local, statistic)
     if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
@@ -251,7 +232,7 @@ def _set_weight(engine: Any, parameter: nn.Parameter, local: Tensor) -> None:
         partition.copy_(_own_partition(parameter, local))
     else:
         parameter.copy_(local)
-    if not _is_plain(engine):
+    if not updates_parameters(engine):
         _set(parameter, local, None)
 
 
@@ -287,49 +268,11 @@ def _offload(parallel: ParallelConfig) -> dict[str, Any]:
     }[parallel.offload]
 
 
-def _clip_and_record_norm(engine: Any) -> None:
-    """For stage 0 in float32, where DeepSpeed clips by a norm that float32 adds up, and does not record it."""
-    mesh, parameters = engine.mesh, [p for p in engine.module.parameters() if p.grad is not None]
-    here = _sum_of_squares([p.grad for p in parameters if mesh.tensor.rank == 0 or slice_of(p) is not None])
-    # Gradients of data and sequence ranks are equal. Their mean is also equal if their processors differ.
-    norm = (all_reduce(all_reduce(here, mesh.tensor), mesh.replicas) / mesh.replicas.size).sqrt()
-    engine.optimizer._global_grad_norm = float(norm)
-    nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping(), norm.float())
-
-
-def _norm_as_gradient(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of the gradients of this rank, one number with their norm; DeepSpeed combines those of tensor ranks."""
-
-    def get_grads_for_norm(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return gradients_of(for_clipping=True)
-        gradients, of_experts = gradients_of()
-        return [_sum_of_squares(gradients).sqrt().float()], of_experts
-
-    return get_grads_for_norm
-
-
-def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """In float64: a CPU adds up float32 squares with relative errors of up to 1e-4."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return torch.stack(norms).square().sum()
-
-
-def _inner(engine: Any) -> torch.optim.Optimizer:
-    """torch's optimizer; its parameters are DeepSpeed's partitions."""
-    return engine.optimizer if _is_plain(engine) else engine.optimizer.optimizer
-
-
 def _partitions(engine: Any) -> list[Tensor]:
     """The tensors that torch's optimizer updates."""
     if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):  # stage 3 passes them to it one at a time
         return engine.optimizer.fp32_partitioned_groups_flat
-    return [p for group in _inner(engine).param_groups for p in group["params"]]
-
-
-def _is_plain(engine: Any) -> bool:
-    """Whether torch's optimizer updates the model's parameters themselves: stage 0 in float32."""
-    return isinstance(engine.optimizer, torch.optim.Optimizer)
+    return [p for group in torch_optimizer(engine).param_groups for p in group["params"]]
 
 
 def _link_state(engine: Any) -> None:
@@ -341,7 +284,7 @@ def _link_state(engine: Any) -> None:
 
 
 def _stored_statistics(engine: Any, parameter: nn.Parameter) -> list[str]:
-    state = _inner(engine).state[parameter if _is_plain(engine) else _partitions(engine)[0]]
+    state = torch_optimizer(engine).state[parameter if updates_parameters(engine) else _partitions(engine)[0]]
     return [key for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
 
 
