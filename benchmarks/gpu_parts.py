@@ -33,6 +33,7 @@ from benchmarks.operator import BOTH, FORWARD, OURS, SIZES_MOVED, SLOTS, SOFTMAX
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.delta import fla
+from tost_lm.mixers.delta.facts import Sizes
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.config import PRESETS
 from tost_lm.model.flops import flops_per_token, peak_flops
@@ -250,7 +251,9 @@ def packed_training(
         batches = packed_batches(PACKED_BATCHES, PACKED_SAMPLES, tokens, settings.vocab_size, device)
         documents = mean(len(batch.cu_seqlens) - 1 for batch in batches if batch.cu_seqlens is not None)
         case = f"{pattern}, {PACKED_SAMPLES} × {tokens:,} tokens, {documents:.0f} documents"
-        if "D" in pattern and device == "cuda" and (missing := fla.missing_on(torch.device(device))):
+        sizes = Sizes.of(settings)
+        missing = fla.missing_in_training(torch.device(device), sizes.key_size, sizes.value_size)
+        if "D" in pattern and device == "cuda" and missing:
             yield {"case": case, "failed": f"not tried: {missing}"}
             continue
         yield from _training_steps(case, settings, batches, tokens, device, prepare)

@@ -1,5 +1,11 @@
-"""The gated delta rule by the kernels of flash-linear-attention (package fla-core), for CUDA tensors."""
+"""The gated delta rule by the kernels of flash-linear-attention (package fla-core), for CUDA tensors.
 
+With Triton 3.4 to 3.7.0 on Hopper GPUs, fla-core refuses the backward pass, because Triton miscompiles the kernel for
+blocks of 64 channels of keys (github.com/fla-org/flash-linear-attention/issues/640). Keys of up to 32 and of more than
+64 channels have other blocks. They are allowed where their gradients equal those of PyTorch.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -7,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.torch_version import TorchVersion
 
+from tost_lm.mixers.delta.chunked import delta_rule_chunks
 from tost_lm.ops.layout import LocalDocuments, int64_tensor
 
 LARGEST_KEY = 256
@@ -16,7 +24,11 @@ RECURRENT_TOKENS = 64
 """Tokens of a document up to which the recurrent kernel is used, where no gradient is needed."""
 
 
-def obstacle(key: Tensor, value: Tensor) -> str | None:
+TESTED_TOKENS, LARGEST_ERROR = 160, 0.05
+"""Of the comparison of gradients: bfloat16 has relative errors below 0.02, and wrong kernels of 0.5."""
+
+
+def obstacle(key: Tensor, value: Tensor, needs_gradient: bool) -> str | None:
     """The reason why the kernels are not used, or None."""
     if not value.is_cuda:
         return f"values are on {value.device}, but the kernels run on CUDA devices"
@@ -24,21 +36,91 @@ def obstacle(key: Tensor, value: Tensor) -> str | None:
         return f"values are {value.dtype}, but the kernels round products to TF32"
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
-    return missing_on(value.device)
+    if needs_gradient:
+        return missing_in_training(value.device, key.shape[-1], value.shape[-1])
+    return None if find_spec("fla") else NOT_INSTALLED
 
 
-def missing_on(device: torch.device) -> str | None:
-    """The reason why no call on this CUDA device uses the kernels, or None."""
-    return _miscompiled_on(device) if find_spec("fla") else "the package fla-core is not installed"
+NOT_INSTALLED = "the package fla-core is not installed"
 
 
 @cache
-def _miscompiled_on(device: torch.device) -> str | None:
-    """The backward pass of fla-core refuses to run there: github.com/fla-org/flash-linear-attention/issues/640."""
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
-    if is_hopper and not find_spec("tilelang") and TorchVersion("3.4.0") <= TorchVersion(version("triton")) < "3.7.1":
-        return "triton 3.4 to 3.7.0 miscompiles fla-core's kernels for Hopper GPUs; install torch>=2.12.1 or tilelang"
+def missing_in_training(device: torch.device, key_size: int, value_size: int) -> str | None:
+    """The reason why no training on this CUDA device uses the kernels, or None. The first call may take seconds."""
+    if not find_spec("fla"):
+        return NOT_INSTALLED
+    if not _guards_backward(device):
+        return None
+    if has_wrong_blocks(key_size):
+        return (
+            f"triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here {key_size}, for "
+            "Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another model.delta.qk_size"
+        )
+    allow_right_blocks()
+    error = gradient_error(device, key_size, value_size)
+    if error > LARGEST_ERROR:
+        return f"fla-core's kernels have relative errors of {error:.2g} in gradients here; install torch>=2.12.1"
     return None
+
+
+def _guards_backward(device: torch.device) -> bool:
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    affected = TorchVersion("3.4.0") <= TorchVersion(version("triton")) < "3.7.1"
+    return is_hopper and affected and not find_spec("tilelang")
+
+
+def has_wrong_blocks(key_size: int) -> bool:
+    return 32 < key_size <= 64
+
+
+@cache
+def allow_right_blocks() -> None:
+    """Let fla-core run its guarded backward pass for keys whose blocks are not miscompiled."""
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk
+
+    guarded = chunk.chunk_bwd_dqkwg
+
+    def guarded_for_some(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Any:
+        before: bool = chunk_o.TRITON_ABOVE_3_7_1
+        chunk_o.TRITON_ABOVE_3_7_1 = before or not has_wrong_blocks(k.shape[-1])
+        try:
+            return guarded(q, k, *arguments, **options)
+        finally:
+            chunk_o.TRITON_ABOVE_3_7_1 = before
+
+    chunk.chunk_bwd_dqkwg = guarded_for_some
+
+
+def gradient_error(
+    device: torch.device, key_size: int, value_size: int, kernels: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> float:
+    """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    M, keys = TESTED_TOKENS, [torch.nn.functional.normalize(draw(1, TESTED_TOKENS, 1, key_size), dim=-1) for _ in "qk"]
+    gates = [-draw(1, M, 2).abs().float(), draw(1, M, 2).float().sigmoid()]
+    inputs = [*keys, draw(1, M, 2, value_size), *gates, draw(2, 2, key_size, value_size).float()]
+    weights = draw(1, M, 2, value_size), draw(2, 2, key_size, value_size).float()
+    local = LocalDocuments.of(torch.tensor([0, 70, M]), 1, M, None)
+
+    def gradients(rule: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            y, final = rule(*leaves, local)
+        return torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
+
+    def in_pytorch(*tensors: Any) -> tuple[Tensor, Tensor]:
+        *tokens, initial, documents = tensors
+        y, final = delta_rule_chunks(*(x.flatten(0, 1) for x in tokens), initial, documents.lengths)
+        return y.unflatten(0, (1, -1)), final
+
+    pairs = zip(gradients(kernels or delta_rule, None), gradients(in_pytorch, torch.float32), strict=True)
+    return max(float(vector_norm(a.float() - b) / vector_norm(b)) for a, b in pairs)
+
+
+def needs_gradient(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def delta_rule(
@@ -50,9 +132,9 @@ def delta_rule(
     """
     from fla.ops import gated_delta_rule as kernels  # an optional package, and slow to import
 
-    inputs = query, key, value, log_decay, beta, initial
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    recurrent = not needs_gradient and max(local.lengths) <= RECURRENT_TOKENS
+    recurrent = (
+        not needs_gradient(query, key, value, log_decay, beta, initial) and max(local.lengths) <= RECURRENT_TOKENS
+    )
     kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
     offsets = {"cu_seqlens": int64_tensor(local.offsets, value.device)} if local.packed else {}
     if local.packed and not recurrent:  # read on the CPU, without synchronization

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm, silu, softplus
 
-from tost_lm.mixers.delta.fla import missing_on
+from tost_lm.mixers.delta.fla import missing_in_training
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, Sizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
@@ -105,7 +105,7 @@ class DeltaMixer(TokenMixer):
 
     def missing_kernels(self) -> str | None:
         device = self.in_proj.weight.device
-        return missing_on(device) if device.type == "cuda" else None
+        return missing_in_training(device, self.key_size, self.value_size) if device.type == "cuda" else None
 
     @staticmethod
     def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:

@@ -57,7 +57,7 @@ def delta_rule(
         query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
         if shard is not None:
             initial = states_before(shard, local, (key_M, value_M, log_decay_M, beta_M), initial)
-        if fla.obstacle(key, value) is None:
+        if fla.obstacle(key, value, fla.needs_gradient(query, key, value, log_decay, beta, initial)) is None:
             y, final = fla.delta_rule(query, key, value, log_decay, beta, initial, local)
         else:
             y, final = delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, initial, local.lengths)

@@ -1,5 +1,6 @@
 """flash-linear-attention: its kernels where an interpreter runs them, its reference in chunks, and when it is used."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,13 +57,14 @@ def test_the_reference_of_fla_in_chunks_agrees():
         assert_as_accurate(mine, other, exact, name)
 
 
+def obstacle(device: str, dtype: torch.dtype, size: int, *, trained: bool = True) -> str | None:
+    with FakeTensorMode():
+        key, value = (torch.empty(1, 1, 1, size, device=device, dtype=dtype) for _ in range(2))
+        return fla.obstacle(key, value, trained)
+
+
 def test_kernels_are_used_for_16_bit_values_on_gpus():
     pytest.importorskip("fla")
-
-    def obstacle(device: str, dtype: torch.dtype, size: int) -> str | None:
-        with FakeTensorMode():
-            return fla.obstacle(*(torch.empty(1, 1, 1, size, device=device, dtype=dtype) for _ in range(2)))
-
     assert obstacle("cuda", torch.bfloat16, 256) is None
     assert obstacle("cuda", torch.float16, 128) is None
     assert obstacle("cpu", torch.bfloat16, 128) == "values are on cpu, but the kernels run on CUDA devices"
@@ -70,27 +72,97 @@ def test_kernels_are_used_for_16_bit_values_on_gpus():
     assert obstacle("cuda", torch.bfloat16, 257) == "keys have 257 channels, but the kernels support up to 256"
 
 
+@pytest.fixture
+def fresh_answers() -> Iterator[None]:
+    fla.missing_in_training.cache_clear()
+    yield
+    fla.missing_in_training.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_answers")
 def test_without_the_package_the_reason_is_given(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fla, "find_spec", lambda _: None)
-    with FakeTensorMode():
-        values = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.bfloat16)
-        assert fla.obstacle(values, values) == "the package fla-core is not installed"
+    for trained in (True, False):
+        assert obstacle("cuda", torch.bfloat16, 8, trained=trained) == "the package fla-core is not installed"
 
 
-@pytest.mark.parametrize(("capability", "triton", "miscompiles"), [
+@pytest.mark.usefixtures("fresh_answers")
+@pytest.mark.parametrize(("capability", "triton", "guarded"), [
     ((9, 0), "3.6.0", True), ((9, 0), "3.7.0+git1", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False),
     ((8, 0), "3.6.0", False),
 ])  # fmt: skip
-def test_a_triton_that_miscompiles_the_kernels_is_refused(
-    capability: tuple[int, int], triton: str, miscompiles: bool, monkeypatch: pytest.MonkeyPatch
+def test_training_with_kernels_that_triton_miscompiles_is_refused(
+    capability: tuple[int, int], triton: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("fla")
-    fla._miscompiled_on.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fla, "version", lambda package: triton)
-    layer_on: Any = lambda device: SimpleNamespace(in_proj=SimpleNamespace(weight=SimpleNamespace(device=device)))
-    on_a_cpu, missing = (DeltaMixer.missing_kernels(layer_on(torch.device(name))) for name in ("cpu", "cuda"))
-    fla._miscompiled_on.cache_clear()
-    assert on_a_cpu is None
-    assert (missing is not None and "install torch>=2.12.1 or tilelang" in missing) == miscompiles
+    monkeypatch.setattr(fla, "allow_right_blocks", lambda: None)
+    errors = {32: 0.01, 128: 0.4}
+    monkeypatch.setattr(fla, "gradient_error", lambda device, key_size, value_size: errors[key_size])
+
+    def layer_on(device: str, size: int) -> Any:
+        weight = SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(in_proj=SimpleNamespace(weight=weight), key_size=size, value_size=size)
+
+    assert DeltaMixer.missing_kernels(layer_on("cpu", 64)) is None
+    right, wrong_block, wrong = (DeltaMixer.missing_kernels(layer_on("cuda", size)) for size in (32, 64, 128))
+    assert right is None
+    assert ("of 33 to 64 channels, here 64, for Hopper" in str(wrong_block)) == guarded
+    assert (
+        wrong == "fla-core's kernels have relative errors of 0.4 in gradients here; install torch>=2.12.1"
+    ) == guarded
+    assert obstacle("cuda", torch.bfloat16, 64, trained=False) is None  # the forward pass is right
+
+
+def test_the_guard_of_fla_stays_for_blocks_of_64(monkeypatch: pytest.MonkeyPatch):
+    """Its backward kernel, in Triton's interpreter, where the package takes the machine for a Hopper GPU."""
+    chunk_o = pytest.importorskip("fla.ops.common.chunk_o")
+    chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
+    for name, value in (("IS_NVIDIA_HOPPER", True), ("TRITON_ABOVE_3_4_0", True), ("TRITON_ABOVE_3_7_1", False)):
+        monkeypatch.setattr(chunk_o, name, value)
+    monkeypatch.setattr(chunk, "chunk_bwd_dqkwg", chunk.chunk_bwd_dqkwg)
+    monkeypatch.setattr(chunk_o, "chunk_bwd_kernel_dqkwg", Reached())
+
+    def call(size: int) -> None:
+        q, k, v, do, w, dv = (torch.randn(1, 64, 1, size) for _ in range(6))
+        h, dh = (torch.randn(1, 1, 1, size, size) for _ in range(2))
+        chunk.chunk_bwd_dqkwg(q=q, k=k, v=v, do=do, h=h, dh=dh, w=w, g=torch.zeros(1, 64, 1), dv=dv, scale=1.0)
+
+    with pytest.raises(RuntimeError, match="produces incorrect results"):
+        call(128)
+    fla.allow_right_blocks.__wrapped__()
+    with pytest.raises(RuntimeError, match="produces incorrect results"):
+        call(64)
+    with pytest.raises(ReachedError):
+        call(128)
+    assert not chunk_o.TRITON_ABOVE_3_7_1
+
+
+class ReachedError(Exception):
+    pass
+
+
+class Reached:
+    """In place of a kernel."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise ReachedError
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_wrong_gradients_are_noticed(error: float):
+    """The comparison with kernels in bfloat16 that are right, and with an error in the gradient of a decay."""
+
+    def kernels(*tensors: Any) -> tuple[Tensor, Tensor]:
+        *inputs, initial, local = tensors
+        log_decay = inputs[3]
+        if error:
+            inputs[3] = log_decay + error * (log_decay - log_decay.detach())
+        y, final = delta_rule(*inputs, local=local, initial_state=initial, output_final_state=True)
+        assert final is not None
+        return y, final
+
+    found = fla.gradient_error(torch.device("cpu"), 16, 8, kernels)
+    assert 0 < found < 0.02 if not error else found > fla.LARGEST_ERROR
