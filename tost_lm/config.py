@@ -25,6 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
+from tost_lm.files import regular_file
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
@@ -170,7 +171,7 @@ def toml_value(value: Any) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tree of a TOML file. Raises ConfigError that names the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         files = {p.name: p for p in path.parent.glob("*.toml")} | {name: Path(name) for name in recipes()}
         near = difflib.get_close_matches(path.name, files, n=1)
@@ -178,7 +179,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such configuration file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a TOML file") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as a TOML file: {error}; write it in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None

@@ -1,4 +1,5 @@
-"""Hashing, and atomic writes of files and folders (write to a temporary path, flush, rename)."""
+"""Reading regular files only, hashing, and atomic writes of files and folders (write to a temporary path, flush,
+rename)."""
 
 import errno
 import hashlib
@@ -16,6 +17,17 @@ import xxhash
 from tost_lm.errors import ConfigError
 
 
+def regular_file(path: Path) -> Path:
+    """`path`, to be opened. Whatever a user names, or a folder of a user contains, is opened by this path only.
+
+    Raises:
+        OSError: a pipe, a socket or a device, which may block for ever when it is opened or read.
+    """
+    if not path.is_file() and not path.is_dir() and path.exists():
+        raise OSError(errno.EINVAL, "must be a regular file, not a pipe or a device", str(path))
+    return path
+
+
 def sha256_bytes(data: bytes) -> str:
     """Hex SHA-256 of `data`."""
     return hashlib.sha256(data).hexdigest()
@@ -23,14 +35,14 @@ def sha256_bytes(data: bytes) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def xxh3_file(path: Path) -> str:
     """Hex XXH3-128 of a file's bytes; threads may hash several files in parallel."""
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with regular_file(path).open("rb", buffering=0) as file:
         while block := file.read(1 << 24):
             digest.update(block)
     return digest.hexdigest()
@@ -92,10 +104,10 @@ def open_lock(path: Path) -> TextIO:
 
     Raises:
         ConfigError: it is a symbolic link, whose target the lock would overwrite.
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or as `regular_file`.
     """
     try:
-        return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+        return open(regular_file(path), "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -110,7 +122,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file up to a line that a killed writer left incomplete; empty if there is no file."""
     rows = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+    for line in regular_file(path).read_bytes().split(b"\n") if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:

@@ -28,6 +28,7 @@ from tost_lm.files import (
     manifest_bytes,
     manifest_content,
     publish_folder,
+    regular_file,
     remove_temp_folder,
     sha256_file,
     xxh3_file,
@@ -115,7 +116,7 @@ class Progress:
         """Read training.json of a checkpoint folder. Raises CheckpointError when another version wrote it."""
         path = folder / PROGRESS
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
+            return TypeAdapter(cls).validate_json(regular_file(path).read_bytes())
         except (OSError, ValidationError):
             raise CheckpointError(f"{path}: written by another version; start a run under another run.name") from None
 
@@ -161,7 +162,7 @@ def is_classifier(folder: Path) -> bool:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError if it has none."""
     try:
-        return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
+        return TypeAdapter(dict[str, Any]).validate_json(regular_file(path).read_bytes())
     except (OSError, ValidationError):
         raise CheckpointError(f"{path}: missing, or not a JSON object; {REPLACE}") from None
 
@@ -173,7 +174,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
         """`framework` "np" returns NumPy arrays and does not need torch."""
         from safetensors import safe_open
 
-        files = [safe_open(folder / name, framework=framework) for name in shard_entries(folder, kind)]
+        files = [safe_open(regular_file(folder / name), framework=framework) for name in shard_entries(folder, kind)]
         self._files = {
             name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
             for file in files
@@ -312,9 +313,11 @@ def read_entries(folder: Path) -> dict[str, FileEntry]:
     """The files in a checkpoint's manifest. Raises CheckpointError if the manifest is missing, damaged or another."""
     path = folder / MANIFEST
     try:
-        content = manifest_content(path.read_bytes())
-    except OSError:
+        content = manifest_content(regular_file(path).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}; {GIVE}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; {REPLACE}") from None
     if content is None:
         raise CheckpointError(f"{path}: damaged, its hash differs from its content; {REPLACE}")
     try:

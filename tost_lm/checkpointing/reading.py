@@ -32,6 +32,7 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.errors import CheckpointError, DamagedCheckpointError
+from tost_lm.files import regular_file
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM, parameter_shapes
 from tost_lm.parallel import zero
@@ -103,7 +104,7 @@ def restore(engine: Any, folder: Path) -> Progress:
     zero.create_state(engine, progress.updates)
     zero.set_state(engine, _read(engine.module, folder, engine.mesh, zero.statistics(engine)))
     if (folder / RNG).is_file():  # not in a converted checkpoint
-        torch.set_rng_state(load_file(folder / RNG)[RNG_NAME])
+        torch.set_rng_state(load_file(regular_file(folder / RNG))[RNG_NAME])
     return progress
 
 
@@ -183,7 +184,7 @@ class _Shard:
         self.tensors: list[Named] = []
         """In the order of the file; none if they are not as expected."""
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = regular_file(path).open("rb", buffering=0)
             tensors, file_bytes = _header(path), path.stat().st_size
         except (OSError, SafetensorError) as error:
             self._obstacle = f"{path}: cannot be read: {error}; {REPLACE}"
@@ -223,7 +224,7 @@ class _Shard:
 
 
 def _header(path: Path) -> list[Named]:
-    with safe_open(path, framework="pt") as file:
+    with safe_open(regular_file(path), framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
         return [(name.removeprefix(HUGGING_FACE_PREFIX), x.get_dtype(), x.get_shape()) for name, x in slices.items()]
 

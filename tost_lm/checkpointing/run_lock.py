@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tost_lm.errors import ConfigError, TrainingError
-from tost_lm.files import open_lock, write_atomically
+from tost_lm.files import open_lock, regular_file, write_atomically
 
 BEAT_S = 2.0
 """Between two heartbeats of an owner file."""
@@ -118,7 +118,7 @@ class _OwnerFile:
 
     def read(self) -> str:
         try:
-            return self._path.read_text()
+            return regular_file(self._path).read_text()
         except FileNotFoundError:
             return ""
 

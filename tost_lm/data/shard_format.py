@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import DataError, first_problem
-from tost_lm.files import manifest_content
+from tost_lm.files import manifest_content, regular_file
 
 FORMAT = "tost_lm.shards.v3"
 MANIFEST = "manifest.json"
@@ -120,9 +120,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = regular_file(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder}: not a shard folder; build one with tost prepare shards") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from None
     content = manifest_content(data)
     if content is None:
         raise DataError(f"{path}: damaged, its content does not match its hash; {AGAIN}")
@@ -139,7 +141,7 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
 
 def block_hashes(path: Path) -> Iterator[str]:
     """XXH3-128 of each block of a file, in hex."""
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
             yield xxhash.xxh3_128_hexdigest(block)
 
@@ -164,7 +166,7 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
     Raises:
         DataError: its hash differs, or the lengths are not those of the shard's tokens.
     """
-    data = path.read_bytes()
+    data = regular_file(path).read_bytes()
     if xxhash.xxh3_128_hexdigest(data) != entry["idx_xxh3"]:
         raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
     lengths = np.frombuffer(data, np.int32, entry["documents"], INDEX_HEADER.size).copy()  # frees the rest of the file

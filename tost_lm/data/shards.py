@@ -19,7 +19,7 @@ from tost_lm.data.shard_format import (
 )
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import DataError
-from tost_lm.files import sha256_bytes, sha256_file
+from tost_lm.files import regular_file, sha256_bytes, sha256_file
 
 
 class Shards:
@@ -104,7 +104,7 @@ class Shards:
     def bad_rows(self) -> list[dict[str, str]]:
         """A sample of the unreadable rows: `where` and `reason` of each."""
         path = self.folder / BAD_ROWS
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [json.loads(line) for line in regular_file(path).read_text().splitlines()] if path.is_file() else []
 
     def _lengths(self, entry: dict[str, Any]) -> "np.ndarray":
         return read_lengths(self.folder / f"{entry['name']}.idx", entry)
@@ -135,7 +135,7 @@ class TokenShard:
         self._bytes, self._vocab_size = self._tokens * np.dtype(dtype).itemsize, vocab_size
         self.check_size()
         # A slice of an np.memmap takes 2 µs.
-        self._array = np.asarray(np.memmap(self._path, dtype, "r"))
+        self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r"))
         self._block_tokens = HASH_BLOCK_BYTES // self._array.itemsize
         self._checked = bytearray(len(self._hashes))
 

@@ -39,6 +39,7 @@ from tost_lm.files import (
     manifest_bytes,
     open_lock,
     publish_folder,
+    regular_file,
     restore_backup,
     write_atomically,
     write_rows,
@@ -69,7 +70,7 @@ class Journal:
     def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal | None":
         """The journal in a folder; None if it is missing, damaged or of another identity."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads((folder / JOURNAL).read_bytes())
+            content = json.loads(regular_file(folder / JOURNAL).read_bytes())
             if content["identity"] == identity:
                 journal = cls(folder, identity)
                 journal.corpus_rows, journal.position = content["corpus_rows"], Position(*content["position"])

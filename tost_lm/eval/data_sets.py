@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.eval.settings import DataSetsConfig
-from tost_lm.files import sha256_bytes, write_atomically
+from tost_lm.files import regular_file, sha256_bytes, write_atomically
 
 DOWNLOADS = Path("data/test_sets")
 HUB_TIMEOUT_S = 10.0
@@ -124,7 +124,8 @@ def find_set_file(data_set: str, given: DataSetsConfig, section: str = "sets") -
 def unpacked(path: Path) -> bytes:
     """The content of a file, decompressed if its name ends in .gz. Raises DataError."""
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = regular_file(path).read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
         problem = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {problem}; download it again") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
+from tost_lm.files import regular_file
 from tost_lm.inference.subject import HUB, hub_home
 from tost_lm.markdown import escape, format_result, table
 
@@ -133,7 +134,7 @@ def read_results(home: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(home.glob("eval/*@*/results.json")):
         try:
-            results = json.loads(path.read_bytes())
+            results = json.loads(regular_file(path).read_bytes())
         except ValueError:
             raise ConfigError(f"{path}: damaged; delete it and run tost eval zero-shot again") from None
         if isinstance(results, dict) and "by_token" in results:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tost_lm.errors import TrainingError
 from tost_lm.eval.recall_settings import MqarConfig, RecallConfig
-from tost_lm.files import require_writable, write_atomically
+from tost_lm.files import regular_file, require_writable, write_atomically
 from tost_lm.inference.subject import pick_device, results_path
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
@@ -261,7 +261,7 @@ def fit(model: nn.Module, optim: OptimConfig, steps: int, loss_of: Callable[[int
 def stored_results(path: Path) -> list[Result]:
     """The results of earlier calls; none if the file is missing or damaged."""
     try:
-        return list(json.loads(path.read_bytes())["results"])
+        return list(json.loads(regular_file(path).read_bytes())["results"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

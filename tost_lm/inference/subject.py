@@ -20,7 +20,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import require_writable, sha256_file, write_atomically
+from tost_lm.files import regular_file, require_writable, sha256_file, write_atomically
 from tost_lm.inference.protocol_names import SAMPLE
 from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
@@ -137,7 +137,7 @@ class Subject:
         """
         path = self.results_path(protocol)
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            results = json.loads(path.read_bytes())
+            results = json.loads(regular_file(path).read_bytes())
             if results["identity"] == identity:
                 print(f"reusing {path} (same checkpoint, text and settings)")
                 return results
@@ -151,7 +151,7 @@ class Subject:
         found, checkpoint_sha256 = [], sha256_file(self.checkpoint / "manifest.json")
         for path in sorted(self.home.glob("eval/*/results.json")):
             with suppress(ValueError, KeyError, TypeError):  # damaged, or from another version
-                results = json.loads(path.read_bytes())
+                results = json.loads(regular_file(path).read_bytes())
                 if results["identity"]["checkpoint_sha256"] == checkpoint_sha256 and "headline" in results:
                     found.append(results)
         return found
@@ -209,7 +209,7 @@ def append_to_history(home: Path, results: dict[str, Any]) -> None:
     facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
     row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
-    with path.open("a") as file:  # one write, which leaves the existing lines untouched
+    with regular_file(path).open("a") as file:  # one write, which leaves the existing lines untouched
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
     header = ("protocol", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
     write_atomically(
@@ -218,7 +218,7 @@ def append_to_history(home: Path, results: dict[str, Any]) -> None:
 
 
 def _rows_of_history(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().split("\n"):
+    for line in regular_file(path).read_text().split("\n"):
         with suppress(ValueError):
             yield json.loads(line)
 

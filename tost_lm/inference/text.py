@@ -27,7 +27,7 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import encode_blocks
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import write_atomically
+from tost_lm.files import regular_file, write_atomically
 from tost_lm.inference.generation import LanguageModel
 from tost_lm.inference.likelihood import rates
 from tost_lm.inference.ranks import Ranks
@@ -109,7 +109,7 @@ class SavedPosition:
         """The position, and what is wrong with the file."""
         if not self.path.is_file():
             return Position(), None
-        content = self.path.read_bytes()
+        content = regular_file(self.path).read_bytes()
         digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if digest != xxhash.xxh3_128_digest(data):
             return Position(), "damaged"
@@ -170,7 +170,7 @@ class TextFile:
 
     def end(self, characters: int) -> str:
         """The last `characters` characters, or the whole text if it is shorter."""
-        with self.path.open("rb") as file:
+        with regular_file(self.path).open("rb") as file:
             file.seek(max(0, self.bytes - 4 * characters))
             return file.read().decode(errors="ignore")[-characters:]
 
@@ -251,7 +251,7 @@ def _ids_from(file: IO[bytes], first: int) -> Iterator[np.ndarray]:
 def _decoded(path: Path, digest: Any) -> Iterator[str]:
     """The text of a file in blocks; `digest` is updated with their bytes."""
     decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         while True:
             data = file.read(BLOCK_BYTES)
             digest.update(data)

@@ -16,7 +16,7 @@ from tost_lm.checkpointing.run_folder import ENVIRONMENT
 from tost_lm.config import read_toml, validate
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.files import read_rows, sha256_file
+from tost_lm.files import read_rows, regular_file, sha256_file
 from tost_lm.markdown import escape, format_result, table
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
@@ -283,4 +283,4 @@ def _settings(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Empty without the file."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    return json.loads(regular_file(path).read_bytes()) if path.is_file() else {}

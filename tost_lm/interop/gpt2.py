@@ -19,6 +19,7 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Gpt2Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.files import regular_file
 from tost_lm.model import ModelConfig, TostLM
 
 NAMES = {
@@ -210,7 +211,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     found = {}
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular_file(path), framework="pt") as file:
                 found |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{path}: damaged, or not a safetensors file: {error}; copy it again") from None
@@ -229,13 +230,13 @@ def _read_vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[str]] | N
             return tree["model"]["vocab"], [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
         return {}, []
     if vocab.is_file() and merges.is_file():
-        return _read_json(vocab), merges.read_text("utf-8", "replace").split("\n")[1:-1]
+        return _read_json(vocab), regular_file(merges).read_text("utf-8", "replace").split("\n")[1:-1]
     return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(regular_file(path).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; give a folder of the Hugging Face library") from None
     except ValueError:

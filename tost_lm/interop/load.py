@@ -14,6 +14,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
+from tost_lm.files import regular_file
 from tost_lm.interop.authors import AuthorsModel, read_authors
 from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer, read_settings
 from tost_lm.interop.olmo_hybrid import read_olmo_hybrid, read_olmo_tokenizer
@@ -112,7 +113,7 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
 def _read_characters(path: Path) -> CharacterTokenizer:
     """The characters of a meta.pkl: {"itos": {id: character}, …}."""
     try:
-        with path.open("rb") as file:
+        with regular_file(path).open("rb") as file:
             names: Any = _PlainUnpickler(file).load()["itos"]
         characters = [names[i] for i in range(len(names))]
         if any(len(character) != 1 for character in characters):

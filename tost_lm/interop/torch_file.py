@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tost_lm.errors import CheckpointError
+from tost_lm.files import regular_file
 
 
 def read_torch_file(path: Path) -> Any:
@@ -19,7 +20,7 @@ def read_torch_file(path: Path) -> Any:
         CheckpointError: the file is damaged, or would call something.
     """
     damaged = f"{path}: damaged, or not a file of torch.save; copy it again"
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(regular_file(path)):
         raise CheckpointError(damaged)
     try:
         with zipfile.ZipFile(path) as archive:

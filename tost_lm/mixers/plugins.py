@@ -16,7 +16,7 @@ from typing import Any
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, printable
-from tost_lm.files import sha256_bytes
+from tost_lm.files import regular_file, sha256_bytes
 from tost_lm.mixers.facts import MixerFacts, Plugin
 from tost_lm.mixers.registry import FACTS
 
@@ -42,7 +42,7 @@ def register(facts: MixerFacts, layer: type) -> None:
         raise ConfigError(
             f"plugin: {layer.__name__} is not defined in a file; write it to a file, which is stored with models"
         )
-    what, text = f"plugin {file}", file.read_bytes()
+    what, text = f"plugin {file}", regular_file(file).read_bytes()
     for name in ("letter", "name", "tag", "settings"):
         if not hasattr(facts, name):
             raise ConfigError(f"{what}: its facts have no {name}; set it")
@@ -61,7 +61,7 @@ def register(facts: MixerFacts, layer: type) -> None:
 def run_plugin(path: Path) -> None:
     """Run a file that the user has named, once for the same text. Raises ConfigError if it registers no mixer."""
     try:
-        text = path.read_bytes()
+        text = regular_file(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"plugin {path}: cannot be read: {error.strerror}; name a Python file") from None
     sha256 = sha256_bytes(text)

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from tost_lm.config import EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
+from tost_lm.files import regular_file
 from tost_lm.parallel import timeouts
 from tost_lm.parallel.timeouts import STORE_S, Timeouts
 from tost_lm.torch_internals import dump_flight_record, is_communication_error, new_store_connection
@@ -112,7 +113,8 @@ class Heartbeat:
             if not self.folder.exists():  # at the start; not its run folder, which may have been moved
                 self.folder.mkdir(exist_ok=True)
             # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
-            file = os.open(self.folder / f"rank_{self.last.rank:05d}.json", os.O_WRONLY | os.O_CREAT, 0o666)
+            path = regular_file(self.folder / f"rank_{self.last.rank:05d}.json")
+            file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 os.pwrite(file, line.encode(), 0)
             finally:
@@ -124,7 +126,7 @@ def read_heartbeats(folder: Path) -> dict[int, HeartbeatRecord]:
     records = {}
     for path in sorted(folder.glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
-            line, again = path.read_text(), path.read_text()
+            line, again = regular_file(path).read_text(), path.read_text()
             while line != again:  # the rank wrote meanwhile
                 line, again = again, path.read_text()
             record = HeartbeatRecord(**json.loads(line))

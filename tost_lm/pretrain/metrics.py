@@ -21,7 +21,7 @@ from tost_lm.checkpointing.format import SETTINGS, Progress
 from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS
 from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
-from tost_lm.files import read_rows, write_atomically, write_rows
+from tost_lm.files import read_rows, regular_file, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.pretrain.loggers import (
     Row,
@@ -87,7 +87,7 @@ class Metrics:
         folder, first_step = config.run_folder, progress.step if progress else 0
         kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ROWS}
         self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
-            (folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
+            regular_file(folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
         )
         self.wandb_run_id = progress.wandb_run_id if progress else ""
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""

@@ -18,7 +18,7 @@ import numpy as np
 from tost_lm.checkpointing.format import MANIFEST, StoredTensors
 from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
-from tost_lm.files import read_rows
+from tost_lm.files import read_rows, regular_file
 from tost_lm.inference.protocol_names import HELDOUT
 from tost_lm.inference.subject import Subject, results_path
 from tost_lm.redaction import redact_text
@@ -130,7 +130,7 @@ def _branched(events: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(regular_file(path).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from stat import S_ISREG
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from tost_lm.data.shard_format import FORMAT, MANIFEST
 from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, blocks_of_rows, listed, too_long
 from tost_lm.errors import DataError
+from tost_lm.files import regular_file
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Endings of compressed text and JSON, and pyarrow's name of the codec."""
@@ -79,9 +79,10 @@ def corpus_files(source: str) -> list[CorpusFile]:
         for _, file in found:
             if format_of(file) is None:
                 raise DataError(f"corpus.source {source}: {file} has no supported format; convert it to {SUPPORTED}")
-            if not S_ISREG(file.stat().st_mode):  # reading a pipe would wait for a writer
-                raise DataError(f"corpus.source {source}: {file} is not a regular file; remove it from the corpus")
-        return [CorpusFile(name, file, (stat := file.stat()).st_size, stat.st_mtime_ns) for name, file in found]
+        return [
+            CorpusFile(name, file, (stat := regular_file(file).stat()).st_size, stat.st_mtime_ns)
+            for name, file in found
+        ]
     except OSError as error:
         raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
 
@@ -134,7 +135,7 @@ def _is_shard_folder(folder: Path) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
-    with manifest.open("rb") as file:
+    with regular_file(manifest).open("rb") as file:
         return SHARDS_OF_ANY_VERSION in file.read(MANIFEST_HEAD_BYTES)
 
 
@@ -179,7 +180,7 @@ class ByteStream:
             self._disk = pyarrow.OSFile(str(path))
             self._bytes = io.BufferedReader(pyarrow.CompressedInputStream(self._disk, self._codec))
         else:
-            self._disk = path.open("rb", buffering=0)
+            self._disk = regular_file(path).open("rb", buffering=0)
             self._bytes = io.BufferedReader(self._disk)
         if self._bytes.peek(3)[:3] == codecs.BOM_UTF8:
             self._bytes.read(3)

@@ -9,6 +9,7 @@ from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
 from tost_lm.data.tokenizers.interface import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
 from tost_lm.errors import DataError
+from tost_lm.files import regular_file
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -56,7 +57,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     kind = {kind.file_name: kind for kind in KINDS}.get(path.name, SentencePieceTokenizer)
     try:
-        return kind(path.read_bytes())
+        return kind(regular_file(path).read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such tokenizer; train it with tost prepare tokenizer") from None
     except OSError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers.interface import Tokenizer
 from tost_lm.errors import DataError, install_hint
-from tost_lm.files import sha256_file
+from tost_lm.files import regular_file, sha256_file
 
 RANKS = 50_256
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -99,7 +99,7 @@ def _read_tokens(folder: Path, setting: str) -> list[bytes]:
     printable = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
     byte_of = {chr(byte): byte for byte in printable}
     byte_of |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(printable)))}
-    ids: dict[str, int] = json.loads((folder / "encoder.json").read_bytes())
+    ids: dict[str, int] = json.loads(regular_file(folder / "encoder.json").read_bytes())
     return [bytes(byte_of[character] for character in token) for token in sorted(ids, key=ids.__getitem__)[:RANKS]]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.errors import DataError, install_hint
+from tost_lm.files import regular_file
 
 BREAK = ESCAPE + "2"  # decodes to nothing
 UNESCAPED = {**SENTENCEPIECE_UNESCAPED, BREAK: ""}
@@ -141,7 +142,7 @@ def hf_tokenizer(path: Path, eot_token: str | None, normalization: str) -> HfTok
             installed; or it has no token `eot_token`.
     """
     try:
-        text = path.read_text("utf-8")
+        text = regular_file(path).read_text("utf-8")
     except OSError as error:
         raise DataError(
             f"tokenizer.path {path}: cannot be read: {error.strerror}; set it to a tokenizer.json"

@@ -22,7 +22,7 @@ from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_block
 from tost_lm.data.sources.blocks import too_many_bad
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, escape
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import sha256_bytes, sha256_file, write_atomically
+from tost_lm.files import regular_file, sha256_bytes, sha256_file, write_atomically
 from tost_lm.version import VERSION
 
 SAMPLE_SEED = 2**63  # differs from the seed of the split's hash for every tokenizer.seed
@@ -265,7 +265,7 @@ def retrain_reason(config: DataPrepConfig, fingerprint: str) -> str | None:
     if not path.is_file():
         return "it does not exist yet"
     try:
-        record = json.loads(record_path(config).read_bytes())
+        record = json.loads(regular_file(record_path(config)).read_bytes())
         actual = sha256_file(path)
     except (OSError, ValueError):
         return f"{record_path(config)} or the model cannot be read"

@@ -18,7 +18,7 @@ from tost_lm.data.passages import passages
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.data.sources import Document, parse, read_blocks
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import write_atomically
+from tost_lm.files import regular_file, write_atomically
 
 TEXT_CHARACTERS = 50_000_000
 """Characters of the text that are read, at most; they are held in memory."""
@@ -35,7 +35,7 @@ def main(path: Path | None, config: DataPrepConfig) -> None:
         raise DataError(f"passages.text {settings.text}: no document has {FEWEST_LINES} lines; give longer documents")
     settings.file.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps({"text": text}) + "\n" for text in passages(texts, settings))
-    if settings.file.is_file() and settings.file.read_text() == content:
+    if settings.file.is_file() and regular_file(settings.file).read_text() == content:
         print(f"reusing {settings.file}: the same {settings.count:,} passages")
         return
     write_atomically(settings.file, content)

@@ -32,7 +32,7 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.eval.retrieval.tasks import Example, StoredExamples, Task, stored_examples
-from tost_lm.files import write_atomically
+from tost_lm.files import regular_file, write_atomically
 from tost_lm.inference.generation import LanguageModel, ModelFacts, continuations, greedy
 from tost_lm.inference.protocol_names import CONTEXT_FACTS
 from tost_lm.inference.ranks import Ranks
@@ -342,7 +342,7 @@ class Grid:
     def _stored(self, file: Path) -> dict[str, Any] | None:
         """A cell; None: its file is missing, damaged or of another identity, and `measure` replaces it."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            cell = json.loads(file.read_bytes())
+            cell = json.loads(regular_file(file).read_bytes())
             if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
                 return cell
         return None

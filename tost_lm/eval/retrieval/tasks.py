@@ -23,7 +23,7 @@ import xxhash
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.eval.retrieval.haystacks import Haystack, Text, insert_needles
-from tost_lm.files import atomic_writer, manifest_bytes, write_atomically, xxh3_file
+from tost_lm.files import atomic_writer, manifest_bytes, regular_file, write_atomically, xxh3_file
 from tost_lm.inference.ranks import Ranks
 
 
@@ -215,13 +215,13 @@ def stored_examples(
 def _read(prompts: Path, answers: Path, identity: dict[str, Any]) -> StoredExamples | None:
     """None: the files are missing or damaged."""
     try:
-        data = answers.read_bytes()
+        data = regular_file(answers).read_bytes()
         stored = json.loads(data)
         del stored["xxh3"]
         xxh3 = stored["prompts_xxh3"]
         if data != manifest_bytes(stored) or stored["identity"] != identity or xxh3_file(prompts) != xxh3:
             return None
-        return StoredExamples(np.load(prompts, mmap_mode="r"), stored["examples"], xxh3)
+        return StoredExamples(np.load(regular_file(prompts), mmap_mode="r"), stored["examples"], xxh3)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -27,7 +27,7 @@ from tost_lm.checkpointing.format import (
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError
-from tost_lm.files import sha256_file, write_atomically
+from tost_lm.files import regular_file, sha256_file, write_atomically
 from tost_lm.model.config import ExtendConfig, ExtensionConfig
 from tost_lm.version import VERSION
 
@@ -81,7 +81,7 @@ def _is_complete(folder: Path, record: dict[str, Any]) -> bool:
     if not folder.exists():
         return False
     try:
-        found = json.loads((folder / EXTENSION).read_bytes())
+        found = json.loads(regular_file(folder / EXTENSION).read_bytes())
         same = {name: found.get(name) for name in record} == record
     except (OSError, ValueError, AttributeError):
         same = False

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
+from tost_lm.files import regular_file
 from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
@@ -36,7 +37,7 @@ def _measured(device: str, memory_gb_s: float) -> dict[str, float]:
     if not path.is_file():
         return {}
     try:
-        measured = json.loads(path.read_text())["cells"]
+        measured = json.loads(regular_file(path).read_text())["cells"]
         cells = {cell["case"]: cell for cell in measured if cell["part"] == "device"}
         # Where a step takes far longer than its kernels, the GPU waits for the host, which does more than to launch.
         steps = [cell for cell in measured if cell["part"] == "training step" and "launches" in cell]
