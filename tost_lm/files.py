@@ -49,13 +49,13 @@ def xxh3_file(path: Path) -> str:
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The bytes of a manifest.json: JSON whose last key is the XXH3-128 of everything before it."""
+    """The bytes of a manifest.json or results.json: JSON whose last key is the XXH3-128 of everything before it."""
     body = json.dumps(manifest, indent=1, ensure_ascii=False).removesuffix("\n}")
     return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
 
 
 def manifest_content(data: bytes) -> bytes | None:
-    """The JSON of a manifest without its hash, from the bytes of `manifest_bytes`; None: the hash is another."""
+    """The JSON of such a file without its hash, from the bytes of `manifest_bytes`; None: the hash is another."""
     body, _, end = data.rpartition(b',\n "xxh3": "')
     return body + b"\n}" if end == f'{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode() else None
 

@@ -181,8 +181,8 @@ EVALUATIONS = [
 ]  # fmt: skip
 
 
-VOLATILE = ("/seconds", "_per_second", "/commit", "/tost_lm")
-"""Results that are not of the checkpoint: times and versions."""
+VOLATILE = ("/seconds", "_per_second", "/commit", "/tost_lm", "/xxh3")
+"""Results that are not of the checkpoint: times and versions, and the hash of the file."""
 
 
 def in_a_folder() -> tempfile.TemporaryDirectory[str]:

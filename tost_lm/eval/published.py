@@ -1,13 +1,11 @@
 """Published results, and tables of models beside them: which of the results are comparable."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.files import regular_file
-from tost_lm.inference.subject import HUB, hub_home
+from tost_lm.inference.subject import HUB, hub_home, read_result_file
 from tost_lm.markdown import escape, format_result, table
 
 GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"
@@ -133,11 +131,7 @@ def read_results(home: Path) -> dict[str, dict[str, Any]]:
     """The results of `tost eval zero-shot` on test sets, by protocol. Raises ConfigError when there are none."""
     found = {}
     for path in sorted(home.glob("eval/*@*/results.json")):
-        try:
-            results = json.loads(regular_file(path).read_bytes())
-        except ValueError:
-            raise ConfigError(f"{path}: damaged; delete it and run tost eval zero-shot again") from None
-        if isinstance(results, dict) and "by_token" in results:
+        if (results := read_result_file(path)) and "by_token" in results:
             found[path.parent.name] = results
     if not found:
         raise ConfigError(f"{home}: no results on test sets; run tost eval zero-shot {home}")

@@ -11,7 +11,6 @@ query does not depend on its value. All other tokens are noise: any ids except t
 Small models of several patterns are trained on such examples and tested.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 
 from tost_lm.errors import TrainingError
 from tost_lm.eval.recall_settings import MqarConfig, RecallConfig
-from tost_lm.files import regular_file, require_writable, write_atomically
-from tost_lm.inference.subject import pick_device, results_path
+from tost_lm.files import require_writable
+from tost_lm.inference.subject import pick_device, read_result_file, results_path, write_result_file
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -101,6 +100,7 @@ def measure(config: RecallConfig) -> list[Result]:
     """A result for each pattern and seed, in their order. Each is stored at once, and reused if it exists.
 
     Raises:
+        ConfigError: the stored results are damaged or were edited.
         TrainingError: a loss is not finite.
     """
     path = results_path(Path("runs") / config.recall.name, PROTOCOL)
@@ -259,14 +259,11 @@ def fit(model: nn.Module, optim: OptimConfig, steps: int, loss_of: Callable[[int
 
 
 def stored_results(path: Path) -> list[Result]:
-    """The results of earlier calls; none if the file is missing or damaged."""
-    try:
-        return list(json.loads(regular_file(path).read_bytes())["results"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    """The results of earlier calls; none without the file. Raises as `read_result_file`."""
+    stored = read_result_file(path)
+    return stored["results"] if stored else []
 
 
 def store_result(path: Path, protocol: str, result: Result) -> None:
     """Append a result to the stored ones."""
-    whole = {"protocol": protocol, "results": [*stored_results(path), result]}
-    write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    write_result_file(path, {"protocol": protocol, "results": [*stored_results(path), result]})

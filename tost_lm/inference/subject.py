@@ -1,7 +1,8 @@
 """The checkpoint that is evaluated, and its results in `<run or export>/eval/<protocol>/results.json`.
 
 A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
-version of this package. It is reused while these are the same.
+version of this package. It is reused while these are the same. Its last key is a hash, so that a result which was
+edited is not shown.
 
 All results on test sets and held-out text are listed in order of time: eval/results.jsonl, and as a table
 eval/results.md.
@@ -20,7 +21,14 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import regular_file, require_writable, sha256_file, write_atomically
+from tost_lm.files import (
+    manifest_bytes,
+    manifest_content,
+    regular_file,
+    require_writable,
+    sha256_file,
+    write_atomically,
+)
 from tost_lm.inference.protocol_names import SAMPLE
 from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
@@ -136,25 +144,29 @@ class Subject:
             ConfigError: there are none, and new ones could not be written.
         """
         path = self.results_path(protocol)
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            results = json.loads(regular_file(path).read_bytes())
-            if results["identity"] == identity:
-                print(f"reusing {path} (same checkpoint, text and settings)")
-                return results
-            if protocol != SAMPLE:
-                print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
+        try:
+            results = read_result_file(path)
+        except (ConfigError, OSError):
+            print(f"{path} is damaged or was edited, and will be replaced")
+            results = None
+        if results and results["identity"] == identity:
+            print(f"reusing {path} (same checkpoint, text and settings)")
+            return results
+        if results and protocol != SAMPLE:
+            print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
         require_writable(path)
         return None
 
     def cited_results(self) -> list[dict[str, Any]]:
-        """The results with a headline that were measured on exactly this checkpoint, by protocol."""
-        found, checkpoint_sha256 = [], sha256_file(self.checkpoint / "manifest.json")
-        for path in sorted(self.home.glob("eval/*/results.json")):
-            with suppress(ValueError, KeyError, TypeError):  # damaged, or from another version
-                results = json.loads(regular_file(path).read_bytes())
-                if results["identity"]["checkpoint_sha256"] == checkpoint_sha256 and "headline" in results:
-                    found.append(results)
-        return found
+        """The results with a headline that were measured on exactly this checkpoint, by protocol.
+
+        Raises:
+            ConfigError: as `read_result_file`.
+        """
+        checkpoint_sha256 = sha256_file(self.checkpoint / "manifest.json")
+        found = [read_result_file(path) or {} for path in sorted(self.home.glob("eval/*/results.json"))]
+        cited = [results for results in found if "headline" in results]
+        return [results for results in cited if results["identity"]["checkpoint_sha256"] == checkpoint_sha256]
 
     def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
         """Write results.json; `started` is the time.monotonic() at which the evaluation began.
@@ -169,7 +181,7 @@ class Subject:
             **results,
         }
         path = self.results_path(protocol)
-        write_atomically(path, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        write_result_file(path, whole)
         print(f"wrote {path}")
         if "headline" in results:
             append_to_history(self.home, whole)
@@ -194,6 +206,29 @@ def hub_home(path: Path) -> Path:
 def results_path(home: Path, protocol: str) -> Path:
     """The results.json of a run or an export."""
     return home / "eval" / protocol / "results.json"
+
+
+def write_result_file(path: Path, results: dict[str, Any]) -> None:
+    """Write a results.json, or a cell of one, with its hash."""
+    write_atomically(path, manifest_bytes(results))
+
+
+def read_result_file(path: Path) -> dict[str, Any] | None:
+    """A file of `write_result_file`, without its hash; None: it does not exist.
+
+    Raises:
+        ConfigError: it is damaged or was edited.
+        OSError: it cannot be read.
+    """
+    try:
+        content = manifest_content(regular_file(path).read_bytes())
+    except FileNotFoundError:
+        return None
+    if content is None:
+        raise ConfigError(
+            f"{path}: damaged or edited, its hash differs from its content; remove it and run the evaluation again"
+        )
+    return json.loads(content)
 
 
 def pick_device() -> Literal["cuda", "cpu"]:

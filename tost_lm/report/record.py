@@ -20,7 +20,7 @@ from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, regular_file
 from tost_lm.inference.protocol_names import HELDOUT
-from tost_lm.inference.subject import Subject, results_path
+from tost_lm.inference.subject import Subject, read_result_file, results_path
 from tost_lm.redaction import redact_text
 from tost_lm.report.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
 
@@ -48,12 +48,8 @@ class EvaluatedModel:
         return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
 
     def results(self, protocol: str) -> dict[str, Any] | None:
-        """The results of a protocol; None without any."""
-        path = results_path(self.folder, protocol)
-        results = _read_json(path)
-        if results is not None and "identity" not in results:
-            raise ConfigError(f"results are from another version: {path}; remove the file and run the evaluation again")
-        return results
+        """The results of a protocol; None without any. Raises as `read_result_file`."""
+        return read_result_file(results_path(self.folder, protocol))
 
 
 @dataclass(frozen=True)

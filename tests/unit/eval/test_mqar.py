@@ -220,6 +220,9 @@ def test_results_are_stored_one_by_one_and_reused(tmp_path: Path, monkeypatch: p
     kept = json.loads(stored.read_text())["results"]
     assert len(kept) == 5
     assert all(result in kept for result in results)
+    stored.write_text(stored.read_text().replace('"accuracy": ', '"accuracy": 1'))
+    with pytest.raises(ConfigError, match=r"mqar@zoology/results\.json: damaged or edited"):
+        measure(both)
     table = recall_table(both, results).splitlines()
     assert [line.split(" | ")[0] for line in table[2:4]] == ["| AA", "| TA"]
     assert "Guessing: 12.50% of all values, 50.0% of the example's own" in table[-1]

@@ -9,7 +9,7 @@ import pytest
 from tost_lm.errors import ConfigError
 from tost_lm.eval.protocols import find_protocol
 from tost_lm.eval.published import KNOWN_OF_GPT2, PUBLISHED, is_reached, side_by_side
-from tost_lm.inference.subject import append_to_history
+from tost_lm.inference.subject import append_to_history, write_result_file
 from tost_lm.markdown import format_result
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
@@ -24,9 +24,7 @@ def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
         "by_token": find_protocol(protocol).by_token, "tokenizer_is_gpt2s": True,
         "model": {measure: 31.5, f"{measure}_standard_error": 0.25, **changed.pop("figures", {})}, **changed,
     }  # fmt: skip
-    path = home / "eval" / protocol / "results.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(results))
+    write_result_file(home / "eval" / protocol / "results.json", results)
     return home
 
 
@@ -129,7 +127,7 @@ def test_a_folder_without_results_is_rejected(tmp_path: Path):
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])
     (tmp_path / "a/eval" / STRIDED / "results.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"results\.json: damaged; delete it"):
+    with pytest.raises(ConfigError, match=r"results\.json: damaged or edited, its hash differs"):
         side_by_side([tmp_path / "a"])
 
 

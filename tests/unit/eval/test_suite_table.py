@@ -17,7 +17,7 @@ from tost_lm.eval.settings import HeldoutConfig, TextConfig
 from tost_lm.eval.suite import HEADER, check_steps, write_suite
 from tost_lm.eval.suite_settings import PROGRAMS, Step, SuiteConfig, steps_of
 from tost_lm.inference.protocol_names import HELDOUT
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.subject import Subject, write_result_file
 
 LAMBADA, WIKITEXT, PIQA = "lambada_openai@lm-eval", "wikitext2@hf-stride1024", "piqa@lm-eval"
 EVERYTHING = {
@@ -126,9 +126,7 @@ def test_programs_that_read_no_hugging_face_model_are_rejected_for_one(tmp_path:
 
 
 def write(run: Path, task: str, **results: Any) -> None:
-    path = run / "eval" / task / "results.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"protocol": task, "identity": {}, **results}))
+    write_result_file(run / "eval" / task / "results.json", {"protocol": task, "identity": {}, **results})
 
 
 def cells_of(text: str) -> list[list[str]]:

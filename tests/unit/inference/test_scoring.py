@@ -145,6 +145,12 @@ def test_results_are_reused_only_for_the_same_identity(run_folder: Path, capsys)
     assert subject.reusable("p@2", identity) is None
     subject.results_path("p@1").write_text('{"identity": ')
     assert subject.reusable("p@1", identity) is None
+    subject.write_results("p@1", identity, 0.0, {"score": 3})
+    path = subject.results_path("p@1")
+    path.write_text(path.read_text().replace('"score": 3', '"score": 4'))
+    capsys.readouterr()
+    assert subject.reusable("p@1", identity) is None
+    assert capsys.readouterr().out == f"{path} is damaged or was edited, and will be replaced\n"
 
 
 def test_a_step_folder_shares_the_results_of_its_run(run_folder: Path):

@@ -17,6 +17,7 @@ from tost_lm.config import to_toml, validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import sha256_file, write_rows
+from tost_lm.inference.subject import write_result_file
 from tost_lm.interop.card import model_card
 from tost_lm.interop.hf import export
 from tost_lm.pretrain.settings import PretrainConfig
@@ -73,9 +74,8 @@ def write_measurements(run: Path) -> None:
             "settings": {"lambada": {"limit": 50, "file": None}, "hub": {"token": "planted or not"}},
         }  # fmt: skip
         totals = {"accuracy": 0.25, "accuracy_standard_error": 0.0625, "examples": 48}
-        (run / "eval" / name).mkdir(parents=True)
         results = {"protocol": name, "identity": identity, "headline": "accuracy", "model": totals}
-        (run / "eval" / name / "results.json").write_text(json.dumps(results))
+        write_result_file(run / "eval" / name / "results.json", results)
 
 
 def rows_of(card: str, section: str) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from tost_lm.errors import CheckpointError
 from tost_lm.eval.commands.contamination import main
 from tost_lm.eval.contamination import contamination
 from tost_lm.eval.settings import ContaminationConfig
+from tost_lm.inference.subject import write_result_file
 from tost_lm.report.page import to_html
 from tost_lm.report.record import RunRecord
 
@@ -71,7 +72,7 @@ def test_counts_and_some_overlaps_are_in_the_report(mixture, run_folder: Path, s
     assert "<b>" not in page
 
     results["folders"][0]["largest"][0]["text"] = "x" * 1000
-    path.write_text(json.dumps(results))
+    write_result_file(path, results)
     shutil.rmtree(mixture[1])
     section = contamination(RunRecord.read(run_folder))
     assert f"| {'x' * 200} … |" in section

@@ -15,16 +15,18 @@ from wandb_files import history
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.eval.published import side_by_side
 from tost_lm.eval.sections import evaluation_sections
 from tost_lm.eval.settings import ScoreTextConfig
 from tost_lm.inference.protocol_names import HELDOUT, NEEDLE, SAMPLE, TEXT
 from tost_lm.inference.settings import GenerateConfig
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.subject import Subject, read_result_file, write_result_file
 from tost_lm.markdown import table
 from tost_lm.report import write_report
+from tost_lm.report.comparison import comparison_sections
 from tost_lm.report.page import Page as ReportPage
 from tost_lm.report.page import to_html, to_markdown
-from tost_lm.report.record import RunRecord
+from tost_lm.report.record import RunRecord, group_runs
 from tost_lm.report.run import run_sections
 
 NASTY = (
@@ -169,6 +171,21 @@ def test_the_model_is_compared_with_baselines(evaluated):
         assert figure in page.text
 
 
+def test_results_that_were_edited_are_not_shown(evaluated):
+    """In the report, its comparison, a table of models or a model card."""
+    path = evaluated / "eval" / HELDOUT / "results.json"
+    path.write_text(path.read_text().replace("2.4525", "1.4525"))
+    problem = r"heldout@bpb/results\.json: damaged or edited, its hash differs from its content; remove it and run the "
+    for read in (
+        lambda: text_of(evaluated),
+        lambda: to_markdown(comparison_sections(group_runs([RunRecord.read(evaluated)]), ReportPage("", figures="f"))),
+        lambda: side_by_side([evaluated]),
+        Subject.find(evaluated).cited_results,
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            read()
+
+
 def test_needle_means_chance_and_limits(evaluated):
     page = text_of(evaluated)
     for words in ("25.0%", "12.5%", "choice: 10%", "the grid 32", "not expected to recall an exact word"):
@@ -177,7 +194,7 @@ def test_needle_means_chance_and_limits(evaluated):
 
 def change_results(folder: Path, protocol: str, **changes: Any) -> None:
     path = folder / "eval" / protocol / "results.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_result_file(path, (read_result_file(path) or {}) | changes)
 
 
 def change_checkpoint(folder: Path, protocol: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
 from tost_lm.inference.protocol_names import HELDOUT, NEEDLE
+from tost_lm.inference.subject import write_result_file
 from tost_lm.model import TostLM
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
@@ -75,7 +76,7 @@ def write_results(folder: Path, protocol: str, step: int, shards: str = "a", **r
     path = folder / "eval" / protocol / "results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     identity = {"step": step, "shards_fingerprint": shards, "settings": {}}
-    path.write_text(json.dumps({"identity": identity, **results}))
+    write_result_file(path, {"identity": identity, **results})
 
 
 def add_results(folder: Path, protocol: str, step: int, score: float, shards: str = "a") -> None:

@@ -17,7 +17,6 @@ scored under each condition of its task: with the needles and, as a control, wit
     choice   whether the right answer is the likeliest option, if the task has several options
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,11 +31,10 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.eval.retrieval.tasks import Example, StoredExamples, Task, stored_examples
-from tost_lm.files import regular_file, write_atomically
 from tost_lm.inference.generation import LanguageModel, ModelFacts, continuations, greedy
 from tost_lm.inference.protocol_names import CONTEXT_FACTS
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.subject import Subject, read_result_file, write_result_file
 from tost_lm.markdown import format_chance, with_error
 from tost_lm.model import LMOutput
 from tost_lm.model.streaming import TILE_TOKENS, prefill
@@ -307,7 +305,7 @@ class Grid:
                 "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
             if ranks.is_first_of_copy:
-                write_atomically(self._file(cell), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+                write_result_file(self._file(cell), result)
             if ranks.rank == 0:
                 self._print_complete(lengths)
         ranks.wait_for_copies()
@@ -340,10 +338,10 @@ class Grid:
         return settings | cell._asdict()
 
     def _stored(self, file: Path) -> dict[str, Any] | None:
-        """A cell; None: its file is missing, damaged or of another identity, and `measure` replaces it."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            cell = json.loads(regular_file(file).read_bytes())
-            if cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
+        """A cell; None: its file is missing, damaged, edited or of another identity, and `measure` replaces it."""
+        with suppress(ConfigError, OSError):
+            cell = read_result_file(file)
+            if cell and cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
                 return cell
         return None
 

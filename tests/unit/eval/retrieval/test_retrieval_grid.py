@@ -121,13 +121,16 @@ def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
         assert reader.calls == calls
 
 
-def test_a_damaged_cell_is_measured_again(make_grid, run_folder, tokenizer):
+def test_a_damaged_or_edited_cell_is_measured_again(make_grid, run_folder, tokenizer):
     make_grid().measure(Ranks(), Reader(), tokenizer)
     path = run_folder / "eval" / NEEDLE / "cells" / "length_00000160_depth_0.00.json"
-    path.write_text(path.read_text()[:100])
-    reader = Reader()
-    make_grid().measure(Ranks(), reader, tokenizer)
-    assert reader.calls == 2
+    whole = path.read_text()
+    for other in (whole[:100], whole.replace('"choice_accuracy": 0', '"choice_accuracy": 1')):
+        assert other != whole
+        path.write_text(other)
+        reader = Reader()
+        make_grid().measure(Ranks(), reader, tokenizer)
+        assert reader.calls == 2
 
 
 def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folder, tokenizer):
@@ -136,7 +139,7 @@ def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folde
         files = cell_files(run_folder)
         for name in files:
             (run_folder / "eval" / NEEDLE / "cells" / name).unlink()
-        return {name: re.sub(rb'"seconds": .*', b"", data) for name, data in files.items()}
+        return {name: re.sub(rb'"(seconds|xxh3)": .*', b"", data) for name, data in files.items()}
 
     assert written() == written()
 
@@ -155,7 +158,7 @@ def test_examples_are_generated_once_and_checked(make_grid, run_folder, tokenize
         shutil.rmtree(run_folder / "eval", ignore_errors=True)
         generated.clear()
         make_grid(**settings).measure(Ranks(), Reader(), tokenizer)
-        return {name: json.loads(data) | {"seconds": 0} for name, data in cell_files(run_folder).items()}
+        return {name: json.loads(data) | {"seconds": 0, "xxh3": ""} for name, data in cell_files(run_folder).items()}
 
     cells = measure()
     assert len(generated) == 4 * 2
