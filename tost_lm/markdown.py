@@ -36,14 +36,26 @@ def format_chance(chance: float) -> str:
 
 
 def fenced(text: str) -> str:
-    """A code block for any text: the fence is longer than any run of backticks in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    """A code block for any text."""
+    fence = _fence(text, 3)
     return f"{fence}text\n{text}\n{fence}"
 
 
+def code(text: str) -> str:
+    """Any text as code on one line, outside of tables."""
+    line = " ".join(text.splitlines())
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{_fence(line, 1)}{pad}{line}{pad}{_fence(line, 1)}"
+
+
+def _fence(text: str, least: int) -> str:
+    """More backticks than any run of them in a text, at least `least`."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
 def escape(text: str) -> str:
-    """Plain text as Markdown on one line."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(text.split()))
+    """Plain text as Markdown on one line: no link, image, address or tag in it is live."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~&]|:(?=//)|(?<=www)\.)", r"\\\1", " ".join(text.split()))
 
 
 def _alignment(cells: Sequence[str]) -> str:

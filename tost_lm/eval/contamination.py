@@ -23,7 +23,7 @@ from tost_lm.errors import DataError
 from tost_lm.eval.settings import DataSetsConfig
 from tost_lm.inference.protocol_names import contamination_protocol
 from tost_lm.inference.subject import describe_published
-from tost_lm.markdown import table
+from tost_lm.markdown import code, table
 from tost_lm.report.record import EvaluatedModel
 
 WORDS = 13
@@ -235,10 +235,8 @@ def contamination(run: EvaluatedModel) -> str:
         "punctuation do not count. Percentages are of the examples of at least 13 words.",
     ]
     if any(CHANGED in row[2] for row in counts):
-        paragraphs.append(
-            f"**Shards have changed or are missing.** To search them again, run `tost eval contamination {run.folder} "
-            "sets.NAME=FILE`."
-        )
+        command = code(f"tost eval contamination {run.folder} sets.NAME=FILE")
+        paragraphs.append(f"**Shards have changed or are missing.** To search them again, run {command}.")
     if overlaps:
         paragraphs += [
             f"Largest overlaps, at most {SHOWN} of each test set and shard folder, with the 13-gram that most training "

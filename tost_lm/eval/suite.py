@@ -21,7 +21,7 @@ from tost_lm.inference.hugging_face import HuggingFaceSubject, find_subject
 from tost_lm.inference.protocol_names import CONTEXT_FACTS, CONTEXT_GAIN, COPYING, HELDOUT, POSITIONS, TEXT
 from tost_lm.inference.subject import Subject
 from tost_lm.inference.text import TextFile
-from tost_lm.markdown import escape, format_result, table
+from tost_lm.markdown import code, escape, format_result, table
 from tost_lm.report.page import to_html, to_markdown
 from tost_lm.report.record import EvaluatedModel
 from tost_lm.report.retrieval import HEADLINES, SHOWN
@@ -126,7 +126,7 @@ def _sections(
     hashes = subject.hashes()
     yield f"# {escape(title)}"
     yield (
-        f"Checkpoint `{subject.checkpoint.name}` (SHA-256 {hashes['checkpoint_sha256'][:12]}), tokenizer (SHA-256 "
+        f"Checkpoint {code(subject.checkpoint.name)} (SHA-256 {hashes['checkpoint_sha256'][:12]}), tokenizer (SHA-256 "
         f"{hashes['tokenizer_sha256'][:12]})."
     )
     yield table(HEADER, rows)
@@ -135,7 +135,7 @@ def _sections(
         "window length are the same and, for metrics per token, the tokenizer. The published results have no standard "
         "error. Each program writes its results with all metrics to `eval/TASK/results.json`:"
     )
-    yield "\n".join(f"- `tost {step.command} {shlex.join([target, *step.overrides])}`" for step in steps)
+    yield "\n".join(f"- {code(f'tost {step.command} {shlex.join([target, *step.overrides])}')}" for step in steps)
 
 
 def _rows_of(step: Step, subject: Subject, failure: int | None) -> Iterator[Row]:

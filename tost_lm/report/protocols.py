@@ -10,7 +10,7 @@ from tost_lm.checkpointing.format import read_model_config
 from tost_lm.files import sha256_file
 from tost_lm.inference.protocol_names import HELDOUT, POSITIONS, SAMPLE, TEXT
 from tost_lm.inference.subject import describe_published
-from tost_lm.markdown import escape, fenced, format_result, table
+from tost_lm.markdown import code, escape, fenced, format_result, table
 from tost_lm.redaction import redact_text
 from tost_lm.report.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.report.record import EvaluatedModel
@@ -109,7 +109,7 @@ def sample(run: EvaluatedModel) -> str:
 
 def missing_line(command: str, argument: Any) -> str:
     """The command for an evaluation without results."""
-    return f"{MISSING} Run `{command} {argument}`."
+    return f"{MISSING} Run {code(f'{command} {argument}')}."
 
 
 def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int) -> str:
@@ -121,7 +121,7 @@ def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int)
     for row in baselines:
         significant = abs(row["model_lower_by"]) > 2 * row["model_lower_by_standard_error"]
         verdict = (better if row["model_lower_by"] > 0 else worse) if significant else similar
-        groups[verdict].append(f"the {row['name']}")
+        groups[verdict].append(f"the {escape(row['name'])}")
     verdicts = [f"{verdict} {' and '.join(names)}" for verdict, names in groups.items() if names]
     return f"In bits per byte the model is {', '.join(verdicts)} (two standard errors)."
 
@@ -138,9 +138,9 @@ def _state_growth(results: dict[str, Any]) -> str:
 def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) -> str:
     """The evaluated checkpoint; if it is not the newest one, also the command that evaluates that."""
     identity = results["identity"]
-    line = f"Checkpoint `{identity['checkpoint']}`, evaluated in {results['seconds']:,.0f} s."
+    line = f"Checkpoint {code(identity['checkpoint'])}, evaluated in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
-        line += f" **This is not the newest checkpoint.** To evaluate that, run `{command}`."
+        line += f" **This is not the newest checkpoint.** To evaluate that, run {code(command)}."
     return line
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 from wandb_files import history
 
 from tost_lm.checkpointing.format import write_checkpoint
@@ -32,6 +33,9 @@ from tost_lm.report.run import run_sections
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
 )
+
+
+HOSTILE = ("![x](http://a/b.png)", "[x](javascript:alert(1))", "<img src=x onerror=alert(1)>", "a | b `c`")
 
 
 def baseline(name: str, bits: float, lower_by: float) -> dict[str, Any]:
@@ -169,6 +173,28 @@ def test_the_model_is_compared_with_baselines(evaluated):
         assert verdict in page.text
     for figure in ("4.2500", "70.10", "2.4525 ± 0.0123", "+2.0475 ± 0.0100", "123,456"):
         assert figure in page.text
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, NASTY], ids=["image", "link", "tag", "cells", "page"])
+def test_names_are_only_text_whatever_they_hold(evaluated, name):
+    """Those of baselines, checkpoints, the run, its folder and its environment."""
+    change_results(evaluated, HELDOUT, baselines=[baseline(name, 4.5, 2.0)])
+    identity = (read_result_file(evaluated / "eval" / NEEDLE / "results.json") or {})["identity"]
+    change_results(evaluated, NEEDLE, identity=identity | {"checkpoint": name, "checkpoint_sha256": ""})
+    config = evaluated / "config.toml"
+    config.write_text(config.read_text().replace('name = "tiny"', f"name = {json.dumps(name)}"))
+    (evaluated / "env.json").write_text(json.dumps({name: {name: name}}))
+    (evaluated / "eval" / SAMPLE / "results.json").unlink()  # the report names the command with the folder
+    evaluated = evaluated.rename(evaluated.with_name(name.replace("/", "")))
+    page = Page(write_report(evaluated, evaluation_sections).read_text())
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(images) == 3
+    assert all((attributes["src"] or "").startswith("data:image/png;base64,") for attributes in images)
+    assert page.text.count(" ".join(name.split())) >= 7
+    raw = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render((evaluated / "report.md").read_text()))
+    tags = ["h1", "h2", "h3", "p", "blockquote", "strong", "code", "img", "table", "thead", "tbody", "tr", "th", "td"]
+    assert not {tag for tag, _ in raw.tags} - {*tags}
+    assert [tag for tag, _ in raw.tags].count("img") == 3
 
 
 def test_results_that_were_edited_are_not_shown(evaluated):
