@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import CheckpointError, ConfigError, install_hint
+from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.inference.subject import HUB, Subject, hub_home
 from tost_lm.model import LMOutput, LMState
@@ -28,6 +28,13 @@ CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Names of the trained length in the configurations of models."""
+
+BUILT_IN = {
+    "attn_implementation": ("eager", "sdpa"),
+    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
+    "quantization_config": (),
+}
+"""Settings by which transformers loads kernels from the hub or runs other packages, and their values that do not."""
 
 
 def find_subject(path: Path) -> Subject:
@@ -59,6 +66,8 @@ class HuggingFaceSubject(Subject):
     def load(self, device: str) -> "HuggingFaceLM":
         """The model in float32. Raises CheckpointError, also when weights are missing."""
         transformers = _library()
+        settings, _ = _guarded(self, lambda: transformers.PreTrainedConfig.get_config_dict(self.checkpoint))
+        check_settings(settings, self.checkpoint / CONFIG)
 
         def load() -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(
@@ -205,6 +214,19 @@ def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor
         nats_BK.append((logits_KV.logsumexp(1) - label_K).where(counted_K, 0))
         is_top_BK.append((label_K >= logits_KV.amax(1)) & counted_K)
     return torch.stack(nats_BK), torch.stack(is_top_BK)
+
+
+def check_settings(settings: Any, where: Path) -> None:
+    """Raises CheckpointError if the content of a config.json makes transformers load code, at any depth of it."""
+    for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        built_in = BUILT_IN.get(str(name).removeprefix("_"))
+        if built_in is not None and value is not None and value not in built_in:
+            shown = printable(str(value))[:SHOWN]
+            raise CheckpointError(
+                f"{where}: unsupported {name}, for which transformers loads code: {shown}; give a folder without it"
+            )
+        if isinstance(value, dict | list):
+            check_settings(value, where)
 
 
 def _tokenizes(path: Path) -> bool:

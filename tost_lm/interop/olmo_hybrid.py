@@ -19,6 +19,7 @@ from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
 from tost_lm.data.tokenizers.hf import FORMS, hf_tokenizer
 from tost_lm.errors import CheckpointError, DataError, install_hint
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
+from tost_lm.inference.hugging_face import check_settings
 from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings
 from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
 from tost_lm.mixers.softmax.settings import kv_width
@@ -91,9 +92,11 @@ def read_olmo_hybrid(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     where, library = folder / CONFIG, _library()
     try:
+        stored, _ = library.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         settings = library.OlmoHybridConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library has none of its own
         raise CheckpointError(f"{where}: transformers rejects it: {_first_line(error)}; correct it") from None
+    check_settings(stored, where)
     config = our_settings(settings, where)
     try:
         model, found = library.OlmoHybridForCausalLM.from_pretrained(

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +135,48 @@ def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
     (tmp_path / "copy/config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"copy: cannot be loaded \(.*\); give a causal"):
         find_subject(tmp_path / "copy").load("cpu")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"_attn_implementation": "publisher/kernel"},
+        {"attn_implementation": "publisher/kernel"},
+        {"attn_implementation": "flash_attention_2"},
+        {"attn_implementation": {"": "publisher/kernel"}},
+        {"per_layer_config": [{"_attn_implementation": "publisher/kernel"}]},
+        {"experts_implementation": "sonicmoe"},
+        {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        {"text_config": {"quantization_config": {"quant_method": "fbgemm_fp8"}}},
+    ],
+    ids=str,
+)
+def test_settings_that_load_code_are_refused_by_name(saved: Path, tmp_path: Path, setting: dict[str, Any]):
+    shutil.copytree(saved, tmp_path / "copy")
+    config = tmp_path / "copy/config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | setting))
+    name = max(re.findall(r"\w+(?:implementation|quantization_config)|quantization_config", str(setting)), key=len)
+    with pytest.raises(
+        CheckpointError, match=rf"^{config}: unsupported {name}, for which transformers loads code: .*; give"
+    ):
+        find_subject(tmp_path / "copy").load("cpu")
+    # The library reads such a file instead, if its version is in the list.
+    (tmp_path / "copy/config.5.0.0.json").write_text(config.read_text())
+    config.write_text(json.dumps(settings | {"configuration_files": ["config.5.0.0.json"]}))
+    with pytest.raises(CheckpointError, match=f"unsupported {name}"):
+        find_subject(tmp_path / "copy").load("cpu")
+
+
+@pytest.mark.parametrize("built_in", ["eager", "sdpa", None])
+def test_a_folder_may_choose_an_attention_of_the_library(saved: Path, tmp_path: Path, built_in: str | None):
+    shutil.copytree(saved, tmp_path / "copy")
+    config = tmp_path / "copy/config.json"
+    chosen = {"attn_implementation": built_in, "quantization_config": None}
+    config.write_text(json.dumps(json.loads(config.read_text()) | chosen))
+    loaded = find_subject(tmp_path / "copy").load("cpu")
+    assert isinstance(loaded, HuggingFaceLM)
+    assert loaded.model.config._attn_implementation == (built_in or "sdpa")
 
 
 def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_path: Path):

@@ -119,6 +119,7 @@ def change(folder: Path, **settings: Any) -> None:
         ({"linear_conv_kernel_dim": 3}, r"unsupported linear_conv_kernel_dim: 3; give a model with 4$"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type: 'linear'; give"),
         ({"hidden_size": "32"}, r"config\.json: transformers rejects it: .*hidden_size.*; correct it$"),
+        ({"_attn_implementation": "publisher/kernel"}, r"unsupported _attn_implementation, for .*: publisher/kernel;"),
         ({"layer_types": ["linear_attention"] * 4}, r"rejects it: .*; correct it$"),
         ({"intermediate_size": 80}, r"transformers cannot read it: .*; copy it again$"),
         ({"num_hidden_layers": 5, "layer_types": None}, r"missing weights: .* and 13 more; copy it again$"),
