@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import blocks_of
-from forked import ENVIRONMENT
+from forked import ENVIRONMENT, Forked
 from programs import refusal, run
 
 from tost_lm.files import sha256_bytes
@@ -99,6 +99,16 @@ def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
     said = run("tost generate", "runs/tiny", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS=f"{step}/mixer_E.py")
     assert "the " in said
     assert (trained / "marker").exists()
+
+
+def test_a_plugin_does_not_end_the_program_and_ctrl_c_does(folder: Path):
+    expected = "command line: plugin gated_ema.py: SystemExit: {} (line 1); correct the file"
+    for code in (0, 3):
+        (folder / "gated_ema.py").write_text(f"raise SystemExit({code})")
+        assert refusal("tost train", *WORDS, cwd=folder) == expected.format(code)
+    (folder / "gated_ema.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    code, _, errors = Forked("tost train", *WORDS, cwd=folder).finish()
+    assert (code, errors) == (130, "\ninterrupted; run the same command to resume\n")
 
 
 def test_another_text_is_refused(trained: Path):

@@ -74,7 +74,7 @@ def run_plugin(path: Path) -> None:
         exec(compile(text, module.__file__, "exec"), module.__dict__)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end the program as if it had succeeded
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == module.__file__]
         place = lines[-1] if lines else ""  # the text of a SyntaxError has it
