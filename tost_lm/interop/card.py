@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.checkpointing.format import CONVERSION, EXTENSION, SETTINGS, Progress, read_model_config
-from tost_lm.checkpointing.run_folder import ENVIRONMENT
+from tost_lm.checkpointing.run_folder import ENVIRONMENT, read_record
 from tost_lm.config import read_toml, validate
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.files import read_rows, regular_file, sha256_file
+from tost_lm.files import regular_file, sha256_file
 from tost_lm.markdown import escape, format_result, table
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
@@ -72,7 +72,7 @@ def model_card(
         usage: Python that loads the model where the card lies.
 
     Raises:
-        ConfigError: the settings of the run are from another version.
+        ConfigError: the settings of the run are from another version, or a row of its records is damaged.
     """
     model, training = read_model_config(folder), _read_training(folder, run)
     validation = _newest(run, "validation.jsonl", training)[-1:]
@@ -98,14 +98,14 @@ def _read_training(folder: Path, run: Path | None) -> _Training | None:
     optim = validate(OptimConfig, settings["optim"], where=str(folder / SETTINGS))
     parallel = validate(ParallelConfig, settings["parallel"], where=str(folder / SETTINGS))
     kind = "branched" if "branch_from" in settings["train"] else "initial weights"
-    events = [row for row in read_rows(run / "events.jsonl") if row["event"] == kind] if run else []
+    events = [row for row in read_record(run / "events.jsonl") if row["event"] == kind] if run else []
     environment = _read_json(run / ENVIRONMENT) if run else {}
     return _Training(settings, optim, parallel, progress, environment, events[-1] if events else {})
 
 
 def _newest(run: Path | None, name: str, training: _Training | None) -> list[dict[str, Any]]:
     """The rows of a run's file that were measured last, up to the step of the checkpoint."""
-    rows = [row for row in read_rows(run / name) if row["step"] <= training.progress.step] if run and training else []
+    rows = [row for row in read_record(run / name) if row["step"] <= training.progress.step] if run and training else []
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 

@@ -18,10 +18,10 @@ from typing import Any, TextIO
 import torch
 
 from tost_lm.checkpointing.format import SETTINGS, Progress
-from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS
+from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS, read_record
 from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
-from tost_lm.files import read_rows, regular_file, write_atomically, write_rows
+from tost_lm.files import regular_file, write_atomically, write_rows
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.pretrain.loggers import (
     Row,
@@ -77,7 +77,7 @@ class Metrics:
             branch: recorded of the launch that starts a branch; None: of any other.
 
         Raises:
-            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+            ConfigError: a row of an earlier launch is damaged, or wandb does not start in WANDB_MODE.
         """
         self._config, self._world_size, self._device = config, world_size, device
         self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
@@ -217,8 +217,11 @@ def _version_of(package: str) -> str | None:
 
 
 def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the rows of a JSONL file up to `step`, so that a resumed run records no step twice; returns them."""
-    kept = [row for row in read_rows(path) if row["step"] <= step]
+    """Keep the rows of a JSONL file up to `step`, so that a resumed run records no step twice; returns them.
+
+    Raises ConfigError as `read_record`.
+    """
+    kept = [row for row in read_record(path) if row["step"] <= step]
     write_rows(path, kept)
     return kept
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from tost_lm.checkpointing.format import MANIFEST, StoredTensors
+from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
-from tost_lm.files import read_rows, regular_file
+from tost_lm.files import regular_file
 from tost_lm.inference.protocol_names import HELDOUT
 from tost_lm.inference.subject import Subject, read_result_file, results_path
 from tost_lm.redaction import redact_text
@@ -64,7 +65,7 @@ class RunRecord(EvaluatedModel):
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
-        """Raises ConfigError if `folder` is not a run folder."""
+        """Raises ConfigError if `folder` is not a run folder, or a row of its records is damaged."""
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"not a run folder but a checkpoint: {folder}; give the run folder that contains it")
         if not (folder / "config.toml").is_file():
@@ -73,9 +74,9 @@ class RunRecord(EvaluatedModel):
             folder=folder,
             config=read_toml(folder / "config.toml"),
             environment=_read_json(folder / "env.json") or {},
-            metrics=read_rows(folder / "metrics.jsonl"),
-            validation=read_rows(folder / "validation.jsonl"),
-            events=read_rows(folder / "events.jsonl"),
+            metrics=read_record(folder / "metrics.jsonl"),
+            validation=read_record(folder / "validation.jsonl"),
+            events=read_record(folder / "events.jsonl"),
         )
 
     @property
@@ -88,7 +89,7 @@ class RunRecord(EvaluatedModel):
         here = self.folder.resolve()
         found = []
         for path in here.parent.glob("*/events.jsonl"):
-            event = _branched(read_rows(path))
+            event = _branched(read_record(path))
             if event and Path(event["folder"]).parts[-3:-1] == (here.name, "checkpoints"):
                 found.append((event["step"], path.parent.name, self.folder.parent / path.parent.name))
         return [RunRecord.read(folder) for *_, folder in sorted(found)]

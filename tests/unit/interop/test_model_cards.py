@@ -61,7 +61,8 @@ def make_run(make_export: Callable[..., Path], tokenizer: Tokenizer, tmp_path: P
 
 def write_measurements(run: Path) -> None:
     """Validations and evaluations: of the checkpoint, and of others."""
-    write_rows(run / "validation.jsonl", [{"step": n, "loss": 5.0 - n / 4, "tokens": 1234} for n in (2, 4, 6)])
+    measured = {"tokens": 1234, "position_ends": [], "loss_by_position": []}
+    write_rows(run / "validation.jsonl", [{"step": n, "loss": 5.0 - n / 4, **measured} for n in (2, 4, 6)])
     evaluated = {"headline": "accuracy", "data_sha256": SHA256, "accuracy_standard_error": 0.01}
     names = {4: ("lambada@one", "lambada@two"), 6: ("lambada@one",)}
     rows = [{"step": n, "protocol": name, "accuracy": n / 10, **evaluated} for n in names for name in names[n]]
@@ -176,7 +177,8 @@ def test_what_was_not_recorded_is_not_stated(make_run: Callable[..., Path], make
 def test_branches_mixtures_and_initial_weights(make_run: Callable[..., Path]):
     trunk = "runs/trunk/checkpoints/step_00000003"
     run = make_run(train={"branch_from": trunk}, data={"mixture": {"data/b": 3, "data/a": 1}})
-    write_rows(run / "events.jsonl", [{"event": "branched", "step": 3, "folder": trunk, "manifest_sha256": SHA256}])
+    origin = {"folder": trunk, "data": "continued", "manifest_sha256": SHA256}
+    write_rows(run / "events.jsonl", [{"event": "branched", "step": 3, **origin}])
     rows = rows_of(model_card(step_folder(run, 4), run=run), "Training")
     assert rows["training tokens after the branch"] == ["64"]
     assert rows["start"] == [f"branch of {trunk}; manifest SHA-256 {SHA256}"]

@@ -53,7 +53,7 @@ def validation_row(step: int) -> dict[str, Any]:
 
 def evaluation_row(step: int) -> dict[str, Any]:
     figures = {"accuracy": 0.25, "accuracy_standard_error": 0.0123456, "examples": 9}
-    return {"step": step, "protocol": "lambada_openai@lm-eval", "headline": "accuracy", **figures}
+    return {"step": step, "protocol": "lambada_openai@lm-eval", "headline": "accuracy", "data_sha256": "a", **figures}
 
 
 def test_z_loss_is_logged_apart_from_the_loss(capsys: pytest.CaptureFixture[str]):

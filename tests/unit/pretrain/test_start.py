@@ -183,7 +183,7 @@ def test_what_an_interrupted_first_launch_left_is_no_obstacle():
 def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     assert drop_rows_after(path, 5) == []
-    rows = [{"step": step, "seconds": 2.0 * step} for step in range(1, 9)]
+    rows = [{"step": step, "loss": None, "tokens": 9, "seconds": 2.0 * step} for step in range(1, 9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sec')
     assert drop_rows_after(path, 6) == rows[:6]
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:6]

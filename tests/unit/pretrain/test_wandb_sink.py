@@ -61,7 +61,8 @@ def train(metrics: Metrics, first: int, last: int) -> None:
                 {"step": step, "loss": 2.5, "position_ends": [4, 8], "loss_by_position": [3.5, None], "tokens": 32}
             )
             figures = {"accuracy": step / 100, "accuracy_standard_error": 0.01}
-            metrics.evaluation({"step": step, "protocol": "a@b", "headline": "accuracy", **figures})
+            names = {"protocol": "a@b", "headline": "accuracy", "data_sha256": "a"}
+            metrics.evaluation({"step": step, **names, **figures})
 
 
 def train_until_killed() -> None:

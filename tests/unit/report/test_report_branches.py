@@ -28,7 +28,7 @@ def add_branch(run_folder: Path):
         config = folder / "config.toml"
         settings = f'[optim]\nschedule = "wsd"\ndecay_steps = {last - step}\n'
         config.write_text(config.read_text().replace("steps = 100", f"steps = {last}") + settings)
-        origin = {"folder": f"runs/{trunk}/checkpoints/step_{step:08d}", "data": "continued"}
+        origin = {"folder": f"runs/{trunk}/checkpoints/step_{step:08d}", "data": "continued", "manifest_sha256": ""}
         write_rows(folder / "events.jsonl", {"step": step, "event": "branched", **origin})
         rows = [
             {"step": at, "loss": 3.0, "tokens": at * 32, "seconds": (at - step) / 8}
@@ -69,7 +69,8 @@ def test_branches_are_listed_by_step_with_their_losses(run_folder: Path, add_bra
 
 def test_the_figure_has_validation_losses_if_all_runs_have_them(run_folder: Path, add_branch):
     for folder, loss in ((add_branch("branch", 50, 60), 2.5), (run_folder, 3.5)):
-        write_rows(folder / "validation.jsonl", {"step": 60, "loss": loss})
+        row = {"step": 60, "loss": loss, "tokens": 9, "position_ends": [8], "loss_by_position": [loss]}
+        write_rows(folder / "validation.jsonl", row)
     page = Page("", figures="f")
     text = branches(RunRecord.read(run_folder), page)
     assert "3.5000" in text

@@ -48,7 +48,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         folder.mkdir(parents=True)
         (folder / "config.toml").write_text(to_toml(settings(**sections)))
         rows = [
-            {"step": step * every, "loss": loss, "tokens_per_second_device": speed}
+            {"step": step * every, "loss": loss, "tokens": 1, "seconds": 1.0, "tokens_per_second_device": speed}
             for step, loss in enumerate(losses, start=1)
         ]
         write_rows(folder / "metrics.jsonl", rows)
@@ -196,9 +196,9 @@ def test_metrics_are_means_with_standard_errors(make_run):
 def test_memory_is_the_maximum_of_a_run(two_groups):
     a, b, c = two_groups
     for folder, peaks in ((a, [1e9, 3e9, 2e9]), (b, [4e9])):
-        write_rows(folder / "metrics.jsonl", [
-            {"step": step, "loss": 6.0, "memory_peak_bytes": peak} for step, peak in enumerate(peaks, start=1)
-        ])  # fmt: skip
+        row = {"loss": 6.0, "tokens": 1, "seconds": 1.0}
+        rows = [{"step": step, **row, "memory_peak_bytes": peak} for step, peak in enumerate(peaks, start=1)]
+        write_rows(folder / "metrics.jsonl", rows)
     text, _ = compare(a, b, c)
     header, first, second = table(text, "Results")
     assert (header[-1], first[-1], second[-1]) == ("peak memory (GB)", "3.50 ± 0.50", "–")

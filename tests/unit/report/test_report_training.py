@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tost_lm.checkpointing.run_folder import read_record
+from tost_lm.errors import ConfigError
 from tost_lm.report.page import Chart, Page
 from tost_lm.report.record import RunRecord
 from tost_lm.report.training import (
@@ -106,6 +108,42 @@ def test_events_have_reasons_and_samples(run_folder):
     assert "| 30 | skipped step | loss is nan; samples 58–59 |" in text
     assert "| 50 | stopped early | SIGTERM |\n| 50 | resumed | ranks 4 |" in text
     assert "started" not in text
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "problem"),
+    [
+        ("events", {"samples": [58]}, "samples: List should have at least 2 items after validation, not 1"),
+        ("events", {"samples": ["58", 59]}, "samples.0: Input should be a valid integer"),
+        ("events", {"samples": None}, "samples: Input should be a valid list"),
+        ("events", {"event": "branched"}, "Value error, folder is missing or not a string"),
+        ("events", {"event": 3}, "event: Input should be a valid string"),
+        ("events", 3, "Input should be a valid dictionary or instance of _Event"),
+        ("evaluations", {"headline": "recall"}, "Value error, recall is missing or not a number"),
+        ("metrics", {"step": "3"}, "step: Input should be a valid integer"),
+        ("metrics", {"lr": "high"}, "lr: Input should be a valid number"),
+        ("validation", {"loss_by_position": {}}, "loss_by_position: Input should be a valid list"),
+    ],
+)
+def test_a_damaged_row_is_one_line(run_folder, file, row, problem):
+    valid = {
+        "step": 30, "event": "skipped", "loss": 4.0, "tokens": 9, "seconds": 1.0, "position_ends": [8],
+        "loss_by_position": [4.0], "protocol": "a@b", "headline": "accuracy", "accuracy": 0.5, "data_sha256": "a",
+    }  # fmt: skip
+    valid = valid if file != "metrics" else {key: valid[key] for key in ("step", "loss", "tokens", "seconds")}
+    path = run_folder / f"{file}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (valid, valid | row if isinstance(row, dict) else row)))
+    with pytest.raises(ConfigError) as error:
+        read_record(path)
+    assert str(error.value) == f"{path}, line 2: damaged: {problem}; correct or remove the line"
+
+
+def test_a_report_of_damaged_events_is_refused(run_folder):
+    add_rows(run_folder / "events.jsonl", {"step": 30, "event": "skipped", "why": "loss is nan", "samples": 58})
+    with pytest.raises(
+        ConfigError, match=r"events\.jsonl, line 1: damaged: samples: Input should be a"
+    ):
+        events(RunRecord.read(run_folder))
 
 
 def test_many_events_are_shortened(run_folder):
