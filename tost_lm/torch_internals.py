@@ -160,6 +160,13 @@ def loader_workers(iterator: Any) -> list[Any]:
     return iterator._workers
 
 
+def pinning_has_ended(iterator: Any) -> bool:
+    """Whether the thread that copies a DataLoader's batches to pinned memory has died; torch does not check it when the
+    DataLoader has a timeout."""
+    thread = getattr(iterator, "_pin_memory_thread", None)
+    return thread is not None and not thread.is_alive()
+
+
 def end_loader_workers(iterator: Any) -> None:
     """End the processes of a DataLoader's iterator, within about 5 s also those that do not answer."""
     iterator._shutdown_workers()

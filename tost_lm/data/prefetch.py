@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from tost_lm.data.loader import Batch, TrainingBatches
 from tost_lm.errors import DataError
-from tost_lm.torch_internals import end_loader_workers, handle_failed_sends, loader_workers
+from tost_lm.torch_internals import end_loader_workers, handle_failed_sends, loader_workers, pinning_has_ended
 
 
 class MicroBatch(NamedTuple):
@@ -52,6 +52,7 @@ def _cu_seqlens(document_ends: Tensor, rows: int) -> list[Tensor] | list[None]:
 
 
 WORKER_DIED = "DataLoader worker (pid"  # how torch's message begins
+PINNING_ENDED = "Pin memory thread exited unexpectedly"  # torch's message
 TIMED_OUT = "DataLoader timed out"  # the same
 WAIT_S = 0.25  # for a batch, until signals are handled
 PREFETCHED = 2  # batches that torch lets each worker read ahead
@@ -81,7 +82,8 @@ def prefetched(
         while_waiting: called every WAIT_S in which a worker has no batch; it may raise.
 
     Raises:
-        DataError: a shard is damaged, or a worker died, at whatever point of the training, or could not send a batch.
+        DataError: a shard is damaged; a worker died, at whatever point of the training, or could not send a batch; or
+            the thread died that copies batches to pinned memory.
     """
     reason, write_reason = os.pipe()
     os.set_blocking(reason, False)
@@ -91,7 +93,7 @@ def prefetched(
         sampler=steps,
         num_workers=workers,
         # Safe although CUDA and InfiniBand have started: workers read files into host memory, torch refuses CUDA in
-        # them, and start_world makes InfiniBand's memory survive a fork.
+        # them, and start_world makes the memory of InfiniBand and EFA survive a fork.
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=partial(_exit_with_parent, write_reason),
         timeout=WAIT_S if workers else 0,
@@ -107,7 +109,7 @@ def prefetched(
                 with _signals_deferred():
                     end_loader_workers(iterator)
     except RuntimeError as error:
-        if WORKER_DIED not in str(error):
+        if not any(message in str(error) for message in (WORKER_DIED, PINNING_ENDED)):
             raise
         batches.check_sizes()  # a worker that reads a map after the end of its file is ended by SIGBUS
         line = str(error).strip().splitlines()[0].strip(" .")
@@ -152,15 +154,22 @@ def _next(iterator: Any) -> Batch | DataError | None:
         try:
             return next(iterator)
         except (ConnectionError, EOFError, FileNotFoundError):  # a worker died while it sent a batch
-            for worker in loader_workers(iterator):
-                worker.join(1.0)
-                if not worker.is_alive():
-                    raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None
+            _raise_for_dead_worker(iterator)
             raise
         except RuntimeError as error:
             if TIMED_OUT not in str(error):
                 raise
+            if pinning_has_ended(iterator):
+                _raise_for_dead_worker(iterator)  # whose batch ended the thread
+                raise RuntimeError(PINNING_ENDED) from None
             return None
+
+
+def _raise_for_dead_worker(iterator: Any) -> None:
+    for worker in loader_workers(iterator):
+        worker.join(1.0)
+        if not worker.is_alive():
+            raise RuntimeError(f"{WORKER_DIED} {worker.pid}) exited unexpectedly") from None
 
 
 def _read(reason: int) -> str:

@@ -70,6 +70,22 @@ def test_a_worker_that_dies_while_it_sends_a_batch_is_named(tmp_path: Path, monk
         read(batches_of(tmp_path), range(3), 1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pinning_thread_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch's own thread, which dies where it chooses its device, because there is none."""
+    if torch.accelerator.is_available():
+        pytest.skip("for CPUs")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    expected = rf"data\.workers: Pin memory thread exited unexpectedly, on {socket.gethostname()}; run the same command"
+    with (
+        pytest.raises(DataError, match=expected),
+        prefetched(batches_of(tmp_path), range(3), 1, torch.device("cuda")) as steps,
+    ):
+        next(steps)
+    assert workers() == []
+
+
 def test_prefetching_does_not_change_the_random_state(tmp_path: Path):
     before = torch.get_rng_state()
     read(batches_of(tmp_path), range(3), 1)

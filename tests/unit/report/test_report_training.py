@@ -140,9 +140,7 @@ def test_a_damaged_row_is_one_line(run_folder, file, row, problem):
 
 def test_a_report_of_damaged_events_is_refused(run_folder):
     add_rows(run_folder / "events.jsonl", {"step": 30, "event": "skipped", "why": "loss is nan", "samples": 58})
-    with pytest.raises(
-        ConfigError, match=r"events\.jsonl, line 1: damaged: samples: Input should be a"
-    ):
+    with pytest.raises(ConfigError, match=r"events\.jsonl, line 1: damaged: samples: Input should be a"):
         events(RunRecord.read(run_folder))
 
 
