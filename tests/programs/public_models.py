@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_olmo_hybrid(folder: Path) -> Any:
+def write_olmo_hybrid(folder: Path, normalizer: Any = None) -> Any:
     """Write a model with a byte-level tokenizer, whose logits differ clearly."""
     import torch
     from hf_tokenizers import EOT, byte_level
     from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
-    tokenizer = byte_level()
+    tokenizer = byte_level(normalizer=normalizer)
     torch.manual_seed(0)
     config = OlmoHybridConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=64,

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_tokenizers import TEXTS
+from hf_tokenizers import TEXTS, byte_level
 from programs import refusal, run, snapshot
 from public_layers import run_in_torch
 from public_models import write_olmo_hybrid
+from tokenizers import normalizers
 
 import tost_lm
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
@@ -77,6 +78,31 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     assert tokenizer.eos_token_id == back.config.eos_token_id == 1
 
 
+def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
+    write_olmo_hybrid(tmp_path / "Olmo", normalizers.Replace("colour", "color"))
+    (tmp_path / "empty.toml").touch()
+    (tmp_path / "text.txt").write_text("They say little.\nIt has the colour blue, they say.")
+    (tmp_path / "texts.jsonl").write_text('{"text": "They say."}\n{"text": "It has the colour blue, they say."}\n')
+    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS * 3))
+    run("tost convert", "Olmo", "convert.folder=models/olmo", cwd=tmp_path)
+    words = ["corpus.source=corpus.txt", "corpus.text_documents=line", "corpus.valid_fraction=0.2"]
+    words += ["shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=Olmo/tokenizer.json"]
+    run("tost prepare shards", *words, "tokenizer.eot_token=<|endoftext|>", cwd=tmp_path)
+    before = snapshot(tmp_path)
+    lambada = ['zero_shot.protocols=["lambada_openai@lm-eval"]', "sets.lambada_openai=texts.jsonl"]
+    in_training = [*TRAINED, "run.name=new", "evaluation.every=1", 'evaluation.protocols=["lambada_openai@lm-eval"]']
+    for program, *words in (
+        ["tost eval text", "models/olmo", "text.file=text.txt"],
+        ["tost eval zero-shot", "models/olmo", *lambada],
+        ["tost train", "empty.toml", *in_training, "evaluation.sets.lambada_openai=texts.jsonl"],
+    ):
+        printed = refusal(program, *words, cwd=tmp_path)
+        name = "shards" if program == "tost train" else words[0]
+        assert printed.startswith(f"{name}: the tokenizer is not lossless, so scores of this text would be wrong: ")
+        assert "it decodes 's the colour blue, t' as 's the color blue, th'; remove such characters" in printed
+    assert snapshot(tmp_path) == before
+
+
 def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     before = snapshot(workplace)
     tensor = [*TRAINED, "run.name=new", "parallel.tensor=2"]
@@ -89,6 +115,9 @@ def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     (tmp_path / "Olmo/tokenizer.json").write_text("{")
     printed = refusal("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
     assert printed.startswith("Olmo/tokenizer.json: damaged: ")
+    byte_level(normalizer=normalizers.Replace("ß", "")).save(str(tmp_path / "Olmo/tokenizer.json"))
+    printed = refusal("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
+    assert "Olmo/tokenizer.json: the tokenizer is not lossless: it decodes " in printed
     (tmp_path / "Olmo/tokenizer.json").unlink()
     printed = refusal("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
     assert printed.endswith("400 ids; give convert.tokenizer=FOLDER")

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +20,7 @@ from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
 from tost_lm.data.sources import BadRow, Block, Document, Splitter, parse
 from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
 
 IN_FLIGHT = 3  # items per worker: keeps workers busy and bounds memory
@@ -89,8 +88,7 @@ def _work(work: Callable[[Any, Item], Result], item: Item) -> Result:
     return work(_state, item)
 
 
-CHECKED_BYTES = 1_000_000  # of text that each worker decodes again
-SHOWN = 20  # characters of a text that was changed
+CHECKED_BYTES = 1_000_000  # of text that each worker decodes again, beside all held-out documents
 
 
 class Built(NamedTuple):
@@ -125,7 +123,7 @@ def encoded_blocks(
 
 
 class _Encoder:
-    """In a worker process: tokenizes blocks, and decodes the first texts again."""
+    """In a worker process: tokenizes blocks, and decodes the first texts and those that are scored again."""
 
     def __init__(self, corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
         self._corpus, self._tokenizer, self._splitter = corpus, read_tokenizer(tokenizer), splitter
@@ -142,10 +140,11 @@ class _Encoder:
                 continue
             documents += 1
             ids, size = self._tokenizer.encode_array(row.text).astype(dtype), len(row.text.encode())
-            if self._checked < CHECKED_BYTES:
+            split = self._splitter.split_of(row.row, row.text)
+            if split != "train" or self._checked < CHECKED_BYTES:
                 self._checked += size
                 self._check_lossless(row, ids)
-            documents_of[self._splitter.split_of(row.row, row.text)].append((ids, size))
+            documents_of[split].append((ids, size))
         splits = {
             split: Built(
                 np.concatenate([array for ids, _ in found for array in (ids, eot)]),
@@ -158,13 +157,8 @@ class _Encoder:
         return Encoded(splits, documents, bad)
 
     def _check_lossless(self, document: Document, ids: "np.ndarray") -> None:
-        text, decoded = document.text, self._tokenizer.decode(ids.tolist())
-        if decoded == text:
-            return
-        equal = sum(1 for _ in takewhile(bool, map(eq, text, decoded)))
-        start = max(0, equal - SHOWN // 2)
-        raise DataError(
-            f"the tokenizer is not lossless: in row {document.row + 1:,} of the corpus it decodes "
-            f"{text[start : start + SHOWN]!r} as {decoded[start : start + SHOWN]!r}; use a tokenizer that changes no "
-            "text"
-        )
+        if loss := first_loss(document.text, self._tokenizer.decode(ids.tolist())):
+            raise DataError(
+                f"the tokenizer is not lossless: in row {document.row + 1:,} of the corpus {loss}; use a tokenizer "
+                "that changes no text"
+            )

@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):
             problem = f"unknown argument: {', '.join(others)}" if others else "pretrained is missing"
             raise ConfigError(f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size and device")
         self.subject = Subject.find(Path(str(pretrained)))
-        self.text_tokenizer = self.subject.tokenizer()
+        self.text_tokenizer = self.subject.lossless_tokenizer()
         self.model = self._load(device)
         self.window = self.model.config.context_length
         self.batch_tokens = _windows(batch_size) * self.window or None

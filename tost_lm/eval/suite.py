@@ -67,9 +67,9 @@ def _checks(step: Step, subject: Subject) -> Iterator[Callable[[], object]]:
 
 
 def _make_tasks(step: Step, subject: Subject) -> None:
-    config, tokenizer = step.config, subject.tokenizer()
+    config, tokenizer = step.config, subject.lossless_tokenizer()
     haystack = getattr(config, step.section).haystack
-    text = partial(retrieval.find_text, haystack, config.heldout.shards, subject, tokenizer, step.section)
+    text = partial(retrieval.find_text, haystack, config.heldout.shards, subject, step.section)
     if step.section == "retrieval":
         retrieval.make_tasks(config, tokenizer, text)
     else:

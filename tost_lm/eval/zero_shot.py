@@ -49,7 +49,7 @@ def score_protocol(
     Raises:
         CheckpointError: a score is not finite.
         ConfigError: the window is longer than the model's positions.
-        DataError: the file does not have the protocol's format.
+        DataError: the file does not have the protocol's format, or the tokenizer loses text of it.
     """
     started = time.monotonic()
     identity = subject.identity(None, None) | {"protocol": protocol.name, "data_sha256": file.sha256}
@@ -59,7 +59,7 @@ def score_protocol(
     ranks.beat()
     model = load()
     window = window_of(model.config, window_tokens)
-    tokenizer = subject.tokenizer()
+    tokenizer = subject.lossless_tokenizer()
     examples = protocol.examples(file.path, tokenizer, window)
     print(f"{protocol.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
     if protocol.new_tokens:
@@ -147,7 +147,7 @@ class ProtocolsInTraining:
 
         Raises:
             ConfigError: a protocol or test set does not exist, or a file is not given and cannot be downloaded.
-            DataError: a file is missing or does not have the protocol's format.
+            DataError: a file is missing or does not have the protocol's format, or the tokenizer loses text of it.
         """
         given = validate(DataSetsConfig, {name: str(path) for name, path in sets.items()}, "evaluation.sets")
         if HELDOUT in names:

@@ -107,7 +107,8 @@ class HuggingFaceSubject(Subject):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A model's own tokenizer. `eot` is the token before a text: the beginning of sequence, or else the end."""
+    """A model's own tokenizer; special tokens in a text are plain text. `eot` is the token before a text: the beginning
+    of sequence, or else the end."""
 
     def __init__(self, tokenizer: Any, sha256: str) -> None:
         self._tokenizer, self.sha256 = tokenizer, sha256
@@ -118,7 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eot = first
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)

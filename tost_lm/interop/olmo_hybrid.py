@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
-from tost_lm.data.tokenizers.hf import FORMS, hf_tokenizer
+from tost_lm.data.tokenizers.hf import hf_tokenizer
+from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, DataError, install_hint
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.hugging_face import check_settings

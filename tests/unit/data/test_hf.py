@@ -22,7 +22,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shards import Shards
-from tost_lm.data.tokenizers import HfTokenizer, make_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import HfTokenizer, LosslessTokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
@@ -119,6 +119,7 @@ def test_the_vocabulary_reaches_to_the_last_added_token():
         (lambda: byte_level(normalizer=normalizers.Strip()), EOT, "it decodes 'a ' as 'a'"),
         (lambda: byte_level(normalizer=normalizers.NFD()), EOT, "it decodes 'é"),
         (lambda: metaspace_unigram(byte_fallback=False), "</s>", "it decodes 'A Bc' as ' '"),
+        (lambda: byte_level(normalizer=normalizers.Replace("ß", "")), EOT, "it decodes 'ÕÖ×ØÙÚÛÜÝÞßàáâãäåæçè' as "),
     ],
 )
 def test_tokenizers_that_change_texts_are_refused(tmp_path: Path, pipeline: Any, eot_token: str, loss: str):
@@ -270,6 +271,32 @@ def test_a_loss_that_only_the_corpus_shows_ends_the_build(tmp_path: Path):
         "'s the color blue.'; use a tokenizer that changes no text"
     )
     assert not (tmp_path / "shards").exists()
+
+
+def test_all_held_out_documents_are_checked(tmp_path: Path):
+    tokenizer = made(byte_level(normalizer=normalizers.Replace("colour", "color")))
+    source, many = tmp_path / "corpus.jsonl", "They say little. " * 70_000
+    texts = [many, *(f"It has the colour {number}." for number in range(8))]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = prep_config(source, tmp_path / "shards", workers=1, valid_fraction=0.5)
+    with pytest.raises(DataError, match=r"in row \d of the corpus it decodes 's the colour"):
+        build_shards(config, tokenizer)
+
+
+def test_texts_that_are_scored_must_not_lose_anything():
+    tokenizer = made(byte_level(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace("oo", "o")])))
+    scored = LosslessTokenizer(tokenizer, "runs/a")
+    text = "They saw little. é"
+    assert scored.encode(text) == scored.encode_array(text).tolist() == tokenizer.encode(text)
+    assert scored.decode(scored.encode(text)) == text
+    facts = ("vocab_size", "eot", "has_eot", "adds_space", "sha256")
+    assert [getattr(scored, name) for name in facts] == [getattr(tokenizer, name) for name in facts]
+    lossy = r"^runs/a: the tokenizer is not lossless, so scores of this text would be wrong: it decodes "
+    for encode in (scored.encode, scored.encode_array):
+        with pytest.raises(DataError, match=lossy + "'They looked.' as 'They loked.'; remove such characters from the"):
+            encode("They looked.")
+        with pytest.raises(DataError, match=lossy + "'little e\u0301' as 'little é'; bring the text to NFC"):
+            encode("little e\u0301")
 
 
 @needs_shared

@@ -175,7 +175,7 @@ def test_a_lossy_tokenizer_is_refused():
     model = train_sentencepiece(TEXTS, 400)
     texts = [text.encode() for text in TEXTS[:50]]
     assert train_tokenizer.check_lossless(SentencePieceTokenizer(model), texts) > 1
-    with pytest.raises(DataError, match=r"not lossless: it decodes a document of \d+ bytes to another text"):
+    with pytest.raises(DataError, match=r"not lossless: it decodes '.*é.*' as '.*e.*'; nothing was written"):
         train_tokenizer.check_lossless(Lossy(model), texts)
 
 

@@ -7,6 +7,7 @@ from tost_lm.data.sources import fingerprint
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
 from tost_lm.data.tokenizers.interface import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.lossless import LosslessTokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
@@ -16,6 +17,7 @@ __all__ = [
     "CharacterTokenizer",
     "Gpt2Tokenizer",
     "HfTokenizer",
+    "LosslessTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
     "find_tokenizer",

@@ -4,7 +4,6 @@ import faulthandler
 import json
 import os
 import re
-import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
+from tost_lm.data.tokenizers.lossless import FORMS, SHOWN, every_character, first_loss, in_form
 from tost_lm.errors import DataError, install_hint
 from tost_lm.files import regular_file
 
@@ -23,13 +23,11 @@ BREAK = ESCAPE + "2"  # decodes to nothing
 UNESCAPED = {**SENTENCEPIECE_UNESCAPED, BREAK: ""}
 TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
-FORMS = ("none", "NFC", "NFKC")  # a text in one of these is also in those before it
 PROBES = [
     "A Bc", "a\nb", " a", "a ", " a  b\t\r\n", "\0", "don 't, n't .", "``''\"", "é漢字😀\u0130½", "<0x0A>", SPACE_MARK,
     f"{SPACE_MARK}a {SPACE_MARK}", ESCAPE, f"{ESCAPE}0{ESCAPE}2", "\ufeffx", "\ufffd", "\u3000", "e\u0301", "\ufb01",
 ]  # fmt: skip
 LISTED = 8
-SHOWN = 20  # characters of a text
 
 
 class HfTokenizer(Tokenizer):
@@ -119,15 +117,23 @@ class HfTokenizer(Tokenizer):
             text = self._names.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
         return BREAK + text if self._drops_space and text.startswith(" ") else text
 
+    def check_every_character(self) -> None:
+        """Raises DataError if a character of Unicode is lost. Takes half a second, so it is done before a tokenizer is
+        used for the first time."""
+        text = in_form(self.normalization, every_character())
+        if loss := first_loss(text, self.decode(self.encode(text))):
+            raise DataError(f"the tokenizer is not lossless: {loss}; use a tokenizer that changes no text")
+
     def _check(self, names: str, special: set[int]) -> str:
         """The Unicode form of the texts for which the tokenizer is lossless. Raises DataError if there is none."""
         loss = ""
         for form in FORMS:
             for probe in [*PROBES, "".join(PROBES), names]:
-                text = probe if form == "none" else unicodedata.normalize(form, probe)
+                text = in_form(form, probe)
                 ids = self.encode(text)
-                if self.decode(ids) != text or not special.isdisjoint(ids):
-                    loss = loss or f"it decodes {text!r} as {self.decode(ids)!r}"
+                found = first_loss(text, self.decode(ids))
+                if found or not special.isdisjoint(ids):
+                    loss = loss or found or f"it reads special tokens in {text!r}"
                     break
             else:
                 return form
@@ -153,6 +159,7 @@ def hf_tokenizer(path: Path, eot_token: str | None, normalization: str) -> HfTok
         if eot_token is None:
             raise DataError(f"tokenizer.eot_token is not set; {_choose(_parse(text))}")
         tokenizer = HfTokenizer(json.dumps({"eot_token": eot_token, "tokenizer": text}).encode())
+        tokenizer.check_every_character()
     except DataError as error:
         raise DataError(f"tokenizer.path {path}: {error}") from None
     if FORMS.index(tokenizer.normalization) > FORMS.index(normalization):

@@ -16,6 +16,7 @@ from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
 from tost_lm.data.sources.blocks import corpus_changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
+from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.data.tokenizers.training import (
     model_path,
     retrain_reason,
@@ -71,10 +72,9 @@ def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> flo
     checked = tokens = 0
     for text in texts:
         ids = tokenizer.encode(text.decode())
-        if tokenizer.decode(ids).encode() != text:
+        if loss := first_loss(text.decode(), tokenizer.decode(ids)):
             raise DataError(
-                f"the trained tokenizer is not lossless: it decodes a document of {len(text)} bytes to another text; "
-                "nothing was written; change tokenizer.user_symbols"
+                f"the trained tokenizer is not lossless: {loss}; nothing was written; change tokenizer.user_symbols"
             )
         tokens += len(ids)
         checked += len(text)

@@ -37,8 +37,8 @@ def main(path: Path, config: ContextConfig) -> None:
     start_ranks("eval context", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject, settings = find_subject(path), config.context
-        tokenizer = subject.tokenizer()
-        text = partial(find_text, settings.haystack, config.heldout.shards, subject, tokenizer, "context")
+        tokenizer = subject.lossless_tokenizer()
+        text = partial(find_text, settings.haystack, config.heldout.shards, subject, "context")
         tasks = make_tasks(settings, tokenizer, text)
         chosen = [(task, settings_of(task, settings)) for task in tasks]
         lengths = partial(cell_lengths, settings)

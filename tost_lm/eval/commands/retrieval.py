@@ -48,9 +48,9 @@ def main(path: Path, config: RetrievalConfig) -> None:
     start_ranks("eval retrieval", ranks_of_launch(config.parallel.model_ranks, config.launch))
     with joined_ranks(config.parallel, copies=True, graceful_stop=True) as ranks:
         subject = find_subject(path)
-        tokenizer = subject.tokenizer()
+        tokenizer = subject.lossless_tokenizer()
         settings = config.retrieval
-        text = partial(find_text, settings.haystack, config.heldout.shards, subject, tokenizer)
+        text = partial(find_text, settings.haystack, config.heldout.shards, subject)
         tasks = make_tasks(config, tokenizer, text)
         chosen = settings.model_dump(mode="json", include={"lengths", "samples", "seed"})
         lengths = partial(lengths_of, settings.lengths, settings.samples)

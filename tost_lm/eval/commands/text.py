@@ -46,7 +46,7 @@ def main(path: Path, config: ScoreTextConfig) -> None:
         saved = SavedPosition(subject.results_path(TEXT).with_name("position.pt"), identity, ranks)
         with Progress("scoring", "tokens") as progress:
             report = progress if ranks.rank == 0 else None
-            scores, state = score_text(model, subject.tokenizer(), text, ranks, saved, report)
+            scores, state = score_text(model, subject.lossless_tokenizer(), text, ranks, saved, report)
     if ranks.rank > 0:
         return
 

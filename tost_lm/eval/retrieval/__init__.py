@@ -23,10 +23,8 @@ def make_tasks(config: RetrievalConfig, tokenizer: Tokenizer, text: Callable[[],
     return [_make(name, config, tokenizer, text) for name in config.retrieval.tasks]
 
 
-def find_text(
-    file: Path | None, shards: str, subject: Subject, tokenizer: Tokenizer, section: str = "retrieval"
-) -> Text:
-    """The text in `file`, else the held-out documents, else Python's documentation.
+def find_text(file: Path | None, shards: str, subject: Subject, section: str = "retrieval") -> Text:
+    """The text in `file`, else the held-out documents, else Python's documentation. The tokenizer may lose text of it.
 
     Args:
         shards: as in `Subject.open_shards`.
@@ -36,6 +34,7 @@ def find_text(
         DataError: the file is missing, empty or not UTF-8, or as in `Subject.open_shards`.
         ConfigError: as in `Subject.open_shards`.
     """
+    tokenizer = subject.tokenizer()
     if file is not None:
         return Text.of_file(file, tokenizer, section)
     if shards or (subject.home / "config.toml").is_file():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import ignore_output_errors, run_program
+from tost_lm.data.tokenizers import LosslessTokenizer
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.pretrain.loggers import loggers_in_use
@@ -77,8 +78,9 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation |
         return None
     from tost_lm.eval.zero_shot import ProtocolsInTraining
 
+    tokenizer = LosslessTokenizer(corpora.tokenizer(), str(corpora.shards[0].folder))
     return ProtocolsInTraining.find(
-        settings.protocols, settings.sets, corpora.tokenizer(), config.model.context_length, settings.batch_tokens
+        settings.protocols, settings.sets, tokenizer, config.model.context_length, settings.batch_tokens
     )
 
 

@@ -43,7 +43,7 @@ def make_grid(run_folder: Path, tokenizer):
     def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
         tree = {"retrieval": {"lengths": lengths, "samples": 2, **settings}, "needle": {"depths": depths}}
         config, subject = validate(RetrievalConfig, tree, "test"), Subject.find(run_folder)
-        (task,) = make_tasks(config, tokenizer, lambda: find_text(None, "", subject, tokenizer))
+        (task,) = make_tasks(config, tokenizer, lambda: find_text(None, "", subject))
         chosen = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
         return Grid(task, identity_of(task, chosen, subject), subject, lengths, run_folder / "samples")
 

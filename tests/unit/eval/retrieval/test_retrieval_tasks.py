@@ -300,20 +300,20 @@ def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_
     subject = Subject.find(run_folder)
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
-    of_file = find_text(file, "", subject, tokenizer)
+    of_file = find_text(file, "", subject)
     assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
     assert of_file.facts["text"] == str(file)
 
-    held_out = find_text(None, "", subject, tokenizer)
+    held_out = find_text(None, "", subject)
     first = tokenizer.decode(next(shards.documents("valid")).tolist())
     assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
     assert held_out.shards is not None
     assert held_out.shards.fingerprint == shards.fingerprint
 
     export = Subject(subject.checkpoint, subject.checkpoint)
-    embedded, again = (find_text(None, "", export, tokenizer) for _ in range(2))
+    embedded, again = (find_text(None, "", export) for _ in range(2))
     assert np.array_equal(embedded.for_length(100), again.for_length(100))
     assert embedded.facts == again.facts
 
     with pytest.raises(DataError, match=r"retrieval\.haystack .*nowhere: no such file"):
-        find_text(tmp_path / "nowhere", "", subject, tokenizer)
+        find_text(tmp_path / "nowhere", "", subject)
