@@ -22,10 +22,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 from tost_lm.files import regular_file
+from tost_lm.redaction import redact_text
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
@@ -57,6 +59,24 @@ def find_recipe(path: Path) -> Path:
     return recipe
 
 
+NAMES_FILES = "names files"
+"""Annotates a setting of strings that name files or folders, as Path does: `Annotated[str, NAMES_FILES]`."""
+
+
+def require_local(name: str, path: str | Path) -> None:
+    """Raises ConfigError, which names the argument, if a path is a URL."""
+    if problem := _problem_of_url(path):
+        raise ConfigError(f"{name}: {problem}")
+
+
+def _problem_of_url(path: str | Path) -> str | None:
+    slashes = "/" if isinstance(path, Path) else "//"  # Path makes one slash of two
+    url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):{slashes}(.*)", str(path))
+    if url is None:
+        return None
+    return f"URLs are not supported: {redact_text(f'{url[1]}://{url[2]}')}; give the path of a local copy or of a mount"
+
+
 class Section(BaseModel):
     """A frozen group of settings. The docstring of each field is its text in `--help`."""
 
@@ -66,6 +86,15 @@ class Section(BaseModel):
     )  # fmt: skip
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings of which one is set. An override of one replaces the other of the file."""
+
+    @field_validator("*")
+    @classmethod
+    def _files_are_local(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = (str, Path) if NAMES_FILES in cls.model_fields[info.field_name or ""].metadata else Path
+        values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if problem := next(filter(None, (_problem_of_url(one) for one in values if isinstance(one, kinds))), None):
+            raise PydanticCustomError("url", "{problem}", {"problem": problem})
+        return value
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -263,6 +292,8 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = _elsewhere(section, key) or (".".join([*parents, near[0]]) if near else None)
         return f"{path}: unknown key " + (f"(did you mean {hint}?)" if hint else f"(known: {', '.join(known)})")
+    if problem["type"] == "url":
+        return f"{path}: {problem['msg']}"
     if problem["type"] == "missing" and isinstance(problem["loc"][-1], str):  # a number: an entry of a list
         return f"{path}: must be set; --help describes it"
     if problem["type"] == "value_error":
@@ -407,6 +438,8 @@ def _parse(
         if any(word.startswith(f"{prompt}=") for word in rest[2:]):
             raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
         rest[1] = f"{prompt}={toml_value(rest[1])}"
+    for path in paths:
+        require_local(positional.strip("[…]"), path)
     return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
 
 

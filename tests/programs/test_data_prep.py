@@ -185,12 +185,15 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         "tokenizer.vocab_sise=500": "tokenizer.vocab_sise: unknown key (did you mean tokenizer.vocab_size?)",
         "tokenizer.vocab_size=100000": "vocab_size 100000: too large for this training text; set at most",
         "tokenizer.path=/dev/null/tokenizer.model": "/dev/null/tokenizer.model: cannot be written",
+        "tokenizer.path=s3://bucket/x": "tokenizer.path: URLs are not supported: s3://bucket/x; give",
     }
     for override, problem in mistakes.items():
         assert problem in refusal("tost prepare tokenizer", config, override, cwd=tmp_path)
     assert "small.tom: no such configuration file (did you mean" in refusal(
         "tost prepare shards", tmp_path / "small.tom", cwd=tmp_path
     )
+    assert "shards.folder: URLs are not" in refusal("tost prepare shards", config, "shards.folder=s3://x", cwd=tmp_path)
+    assert not (tmp_path / "s3:").exists()
     assert "not a shard folder" in refusal("tost prepare inspect", tmp_path, cwd=tmp_path)
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text("{}")

@@ -1,11 +1,11 @@
 """Settings of corpora, tokenizers and shards. All commands of `tost prepare` read the same file."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tost_lm.config import Section
+from tost_lm.config import NAMES_FILES, Section
 
 TRAINED = ["vocab_size", "user_symbols"]  # settings of a tokenizer that is trained here
 
@@ -13,7 +13,7 @@ TRAINED = ["vocab_size", "user_symbols"]  # settings of a tokenizer that is trai
 class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
-    source: str = Field(min_length=1)
+    source: Annotated[str, NAMES_FILES] = Field(min_length=1)
     """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); or `hub:NAME` for a Hugging Face dataset."""
     text_field: str = "text"
     """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
@@ -113,7 +113,7 @@ class PassagesConfig(Section):
 
     file: Path
     """The file to write, JSON lines. It is the corpus.source of the same CONFIG."""
-    text: str = Field(default="embedded", min_length=1)
+    text: Annotated[str, NAMES_FILES] = Field(default="embedded", min_length=1)
     """The text between the secrets, as corpus.source."""
     count: int = Field(default=12_000, gt=0)
     """Number of passages."""

@@ -22,6 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
+from tost_lm.config import require_local
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.generation import Continuation, LanguageModel, Sampling
 from tost_lm.inference.likelihood import Likelihoods, Request, disjoint_windows, left_truncated, score_requests
@@ -64,6 +65,7 @@ class HarnessModel(TemplateLM):
         if others or not pretrained:
             problem = f"unknown argument: {', '.join(others)}" if others else "pretrained is missing"
             raise ConfigError(f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size and device")
+        require_local("pretrained", pretrained)
         self.subject = Subject.find(Path(str(pretrained)))
         self.text_tokenizer = self.subject.lossless_tokenizer()
         self.model = self._load(device)

@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from tost_lm.config import Section
+from tost_lm.config import NAMES_FILES, Section
 from tost_lm.errors import did_you_mean
 from tost_lm.inference.protocol_names import NEEDLE, RETRIEVAL_TASKS, TASK_GROUPS
 from tost_lm.inference.settings import RanksConfig
@@ -16,7 +16,7 @@ from tost_lm.parallel.settings import LaunchConfig
 class TextConfig(Section):
     """The held-out text."""
 
-    shards: str = ""
+    shards: Annotated[str, NAMES_FILES] = ""
     """Shard folder whose `valid` split is used; empty: the training shards of the run."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.config import Section
+from tost_lm.config import NAMES_FILES, Section, require_local
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
@@ -25,7 +25,7 @@ class TrainingDataConfig(Section):
 
     folder: Path | None = None
     """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
-    mixture: dict[str, float] | None = None
+    mixture: Annotated[dict[str, float] | None, NAMES_FILES] = None
     """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
@@ -431,8 +431,10 @@ class PretrainConfig(Section):
 def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:
     """Without [model], it is that of the weights that the run starts from. Raises CheckpointError if there are none."""
     train = values.get("train")
-    path = (train.get("initial_weights") or train.get("branch_from")) if isinstance(train, dict) else None
+    name = "initial_weights" if isinstance(train, dict) and train.get("initial_weights") else "branch_from"
+    path = train.get(name) if isinstance(train, dict) else None
     if "model" in values or not isinstance(path, str):
         return values
+    require_local(f"train.{name}", path)
     folder = find_checkpoint(Path(path), verify=lambda _: None)  # verified when it is read
     return {**values, "model": read_model_config(folder).model_dump(mode="json", exclude={"plugins"})}

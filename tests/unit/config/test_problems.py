@@ -1,5 +1,6 @@
 """Problems with settings: whose they are, the file's or the command line's; one line for each; and how to unset one."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,11 +8,14 @@ import pytest
 from pydantic import Field, model_validator
 
 from tost_lm.config import Section, load_config, recipes
+from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.errors import ConfigError
-from tost_lm.inference.settings import RanksConfig
+from tost_lm.eval.settings import ZeroShotConfig
+from tost_lm.inference.settings import GenerateConfig, RanksConfig
 from tost_lm.model.config import ModelConfig
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
 
 
 class Sizes(Section):
@@ -121,3 +125,40 @@ def test_a_problem_of_context_is_that_of_the_command_line(tmp_path: Path):
         "command line: parallel.sequence: input should be greater than 0, got 0",
         "FILE: parallel.zero_stage: input should be 0, 1, 2 or 3, got 7",
     ]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        (DataPrepConfig, "shards.folder", "s3://bucket/x"),
+        (DataPrepConfig, "tokenizer.path", "https://host/x"),
+        (DataPrepConfig, "corpus.source", "gs://bucket/*.jsonl"),
+        (DataPrepConfig, "passages.text", "s3://bucket/x"),
+        (ZeroShotConfig, "heldout.shards", "s3://bucket/x"),
+        (ZeroShotConfig, "sets.wikitext2", "https://host/x"),
+        (PretrainConfig, "data.folder", "s3://bucket/x"),
+        (PretrainConfig, "data.mixture", '{"s3://bucket/x" = 1.0, b = 2.0}'),
+        (PretrainConfig, "train.initial_weights", "hf+x://bucket/x"),
+        (PretrainConfig, "evaluation.sets", '{wikitext2 = "S3://bucket/x"}'),
+        (PretrainConfig, "model.plugins", '["a.py", "s3://x.py"]'),
+    ],
+)
+def test_urls_are_no_files(section: type[Section], name: str, value: str):
+    with pytest.raises(ConfigError) as error:
+        load_config(section, None, [f"{name}={value}"])
+    url = re.search(r"[\w+]+://[\w/.*]+", value)
+    assert url
+    problem = f"{name}: URLs are not supported: {url[0]}; give the path of a local copy or of a mount"
+    assert f"command line: {problem}" in str(error.value).splitlines()
+
+
+def test_other_texts_may_be_urls():
+    sample = load_config(GenerateConfig, None, ["sample.prompt=http://host/x", 'sample.stop=["s3://"]']).sample
+    assert (sample.prompt, sample.stop) == ("http://host/x", ["s3://"])
+    for source in ("hub:some/name", "hub:/local/data"):
+        assert load_config(CorpusConfig, None, [f"source={source}"]).source == source
+
+
+def test_a_password_in_a_url_is_not_printed():
+    with pytest.raises(ConfigError, match=r"supported: https://\[redacted\]@host/x; give"):
+        load_config(CorpusConfig, None, ["source=https://user:planted@host/x"])

@@ -51,6 +51,7 @@ def test_dry_run_prints_the_settings_and_does_nothing(capsys: pytest.CaptureFixt
         (["runs/x", "--size=3"], "unknown flag: --size=3"),
         (["runs/x", "sise=3"], "sise: unknown key (did you mean size?)"),
         (["runs/x", "size='\udcff'"], "not valid Unicode"),
+        (["s3://bucket/x", "size=3"], "RUN: URLs are not supported: s3://bucket/x; give the path of a local copy"),
     ],
 )
 def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

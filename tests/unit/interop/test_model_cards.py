@@ -186,7 +186,7 @@ def test_branches_mixtures_and_initial_weights(make_run: Callable[..., Path]):
 
 
 def test_secrets_are_redacted(make_run: Callable[..., Path], tmp_path: Path):
-    secret = {"folder": "https://user:planted@host/shards"}
+    secret = {"folder": "mnt/https:/user:planted@host/shards"}
     run = make_run(data=secret, train={"initial_weights": "models/token=planted"})
     write_measurements(run)
     export(run, tmp_path / "hf")

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tost_lm.checkpointing.format import CARD, write_failure
+from tost_lm.config import require_local
 from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
@@ -154,8 +155,9 @@ def export(path: str | Path, folder: str | Path) -> None:
     Raises:
         CheckpointError, DataError: the checkpoint or its tokenizer cannot be read, or `folder` exists or cannot be
             written.
-        ConfigError: the settings of the run are from another version.
+        ConfigError: the settings of the run are from another version, or `folder` is a URL.
     """
+    require_local("folder", folder)
     folder, subject = Path(folder), Subject.find(Path(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; give a new folder, or remove it")
