@@ -57,6 +57,11 @@ def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path):
     for name in ("models/olmo", "Olmo"):
         assert_close(logits(tost_lm.load(workplace / name)), theirs, FLOAT32_REORDERED)
         assert tost_lm.load_tokenizer(workplace / name).vocab_size == 400
+    run("tost convert", "models/olmo", "convert.folder=same", "convert.to=olmo-hybrid", cwd=workplace)
+    read, same = (
+        transformers.OlmoHybridConfig.from_pretrained(workplace / name).to_dict() for name in ("Olmo", "same")
+    )
+    assert {**same, "_name_or_path": read["_name_or_path"]} == read
     card = (workplace / "models/olmo/README.md").read_text()
     assert "| converted from | Olmo, OLMo-Hybrid of the Hugging Face library |" in card
 
@@ -72,7 +77,7 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     back, found = transformers.OlmoHybridForCausalLM.from_pretrained(workplace / "back", output_loading_info=True)
     assert not any(found.values()), found
     assert_close(logits(back), logits(tost_lm.load(workplace / "runs/tiles")), FLOAT32_REORDERED)
-    assert back.config.max_position_embeddings == 96
+    assert back.config.max_position_embeddings == 1 << 20
     tokenizer = transformers.AutoTokenizer.from_pretrained(workplace / "back")
     assert tokenizer.decode(tokenizer("Page 3. They say")["input_ids"]) == "Page 3. They say"
     assert tokenizer.eos_token_id == back.config.eos_token_id == 1

@@ -182,7 +182,7 @@ def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
 
 
 def _to_olmo_hybrid(source: Path, conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import StoredTensors, read_model_config
+    from tost_lm.checkpointing.format import CONVERSION, StoredTensors, read_model_config
     from tost_lm.checkpointing.run_folder import find_checkpoint
     from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
     from tost_lm.interop.olmo_hybrid import write_olmo_hybrid
@@ -190,7 +190,8 @@ def _to_olmo_hybrid(source: Path, conversion: ConversionConfig) -> list[str]:
     checkpoint = find_checkpoint(source)
     config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
     tokenizer = read_tokenizer(path)
-    write_olmo_hybrid(conversion.folder, config, dict(StoredTensors(checkpoint, "model")), tokenizer)
+    weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
+    write_olmo_hybrid(conversion.folder, config, weights, tokenizer, as_read)
     written = f"{checkpoint}: written to {conversion.folder} for OlmoHybridForCausalLM.from_pretrained"
     return [written, f"its ids are those of {path}"]
 

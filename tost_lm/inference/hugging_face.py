@@ -134,11 +134,9 @@ class HuggingFaceFacts(NamedTuple):
     context_length: int
     pattern: str
     """The library's name of the architecture."""
+    position_limit: int | None
+    """None: attention has no rotary embeddings, as in OLMo-Hybrid."""
     kept_tokens: None = None
-
-    @property
-    def position_limit(self) -> int:
-        return self.context_length
 
 
 class HuggingFaceLM(nn.Module):
@@ -152,7 +150,8 @@ class HuggingFaceLM(nn.Module):
             raise ConfigError(
                 f"{CONFIG} of this {model.config.model_type}: has no maximum length; add {POSITIONS[0]} to it"
             )
-        self.config = HuggingFaceFacts(found[0], model.config.model_type)
+        is_limited = getattr(model.base_model, "rotary_emb", True) is not None
+        self.config = HuggingFaceFacts(found[0], model.config.model_type, found[0] if is_limited else None)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
@@ -163,7 +162,7 @@ class HuggingFaceLM(nn.Module):
         """
         rows, tokens = tokens_BT.shape
         end = tokens + (state.positions[0] if state else 0)
-        if end > (limit := self.config.context_length):
+        if (limit := self.config.position_limit) is not None and end > limit:
             raise ConfigError(f"{end} tokens are more than the model's positions ({limit}); shorten the text")
         if labels is not None and state is None:
             tiles = zip(*(x.split(self._rows_per_tile(labels)) for x in (tokens_BT, labels)), strict=True)

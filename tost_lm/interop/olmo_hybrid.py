@@ -50,6 +50,9 @@ FORM: dict[str, Any] = {
     "softmax": {"qk_norm": "all-heads", "window": 0},
 }  # fmt: skip
 """Our settings that all of these models share."""
+UNLIMITED = 1 << 20
+"""Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
+some reserve memory for as many tokens."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "linear_conv_kernel_dim": CONV_TAPS, "head_dim": None}
 """Their settings with one supported value."""
 
@@ -135,10 +138,16 @@ def read_olmo_tokenizer(folder: Path) -> HfTokenizer | None:
     return hf_tokenizer(path, token, FORMS[-1])
 
 
-def write_olmo_hybrid(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
+def write_olmo_hybrid(
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, as_read: bool = False
+) -> None:
     """Write a folder that `OlmoHybridForCausalLM.from_pretrained` reads, complete or not at all.
 
     The tokenizer is written if it came from a tokenizer.json.
+
+    Args:
+        as_read: the settings are those of a folder that was read, and none changes. Else a model without rotary
+            embeddings gets at least UNLIMITED positions.
 
     Raises:
         ConfigError: the library has no such model; a line for each setting.
@@ -148,7 +157,7 @@ def write_olmo_hybrid(folder: Path, config: ModelConfig, weights: Mapping[str, T
     ours = dict(leaves(config.model_dump())) | {"pattern": "".join(sorted(set(config.pattern)))}
     check_supported(ours, dict(leaves(FORM)) | {"pattern": "AD"}, "OlmoHybridForCausalLM")
     with torch.device("meta"):
-        model = library.OlmoHybridForCausalLM(their_settings(config, tokenizer.eot))
+        model = library.OlmoHybridForCausalLM(their_settings(config, tokenizer.eot, as_read))
     model.load_state_dict(their_weights(config, weights), assign=True)
     try:
         temporary = make_temp_folder(folder)
@@ -188,11 +197,14 @@ def our_settings(theirs: Any, where: Path) -> ModelConfig:
     return validate(ModelConfig, tree, str(where))
 
 
-def their_settings(config: ModelConfig, eot: int) -> Any:
-    """The OlmoHybridConfig of a model whose documents end with the token `eot`."""
+def their_settings(config: ModelConfig, eot: int, as_read: bool = False) -> Any:
+    """The OlmoHybridConfig of a model whose documents end with the token `eot`; `as_read` as in `write_olmo_hybrid`."""
     kinds = {letter: kind for kind, letter in LETTERS.items()}
+    sizes = {name: getattr(config, ours) for name, ours in SIZES.items()} | {"intermediate_size": config.mlp_width}
+    if not as_read and not config.softmax.rope_theta:
+        sizes["max_position_embeddings"] = max(config.context_length, UNLIMITED)
     return _library().OlmoHybridConfig(
-        **{name: getattr(config, ours) for name, ours in SIZES.items()} | {"intermediate_size": config.mlp_width},
+        **sizes,
         **dict(zip(DELTA, (*Sizes.of(config), config.delta.beta_to_two), strict=True)),
         num_key_value_heads=config.softmax.kv_heads or config.heads,
         rope_parameters={"rope_type": "default", "rope_theta": config.softmax.rope_theta or None},

@@ -19,7 +19,14 @@ import tost_lm
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.interop.olmo_hybrid import our_settings, our_weights, read_olmo_hybrid, write_olmo_hybrid
+from tost_lm.inference.hugging_face import find_subject
+from tost_lm.interop.olmo_hybrid import (
+    our_settings,
+    our_weights,
+    read_olmo_hybrid,
+    their_settings,
+    write_olmo_hybrid,
+)
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing import assert_as_accurate
@@ -93,7 +100,7 @@ def test_a_model_written_back_loads_strictly_and_is_equal(tmp_path: Path, shape:
     theirs, tokenizer = build_theirs(shape), CharacterTokenizer(json.dumps("".join(map(chr, range(65, 100)))).encode())
     theirs.save_pretrained(tmp_path / "theirs")
     config, weights = read_olmo_hybrid(tmp_path / "theirs")
-    write_olmo_hybrid(tmp_path / "back", config, weights, tokenizer)
+    write_olmo_hybrid(tmp_path / "back", config, weights, tokenizer, as_read=True)
     back, found = transformers.OlmoHybridForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(found.values()), found
     expected = theirs.state_dict()
@@ -104,6 +111,21 @@ def test_a_model_written_back_loads_strictly_and_is_equal(tmp_path: Path, shape:
     before, after = ({k: v for k, v in m.config.to_dict().items() if k not in of_tokens} for m in (theirs, back))
     assert after == before
     assert back.config.eos_token_id == tokenizer.eot
+
+
+@pytest.mark.parametrize(
+    ("shape", "written"), [("released", [1 << 20, 1 << 21]), ("rotary, grouped heads", [64, 1 << 21])]
+)
+def test_only_rotary_positions_of_a_trained_model_are_limited(tmp_path: Path, shape: str, written: list[int]):
+    theirs = build_theirs(shape)
+    for trained, positions in zip((64, 1 << 21), written, strict=True):
+        theirs.config.max_position_embeddings = trained
+        config = our_settings(theirs.config, Path("config.json"))
+        assert their_settings(config, 3, as_read=True).max_position_embeddings == config.context_length == trained
+        assert their_settings(config, 3).max_position_embeddings == positions
+    theirs.save_pretrained(tmp_path)
+    limit = None if shape == "released" else 1 << 21
+    assert find_subject(tmp_path).load("cpu").config == (1 << 21, "olmo_hybrid", limit, None)
 
 
 def change(folder: Path, **settings: Any) -> None:
