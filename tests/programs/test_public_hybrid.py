@@ -9,7 +9,7 @@ import torch
 from hf_tokenizers import TEXTS, byte_level
 from programs import refusal, run, snapshot
 from public_layers import run_in_torch
-from public_models import write_olmo_hybrid
+from public_models import write_olmo_hybrid, write_qwen3_5
 from tokenizers import normalizers
 
 import tost_lm
@@ -64,6 +64,20 @@ def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path):
     assert {**same, "_name_or_path": read["_name_or_path"]} == read
     card = (workplace / "models/olmo/README.md").read_text()
     assert "| converted from | Olmo, OLMo-Hybrid of the Hugging Face library |" in card
+
+
+def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
+    """Without a GPU, too, where the kernels of fla-core that transformers chooses do not run."""
+    write_qwen3_5(workplace / "Qwen")
+    (workplace / "text.txt").write_text("\n".join(TEXTS))
+    words = ["retrieval.haystack=text.txt", "retrieval.lengths=[300]", "retrieval.samples=3", "needle.depths=[0.5]"]
+    nats = {}
+    for name in ("Qwen", "Olmo", "models/olmo"):
+        run("tost eval retrieval", name, *words, 'retrieval.tasks=["needle"]', cwd=workplace)
+        (cell,) = json.loads((workplace / name / "eval/needle@words/results.json").read_text())["cells"]
+        nats[name] = cell["answer_nats"]
+    assert 0 < nats["Qwen"] < 100
+    assert nats["Olmo"] == pytest.approx(nats["models/olmo"], rel=FLOAT32_REORDERED)
 
 
 def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path):

@@ -5,8 +5,12 @@ Shape suffixes: B rows, T tokens, K positions whose logits are needed, V vocabul
 
 import copy
 import inspect
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -57,7 +61,7 @@ class HuggingFaceSubject(Subject):
     """A folder that `save_pretrained` wrote. Code in it is never run."""
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
-        transformers = _library()
+        transformers = transformers_library()
         tokenizer = _guarded(
             self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=False)
         )
@@ -65,7 +69,7 @@ class HuggingFaceSubject(Subject):
 
     def load(self, device: str) -> "HuggingFaceLM":
         """The model in float32. Raises CheckpointError, also when weights are missing."""
-        transformers = _library()
+        transformers = transformers_library()
         settings, _ = _guarded(self, lambda: transformers.PreTrainedConfig.get_config_dict(self.checkpoint))
         check_settings(settings, self.checkpoint / CONFIG)
 
@@ -80,6 +84,9 @@ class HuggingFaceSubject(Subject):
                 f"{self.checkpoint}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); "
                 "give a complete folder"
             )
+        if torch.device(device).type == "cpu":
+            for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
+                vars(module).update(torch_forms(module))
         return HuggingFaceLM(model).to(device).eval()
 
     def load_on_ranks(self, mesh: "Mesh") -> "HuggingFaceLM":
@@ -202,6 +209,13 @@ class HuggingFaceLM(nn.Module):
         return nats_BT, is_top_BT
 
 
+def torch_forms(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The functions of a module of transformers that call the kernels of an installed package, on any device, as they
+    are in PyTorch alone. The kernels of fla-core fail on a CPU."""
+    functions = {name: function for name, function in vars(module).items() if inspect.isfunction(function)}
+    return {name: inspect.unwrap(function) for name, function in functions.items() if hasattr(function, "__wrapped__")}
+
+
 def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor]:
     """Nats of each label, and whether no id has a larger logit; 0 and False for ignored labels."""
     counted_BK = labels_BK != IGNORED_LABEL
@@ -235,7 +249,7 @@ def _tokenizes(path: Path) -> bool:
 
 def _download(name: str) -> Path:
     """The folder of a model in the cache of the hub's client."""
-    _library()
+    transformers_library()
     import huggingface_hub
 
     try:
@@ -250,11 +264,15 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _library() -> Any:
+def transformers_library() -> Any:
+    """The module transformers, which then prints only errors. Raises ConfigError if it is not installed."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which it imports, else prints that it chose the CPU
     try:
         import transformers
     except ImportError:
         raise ConfigError(f"Hugging Face models need transformers; {install_hint('hf')}") from None
+    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")  # of fla, which it imports
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

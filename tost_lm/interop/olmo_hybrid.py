@@ -5,8 +5,6 @@ after mixer and MLP, and those of queries and keys are over all heads. Weights a
 agree up to rounding, and a model that is read and written again is equal.
 """
 
-import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
-from tost_lm.errors import CheckpointError, DataError, install_hint
+from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
-from tost_lm.inference.hugging_face import check_settings
+from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings
 from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
 from tost_lm.mixers.softmax.settings import kv_width
@@ -91,10 +89,10 @@ def read_olmo_hybrid(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The settings and the weights [float32, by our names] of an OLMo-Hybrid model in a folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a setting is not supported, or transformers is not installed.
-        ConfigError: its sizes are inconsistent.
+        CheckpointError: a file is missing or damaged, or a setting is not supported.
+        ConfigError: its sizes are inconsistent, or transformers is not installed.
     """
-    where, library = folder / CONFIG, _library()
+    where, library = folder / CONFIG, transformers_library()
     try:
         stored, _ = library.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         settings = library.OlmoHybridConfig.from_pretrained(folder, local_files_only=True)
@@ -118,7 +116,7 @@ def read_olmo_tokenizer(folder: Path) -> HfTokenizer | None:
     """The tokenizer of a model folder, whose end-of-text token is the first of `eos_token_id`; None: it has none.
 
     Raises:
-        CheckpointError: transformers is not installed.
+        ConfigError: transformers is not installed.
         DataError: it is not lossless, or has no such token.
     """
     path = folder / "tokenizer.json"
@@ -126,7 +124,7 @@ def read_olmo_tokenizer(folder: Path) -> HfTokenizer | None:
         return None
     eos = read_settings(folder).get("eos_token_id")
     eos = eos[0] if isinstance(eos, list) and eos else eos
-    _library()  # with it come the tokenizers
+    transformers_library()  # with it come the tokenizers
     import tokenizers
 
     try:
@@ -150,10 +148,10 @@ def write_olmo_hybrid(
             embeddings gets at least UNLIMITED positions.
 
     Raises:
-        ConfigError: the library has no such model; a line for each setting.
-        CheckpointError: the folder cannot be written, or transformers is not installed.
+        ConfigError: the library has no such model, with a line for each setting, or it is not installed.
+        CheckpointError: the folder cannot be written.
     """
-    library = _library()
+    library = transformers_library()
     ours = dict(leaves(config.model_dump())) | {"pattern": "".join(sorted(set(config.pattern)))}
     check_supported(ours, dict(leaves(FORM)) | {"pattern": "AD"}, "OlmoHybridForCausalLM")
     with torch.device("meta"):
@@ -203,7 +201,7 @@ def their_settings(config: ModelConfig, eot: int, as_read: bool = False) -> Any:
     sizes = {name: getattr(config, ours) for name, ours in SIZES.items()} | {"intermediate_size": config.mlp_width}
     if not as_read and not config.softmax.rope_theta:
         sizes["max_position_embeddings"] = max(config.context_length, UNLIMITED)
-    return _library().OlmoHybridConfig(
+    return transformers_library().OlmoHybridConfig(
         **sizes,
         **dict(zip(DELTA, (*Sizes.of(config), config.delta.beta_to_two), strict=True)),
         num_key_value_heads=config.softmax.kv_heads or config.heads,
@@ -252,19 +250,6 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, list[str], int, list
         rows = {**rows_of[letter], "mlp.in_proj.weight": (1, 2 * [config.mlp_width])}
         for ours, names in BLOCKS[letter].items():
             yield f"blocks.{n}.{ours}", [f"model.layers.{n}.{name}" for name in names], *rows.get(ours, (1, []))
-
-
-def _library() -> Any:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which it imports, else prints that it chose the CPU
-    try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(f"an OLMo-Hybrid model needs the package transformers; {install_hint('hf')}") from None
-    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")  # of fla, which it imports
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """Delta layers of transformers: run in PyTorch, in float64 too, and their parameters under our names."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -10,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tost_lm.inference.hugging_face import torch_forms
+
 Parameters = dict[str, Tensor]
 
 
@@ -17,8 +18,8 @@ Parameters = dict[str, Tensor]
 def run_in_torch(module: ModuleType, dtype: torch.dtype) -> Iterator[None]:
     """The layers of `module` run in PyTorch, and for float64 they use float64 where they name float32."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-            patch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+        for name, function in torch_forms(module).items():
+            patch.setattr(module, name, function)
         if dtype == torch.float64:
             patch.setattr(module, "torch", Float64())
             patch.setattr(Tensor, "float", Tensor.double)
