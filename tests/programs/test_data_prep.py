@@ -70,19 +70,37 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     assert snapshot(out) == before
 
 
-def test_shards_are_rebuilt_when_settings_tokenizer_or_corpus_change(config, tmp_path):
-    def first_line(*words: str) -> str:
-        return run("tost prepare shards", config, *words, cwd=tmp_path).splitlines()[0]
+def test_other_shards_are_only_replaced_on_request(config, tmp_path):
+    shards = tmp_path / "out/shards"
+
+    def replaced(problem: str, *words: str) -> None:
+        before = snapshot(tmp_path / "out")
+        assert refusal("tost prepare shards", config, *words, cwd=tmp_path) == (
+            f"shards.folder {shards}: has other shards: {problem}; give another folder, or set shards.rebuild=true to "
+            "replace them, which runs that used them refuse"
+        )
+        assert snapshot(tmp_path / "out") == before
+        said = run("tost prepare shards", config, *words, "shards.rebuild=true", cwd=tmp_path)
+        assert said.startswith(f"building {shards}: {problem}\n")
+        assert run("tost prepare shards", config, *words, cwd=tmp_path).startswith(f"reusing {shards}: ")
 
     run("tost prepare tokenizer", config, cwd=tmp_path)
-    assert first_line().endswith(": it does not exist yet")
-    assert first_line("shards.shard_tokens=5000").endswith(": shard_tokens was 100000000")
-    smaller = "tokenizer.vocab_size=350"
-    assert "vocab_size was 400; train" in refusal("tost prepare shards", config, smaller, cwd=tmp_path)
-    run("tost prepare tokenizer", config, smaller, cwd=tmp_path)
-    assert first_line(smaller, "shards.shard_tokens=5000").endswith(": the tokenizer changed")
+    assert ": it does not exist yet\n" in run("tost prepare shards", config, cwd=tmp_path)
+    replaced("shards.shard_tokens was 100000000", "shards.shard_tokens=5000")
+    smaller = ["tokenizer.vocab_size=350", "shards.shard_tokens=5000"]
+    assert "vocab_size was 400; train" in refusal("tost prepare shards", config, *smaller, cwd=tmp_path)
+    run("tost prepare tokenizer", config, *smaller, cwd=tmp_path)
+    replaced("the tokenizer changed", *smaller)
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or its settings changed" in refusal("tost prepare shards", config, smaller, cwd=tmp_path)
+    assert "the corpus or its settings changed" in refusal("tost prepare shards", config, *smaller, cwd=tmp_path)
+    any_corpus = ["shards.shard_tokens=5000", "tokenizer.vocab_size=none"]
+    replaced(f"the documents of {tmp_path}/corpus.jsonl changed", *any_corpus)
+    any_corpus += ["corpus.valid_fraction=0.2"]
+    replaced("corpus.valid_fraction was 0.1", *any_corpus)
+    write_corpus(tmp_path / "other.jsonl", documents=70, words=200)
+    damaged = shards / "train_00000.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    replaced(f"corpus.source was {tmp_path}/corpus.jsonl", *any_corpus, "corpus.source=other.jsonl")
 
 
 def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp_path):

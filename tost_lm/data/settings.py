@@ -99,6 +99,8 @@ class ShardsConfig(Section):
     """A shard ends with the document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)
     """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
+    rebuild: bool = False
+    """Replace existing shards of another corpus, tokenizer or settings. Runs that used them do not resume with the new ones."""
 
     @field_validator("folder")
     @classmethod

@@ -5,7 +5,8 @@
         tokenizer.kind=gpt2 tokenizer.path=gpt2_bpe
 
 Writes Megatron's .bin and .idx files, the tokenizer and manifest.json to shards.folder. Existing shards of the same
-corpus, settings and tokenizer are verified and reused. Train a SentencePiece tokenizer first, with
+corpus, settings and tokenizer are verified and reused, and built again if damaged; others are replaced only with
+shards.rebuild=true. Train a SentencePiece tokenizer first, with
 `tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. With tokenizer.kind=hf,
 tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
 with an unsupported ending are counted and left out.
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.settings import DataPrepConfig, ShardsConfig
+from tost_lm.data.shard_format import SPLITS, read_manifest
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import left_out_files
 from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
@@ -51,7 +52,13 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     recover_folder(folder)
     if left_out := left_out_files(config.corpus.source):
         print(left_out)
-    reason = rebuild_reason(config, tokenizer)
+    changed = difference(config, tokenizer)
+    if changed and not config.shards.rebuild:
+        raise DataError(
+            f"shards.folder {folder}: has other shards: {changed}; give another folder, or set shards.rebuild=true to "
+            "replace them, which runs that used them refuse"
+        )
+    reason = changed or build_reason(folder)
     if reason is None:
         print(f"reusing {folder}: same settings, corpus and tokenizer, all hashes match")
         return
@@ -72,24 +79,33 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     print(f"{folder}: {time.monotonic() - start:.1f} s")
 
 
-def rebuild_reason(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
-    """Why the shards on disk differ from those of `config`; None if they do not."""
-    folder = config.shards.folder
+def difference(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
+    """How the shards on disk differ from those of `config`; None: not at all, or there are none."""
+    try:
+        found = read_manifest(config.shards.folder)
+    except DataError:
+        return None
+    wanted = identity(config, tokenizer)
+    for name, value in wanted["settings"].items():
+        if found["settings"].get(name) != value:
+            section = "shards" if name in ShardsConfig.model_fields else "corpus"
+            return f"{section}.{name} was {found['settings'].get(name)}"
+    if found["tokenizer"] != wanted["tokenizer"]:
+        return "the tokenizer changed"
+    if found["source_fingerprint"] != wanted["source_fingerprint"]:
+        same = found["source"] == config.corpus.source
+        return f"the documents of {config.corpus.source} changed" if same else f"corpus.source was {found['source']}"
+    if found["tool_version"] != wanted["tool_version"]:
+        return f"built by version {found['tool_version']}"
+    return None
+
+
+def build_reason(folder: Path) -> str | None:
+    """Why shards must be built where none are different; None if they are there and valid."""
     if not folder.exists():
         return "an earlier build was interrupted" if building_folder(folder).exists() else "it does not exist yet"
     try:
-        shards = Shards.open(folder)
-        found, wanted = shards.manifest, identity(config, tokenizer)
-        if found["source_fingerprint"] != wanted["source_fingerprint"]:
-            return "the corpus or its settings changed"
-        if found["tokenizer"] != wanted["tokenizer"]:
-            return "the tokenizer changed"
-        for name, value in wanted["settings"].items():
-            if found["settings"].get(name) != value:
-                return f"{name} was {found['settings'].get(name)}"
-        if found["tool_version"] != wanted["tool_version"]:
-            return f"built by version {found['tool_version']}"
-        shards.verify()
+        Shards.open(folder).verify()
     except DataError as error:
         return str(error).partition(";")[0]
     return None
