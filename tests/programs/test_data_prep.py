@@ -29,7 +29,7 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     out = tmp_path / "out"
     model, shards = out / "tokenizer.model", out / "shards"
 
-    assert "tost prepare tokenizer" in refusal("tost prepare shards", config, cwd=tmp_path)
+    assert refusal("tost prepare shards", config, cwd=tmp_path).endswith("tost prepare tokenizer and the same settings")
     output = run("tost prepare tokenizer", config, cwd=tmp_path)
     assert f"training {model}: it does not exist yet" in output
     assert "400 pieces" in output
@@ -92,7 +92,11 @@ def test_other_shards_are_only_replaced_on_request(config, tmp_path):
     run("tost prepare tokenizer", config, *smaller, cwd=tmp_path)
     replaced("the tokenizer changed", *smaller)
     write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or its settings changed" in refusal("tost prepare shards", config, *smaller, cwd=tmp_path)
+    assert refusal("tost prepare shards", config, *smaller, cwd=tmp_path) == (
+        f"tokenizer.path {tmp_path}/out/tokenizer.model: the corpus or its settings changed; train the tokenizer with "
+        "tost prepare tokenizer and the same settings, or leave tokenizer.vocab_size out to use the existing model "
+        "as it is"
+    )
     any_corpus = ["shards.shard_tokens=5000", "tokenizer.vocab_size=none"]
     replaced(f"the documents of {tmp_path}/corpus.jsonl changed", *any_corpus)
     any_corpus += ["corpus.valid_fraction=0.2"]

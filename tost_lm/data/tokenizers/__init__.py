@@ -45,8 +45,10 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
     if config.tokenizer.vocab_size is None:
         return read_tokenizer(path)
     if reason := retrain_reason(config, fingerprint(config.corpus)):
+        as_it_is = ", or leave tokenizer.vocab_size out to use the existing model as it is" if path.is_file() else ""
         raise DataError(
             f"tokenizer.path {path}: {reason}; train the tokenizer with tost prepare tokenizer and the same settings"
+            f"{as_it_is}"
         )
     return read_tokenizer(path)
 
