@@ -1,4 +1,4 @@
-"""The documentation: short sentences, today's names, and a list of commands that is that of the programs."""
+"""The documentation: today's names, and a list of commands that is that of the programs."""
 
 import importlib.util
 import re
@@ -16,36 +16,6 @@ RETIRED = {
     "test_share", "max_bad_share", "hold_less", "Places", "Departure", "Silence", "WholeModel", "RollCall",
     "naming_lost_ranks", "patient_store", "checkpoint.every", "checkpoint.keep",
 }  # fmt: skip
-
-
-def sentences(page: Path) -> list[list[str]]:
-    """The words of each sentence in paragraphs, list items and table cells, without code, headings and addresses."""
-    text = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->|^#.*?$", "", page.read_text())
-    text = re.sub(r"(?m)^\|[-| :]+\|$", "", text)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]*`", "CODE", text)
-    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\||\n(?=\|)", text)
-    found = []
-    for block in blocks:
-        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-ZCODE\"“(*])", " ".join(block.split())):
-            words = re.findall(r"[A-Za-z][A-Za-z'’-]*", sentence)
-            if words:
-                found.append(words)
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_sentences_are_short(page: Path):
-    found = sentences(page)
-    assert max(map(len, found)) <= 40, " ".join(max(found, key=len))
-    prose = [words for words in found if len(words) > 3]  # not the cells of a table of figures
-    assert sum(map(len, prose)) / len(prose) <= 20
-
-
-@pytest.mark.parametrize("name", ["architecture", "operator", "parallelism", "fault_tolerance", "guarantees"])
-def test_pages_of_the_design_are_short(name: str):
-    text = re.sub(r"(?ms)^```.*?^```$|`[^`]*`|[|]", " ", (CHECKOUT / f"docs/{name}.md").read_text())
-    assert len(text.split()) <= 1500
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)
