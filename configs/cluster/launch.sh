@@ -13,7 +13,8 @@
 # PROGRAM          module that runs on each rank; default tost_lm.pretrain.commands.train
 # OMP_NUM_THREADS  CPU threads per rank; default: the node's cores divided by its ranks
 #
-# The exit code is torchrun's, or 75 after a graceful stop: run the same command to resume.
+# TERM, INT, HUP, QUIT and USR1 are forwarded to the ranks, which may save as long as they need. The exit code is theirs:
+# 75 after a graceful stop. Run the same command to resume.
 set -euo pipefail
 
 fail() {
@@ -38,7 +39,8 @@ require_integer NODE_RANK 0 $((NODES - 1)) "number of this node"
 require_integer RANKS_PER_NODE 1 99999 "number of processes per node, one per GPU"
 require_integer MASTER_PORT 1 65535 "number of a free port of node 0"
 [[ -n "${MASTER_ADDR:-}" ]] || fail "MASTER_ADDR is not set; set it to the name or address of node 0"
-command -v torchrun > /dev/null || fail "torchrun: not found; activate the environment: . .venv/bin/activate"
+python -c "import tost_lm" 2> /dev/null ||
+  fail "python: not found, or without tost_lm; activate the environment: . .venv/bin/activate"
 
 if [[ -n "${INTERFACE:-}" ]]; then
   [[ -e "/sys/class/net/$INTERFACE" ]] ||
@@ -46,27 +48,5 @@ if [[ -n "${INTERFACE:-}" ]]; then
   export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" # NCCL treats a bare name as a prefix
 fi
 
-threads=$(($(nproc) / RANKS_PER_NODE))
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-
-# torchrun forwards TERM and USR1 to the ranks for a graceful stop. Its default kills them after 30 s.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-STOPPED_FILE="$(mktemp -u)" # the ranks create it after a graceful stop, since torchrun then exits with 1
-export STOPPED_FILE
-[[ -w "${STOPPED_FILE%/*}" ]] || fail "TMPDIR=${STOPPED_FILE%/*}: not a folder that can be written; set TMPDIR to one"
-
-torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m "${PROGRAM:-tost_lm.pretrain.commands.train}" "$@" &
-torchrun=$!
-for name in TERM INT HUP USR1; do
-  trap "kill -$name $torchrun 2> /dev/null || true" "$name"
-done
-while true; do
-  code=0
-  wait "$torchrun" || code=$?
-  ((code > 128)) && kill -0 "$torchrun" 2> /dev/null || break # a signal ended the wait, not the end of torchrun
-done
-[[ -e "$STOPPED_FILE" ]] || exit "$code"
-rm -f "$STOPPED_FILE"
-exit 75
+export NODES NODE_RANK RANKS_PER_NODE MASTER_ADDR MASTER_PORT
+exec python -m tost_lm.parallel.launch "${PROGRAM:-tost_lm.pretrain.commands.train}" "$@"

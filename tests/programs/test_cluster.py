@@ -4,19 +4,23 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from forked import CHECKOUT, ENVIRONMENT
+from forked import CHECKOUT, ENVIRONMENT, LIMIT_S
 from programs import run
 from two_hosts import INTERFACE, two_hosts
 
 import tost_lm
+from tost_lm.parallel.watchdog import read_heartbeats
 
 CLUSTER = CHECKOUT / "configs/cluster"
 LAUNCH = str(CLUSTER / "launch.sh")
@@ -110,6 +114,63 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
     assert json.loads(rows[-1])["step"] == int(newest.name[5:])
 
 
+@contextmanager
+def two_nodes(*words: str, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """The launchers of two nodes with one rank each, on this host; their stderr is a pipe."""
+    job = {**ACTIVATED, "NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    launchers = [
+        subprocess.Popen(
+            [LAUNCH, *words], cwd=cwd, env=job | {"NODE_RANK": str(node)}, stderr=subprocess.PIPE, text=True
+        )
+        for node in range(2)
+    ]
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            for process in psutil.Process(launcher.pid).children() if launcher.poll() is None else []:
+                process.kill()
+            launcher.kill()
+
+
+def ends(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and stderr of each."""
+    errors = [launcher.communicate(timeout=LIMIT_S)[1] for launcher in launchers]
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, errors, strict=True)]
+
+
+def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
+    with two_nodes("run.toml", "train.steps=100000", "run.timeout_seconds=20", cwd=workplace) as launchers:
+        deadline = time.monotonic() + LIMIT_S
+        while len(beats := read_heartbeats(workplace / "runs/tiny/heartbeats")) < 2 or beats[1].step < 3:
+            assert [launcher.poll() for launcher in launchers] == [None, None]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(beats[1].pid, signal.SIGKILL)
+        (code, error), killed = ends(launchers)
+    assert code == 2
+    assert re.fullmatch(rf"error: rank 1 \(.*, pid {beats[1].pid}\) was lost: .*\n", error)
+    assert killed == (2, "error: rank 1 was ended by SIGKILL; run the same command to resume\n")
+
+
+def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
+    with two_nodes("run.toml", "data.folder=nowhere", cwd=workplace) as launchers:
+        (code, error), other = ends(launchers)
+    assert code == 2
+    assert re.fullmatch(r"error: nowhere.*\n", error)
+    assert other in [(2, ""), (2, f"error: rank 1: {error.removeprefix('error: ')}")]
+
+
+def test_a_port_in_use_is_one_line(workplace: Path):
+    with socket.create_server(("", 0)) as used:
+        port = str(used.getsockname()[1])
+        node = {**ACTIVATED, **NODE, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = subprocess.run([LAUNCH, "x.toml"], env=node, capture_output=True, text=True)
+    assert launched.returncode == 2
+    line = rf"error: MASTER_ADDR=127.0.0.1 MASTER_PORT={port}, .*address already in use; .*\n"
+    assert re.fullmatch(line, launched.stderr)
+
+
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
@@ -127,7 +188,6 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
             {"MASTER_PORT": "65536"},
             "MASTER_PORT=65536: not an integer from 1 to 65535; set it to the number ",
         ),
-        ({"TMPDIR": "/none"}, "TMPDIR=/none: not a folder that can be written; set TMPDIR to one"),
         ({"INTERFACE": "none0"}, "INTERFACE=none0: this node has no such network interface; choose one of "),
     ],
 )
@@ -143,7 +203,8 @@ def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path
     environment = {**ACTIVATED, **NODE, "PATH": str(tmp_path)}
     launched = subprocess.run([LAUNCH, "x.toml"], env=environment, capture_output=True, text=True)
     assert launched.returncode == 2
-    assert launched.stderr == "error: torchrun: not found; activate the environment: . .venv/bin/activate\n"
+    error = "python: not found, or without tost_lm; activate the environment: . .venv/bin/activate"
+    assert launched.stderr == f"error: {error}\n"
 
 
 def test_the_slurm_script_exports_the_job_and_runs_the_launcher(tmp_path: Path):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -45,7 +44,7 @@ class GracefulStop:
     def request(self, reason: str = "SIGTERM") -> None:
         """Stop after this micro-batch, or at once while there is nothing to save."""
         if not self._training:
-            exit_stopped()
+            sys.exit(EXIT_STOPPED)
         self._reason = self._reason or reason
 
     def start_training(self, compare: Callable[[], str]) -> str:
@@ -59,7 +58,7 @@ class GracefulStop:
             return compare()
         except Exception:
             if self._reason:
-                exit_stopped()
+                sys.exit(EXIT_STOPPED)
             raise
 
     def requested(self, seconds_needed: float) -> str:
@@ -80,16 +79,6 @@ class GracefulStop:
                 with suppress(OSError):  # past sys.stdout, which may be in a write that this handler interrupts
                     os.write(1, b"\nsaving a checkpoint before the run stops; press Ctrl-C again to stop at once\n")
             self.request("SIGINT")
-
-
-def exit_stopped() -> NoReturn:
-    """End this process with the exit code of a graceful stop."""
-    if "STOPPED_FILE" in os.environ:  # configs/cluster/launch.sh reads it
-        try:
-            Path(os.environ["STOPPED_FILE"]).touch()
-        except OSError as error:  # everything is saved
-            print(f"warning: STOPPED_FILE {error.filename}: {error.strerror}", file=sys.stderr)
-    sys.exit(EXIT_STOPPED)
 
 
 def launched_ago() -> float:

@@ -1,18 +1,25 @@
-"""Start the ranks of one node with torch's elastic launcher, and end as they end."""
+"""Start the ranks of this node with torch's elastic launcher, and end as they end.
+
+`python -m tost_lm.parallel.launch MODULE [ARGUMENT…]` starts those of one of several nodes for
+configs/cluster/launch.sh, which describes and checks the variables.
+"""
 
 import logging
 import os
 import signal
 import socket
 import sys
+from datetime import timedelta
 from importlib.util import find_spec
 from types import FrameType
-from uuid import uuid4
+from typing import NoReturn
 
+from tost_lm.config import Section, run_program
 from tost_lm.errors import ConfigError, TostError, install_hint
 from tost_lm.parallel.settings import LaunchConfig
 
 LOOPBACK = "127.0.0.1"
+NODES_WAIT = timedelta(minutes=15)  # for the launchers of the other nodes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -43,49 +50,88 @@ def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device
 
 
 def start_ranks(command: str, ranks: int) -> None:
-    """Run `tost COMMAND` with the arguments of this process on several ranks, and exit with their exit code. The ranks
+    """Run `tost COMMAND` with the arguments of this process on several ranks, and exit as `_launch` does. The ranks
     and their store listen on the loopback interface only.
 
-    Returns if this process is a rank of a launcher, or `ranks` is 1. Signals are forwarded to all ranks. Cores are
-    divided among the ranks unless OMP_NUM_THREADS is set.
+    Returns if this process is a rank of a launcher, or `ranks` is 1.
 
     Raises:
         ConfigError: psutil is not installed.
-        TostError: a signal from elsewhere ended a rank, and no other rank has reported it.
+        TostError: as `_exit_code`.
     """
     if "RANK" in os.environ or ranks == 1:
         return
     if not find_spec("psutil"):
         raise ConfigError(f"{ranks} ranks need psutil; {install_hint('train')}, or start one rank")
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    # torch lets any host connect to its store. The launcher finds this one by its port, and opens no other.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
+    _launch(["tost_lm.cli.main", *command.split(), *sys.argv[1:]], ranks, f"{store.host}:{store.port}")
+
+
+def start_ranks_of_node(path: None, config: Section) -> NoReturn:
+    """Run a module with arguments on the ranks of this node, and exit as `_launch` does.
+
+    Raises:
+        TostError: node 0 cannot be reached, or a node is missing; or as `_exit_code`.
+    """
+    from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    nodes, node, ranks = (int(os.environ[name]) for name in ("NODES", "NODE_RANK", "RANKS_PER_NODE"))
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for torch
+    try:
+        # Waits for all nodes; the launcher finds this store by its port.
+        store = TCPStore(address, int(port), nodes, is_master=node == 0, timeout=NODES_WAIT, multi_tenant=True)
+        _launch(sys.argv[1:], ranks, f"{store.host}:{store.port}", node, nodes)
+    except DistError as error:
+        problem = str(error).splitlines()[0].rstrip(".")
+        raise TostError(
+            f"MASTER_ADDR={address} MASTER_PORT={port}, node {node} of {nodes}: {problem}; launch all nodes with the "
+            "same NODES, MASTER_ADDR and MASTER_PORT, a free port that no firewall blocks"
+        ) from None
+
+
+def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: int = 1) -> NoReturn:
+    """Run a module with its arguments on the ranks of this node, and exit with their exit code.
+
+    Signals are forwarded to all ranks. Cores are divided among the ranks unless OMP_NUM_THREADS is set.
+
+    Args:
+        store: host:port of an open store, that of node 0.
+
+    Raises:
+        TostError: as `_exit_code`.
+        DistError: the store failed.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // ranks)))
-    # torch lets any host connect to its store. The launcher finds this one by its port, and opens no other.
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(LOOPBACK, port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
     config = ElasticConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=ranks,
-        run_id=uuid4().hex,
+        run_id="tost_lm",
         rdzv_backend="static",
-        rdzv_endpoint=f"{store.host}:{store.port}",
-        rdzv_configs={"rank": 0},
+        rdzv_endpoint=store,
+        rdzv_configs={"rank": node},
         max_restarts=0,
         signals_to_handle="",  # its handlers kill ranks that are still saving, and hide their exit codes
     )
     logging.disable()  # the ranks report their own errors
     forwarded = _forward_signals()
     try:
-        elastic_launch(config, sys.executable)("-m", "tost_lm.cli.main", *command.split(), *sys.argv[1:])
+        elastic_launch(config, sys.executable)("-u", "-m", *program)
     except ChildFailedError as error:
-        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        sys.exit(_exit_code([(failure.local_rank, failure.exitcode) for failure in failures], forwarded))
+        failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
+        sys.exit(_exit_code([(rank, failure.exitcode) for rank, failure in failures], forwarded))
     sys.exit(0)
 
 
@@ -93,7 +139,7 @@ def _exit_code(failures: list[tuple[int, int]], forwarded: set[int]) -> int:
     """The exit code of a launch whose ranks failed with these codes, the first failure first; negative for signals.
 
     Raises:
-        TostError: as `start_ranks`.
+        TostError: a signal from elsewhere ended a rank, and no other rank of this node has reported it.
     """
     for _, code in failures:
         if code in (1, 2):  # this rank has printed why; the launcher has ended others with SIGTERM
@@ -130,3 +176,14 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    run_program(
+        start_ranks_of_node,
+        name="tost_lm.parallel.launch",
+        doc=__doc__ or "",
+        positional="[ARGUMENT…]",
+        config=Section,
+        arguments=[],
+    )

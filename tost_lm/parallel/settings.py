@@ -11,7 +11,7 @@ from tost_lm.model.config import ModelConfig
 
 
 class LaunchConfig(Section):
-    """How the ranks of one node are started. Several nodes need torchrun."""
+    """How the ranks of one node are started. On several nodes, configs/cluster/launch.sh starts them."""
 
     ranks: int | None = Field(default=None, gt=0)
     """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""

@@ -13,12 +13,13 @@ and exit with 75. A second Ctrl-C ends at once.
 """
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress, read_model_config
-from tost_lm.config import ignore_output_errors, run_program
+from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.data.tokenizers import LosslessTokenizer
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
@@ -41,7 +42,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)
     from tost_lm.data.loader import Corpora
-    from tost_lm.parallel.graceful_stop import GracefulStop, exit_stopped
+    from tost_lm.parallel.graceful_stop import GracefulStop
     from tost_lm.pretrain.step import check_vocabulary
 
     graceful_stop = GracefulStop(config.run.max_minutes)
@@ -64,7 +65,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     from tost_lm.pretrain.loop import train
 
     if train(config, corpora, start, graceful_stop, evaluation):
-        exit_stopped()
+        sys.exit(EXIT_STOPPED)
 
 
 def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
