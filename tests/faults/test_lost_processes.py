@@ -4,14 +4,20 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from launches import Launch, launch, train
+import pytest
+from launches import HANG_S, Launch, launch, train
+from test_restarts import CHECKOUT
 from test_stopped_runs import curve
+
+from tost_lm.parallel.watchdog import read_heartbeats
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
@@ -44,6 +50,37 @@ def test_a_stopped_rank_is_named_with_its_last_step(
     assert records  # a dump may take 1 s, which a slow machine may exceed twice
     limit = f"limit {TIMEOUT_S:.0f} s + 2 s"
     record_fault("hang (SIGSTOP)", count, f"named with its last step, after at most {longest:.1f} s ({limit})")
+
+
+@pytest.mark.parametrize("phase", ["training", "validation"])
+def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pace: Any, phase: str):
+    words = ["launch.ranks=2", f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000"]
+    words += ["validation.every=1", "validation.sequences=400"] if phase == "validation" else []
+    command = [sys.executable, "-m", "tost_lm.cli.main", "train", "run.toml", *words]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    with subprocess.Popen(
+        command, cwd=workplace, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            deadline, beats = time.monotonic() + HANG_S, {}
+            while 1 not in beats or beats[1].phase != phase or beats[1].step < 2:
+                beats = read_heartbeats(workplace / "runs/tiny/heartbeats")
+                assert launcher.poll() is None
+                assert time.monotonic() < deadline
+            with pace() as machine:
+                os.kill(beats[1].pid, signal.SIGSTOP)
+                since = time.monotonic()
+                psutil.wait_procs([psutil.Process(beats[0].pid)], HANG_S)
+                outlived = psutil.pid_exists(beats[1].pid) and psutil.Process(beats[1].pid).status() == "stopped"
+                _, errors = launcher.communicate(timeout=HANG_S)
+                took = time.monotonic() - since
+        finally:
+            launcher.kill()
+    name = rf"rank 1 \(.*, pid {beats[1].pid}\) was lost: it does not answer"
+    assert re.fullmatch(rf"error: {name}; its last step was \d+ \(\w+, \d+ s ago\)\n", errors)
+    assert launcher.returncode == 2
+    assert not outlived  # the launcher would wait for it for half a minute
+    assert took < TIMEOUT_S + 10 * machine.slowest
 
 
 def worker_of(running: Launch, rank: int) -> psutil.Process | None:

@@ -80,7 +80,6 @@ def test_each_lost_rank_is_named_once_and_restarted_ranks_rendezvous(tmp_path: P
             wait_until(lambda: len(errors()) == 3, launcher)
             beats = read_heartbeats(tmp_path / "heartbeats")
             took = time.time() - beats[1].time
-            os.kill(beats[1].pid, 9)  # torchrun would wait half a minute for it
             launcher.wait(timeout=60)
         finally:
             launcher.kill()

@@ -335,6 +335,8 @@ class _Watchdog:
             host = f"the launcher on {os.environ['MASTER_ADDR']}" if self.launcher_has_store else "rank 0"
             error = LostRankError(f"{host} was lost: it held the rendezvous store")
             printer = str(self.node[0] or int(not self.launcher_has_store))  # one of each node: nodes may be cut off
+        else:
+            self.kill_silent(int(printer))
         error.printed_here = printer == self.me
         time.sleep(timeouts.READ_S)  # the store may end with this process: let the others read first
         return error
@@ -349,9 +351,20 @@ class _Watchdog:
             checks -= 1  # not the time: if this rank is slow, so are others
             if checks < 0 or (is_first and all(self.read(rank).status != RUNS for rank in self.ranks)):
                 files = read_heartbeats(self.heartbeat.folder) if self.heartbeat else {}
-                return self.store.set_if_new("line", verdict([*map(self.read, self.ranks)], files, cause))
+                states = [*map(self.read, self.ranks)]
+                for silent in [state for state in states if state.status == RUNS]:
+                    self.publish(silent._replace(status=SILENT))
+                return self.store.set_if_new("line", verdict(states, files, cause))
             time.sleep(timeouts.POLL_S)
         return line
+
+    def kill_silent(self, printer: int) -> None:
+        """End the ranks of this node that do not answer: a stopped process gets no SIGTERM from the launcher, which
+        would wait for it for half a minute. One that answers after all may be the printer."""
+        for rank, state in self.neighbours.items():
+            with suppress(dist.DistError, ProcessLookupError):
+                if rank != printer and self.read(rank).status == SILENT:
+                    os.kill(state.last.pid, signal.SIGKILL)
 
     def seconds_left(self) -> float:
         """Until the heartbeat timeout."""
