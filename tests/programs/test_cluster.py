@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -207,24 +206,25 @@ def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path
     assert launched.stderr == f"error: {error}\n"
 
 
-def test_the_slurm_script_exports_the_job_and_runs_the_launcher(tmp_path: Path):
-    script = CLUSTER / "train.sbatch"
-    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
-    first, *lines = script.read_text().splitlines()
-    assert first == "#!/usr/bin/env bash"
-    commands = [shlex.split(line, comments=True) for line in lines]
-    begin = next(number for number, command in enumerate(commands) if command)
+def test_the_slurm_scripts_options_precede_its_commands():
+    lines = (CLUSTER / "train.sbatch").read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm ignores later options
-    change_folder, *exports, start = filter(None, commands)
-    assert change_folder == ["cd", "$SLURM_SUBMIT_DIR"]
-    assert all(len(words) == 2 and words[0] == "export" and re.match("[A-Z_]+=", words[1]) for words in exports)
-    assert {"NODES", "RANKS_PER_NODE", "MASTER_ADDR"} <= {words[1].split("=")[0] for words in exports}
-    assert (start[0], *start[-2:]) == ("srun", "$LAUNCH", "$@")
-    (copy := tmp_path / "launch.sh").touch()
-    (launch,) = [line for line in lines if line.startswith("export LAUNCH=")]
-    for folder, found in ((CHECKOUT, "configs/cluster/launch.sh"), (copy.parent, "./launch.sh")):
-        shown = subprocess.run(["bash", "-c", f"{launch}\necho $LAUNCH"], cwd=folder, capture_output=True, text=True)
+    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=TERM@120"} <= options
+
+
+def test_the_slurm_script_finds_the_launcher_of_a_checkout_and_a_copied_one(tmp_path: Path):
+    (tmp_path / "launch.sh").touch()
+    (find,) = [line for line in (CLUSTER / "train.sbatch").read_text().splitlines() if line.startswith("export LAUNCH")]
+    for folder, found in ((CHECKOUT, "configs/cluster/launch.sh"), (tmp_path, "./launch.sh")):
+        shown = subprocess.run(["bash", "-c", f"{find}\necho $LAUNCH"], cwd=folder, capture_output=True, text=True)
         assert shown.stdout == f"{found}\n"
-    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
-    assert [option for option in options if re.fullmatch(r"--signal=TERM@\d+", option)]
+
+
+def test_the_slurm_script_without_a_launcher_ends_with_one_line(tmp_path: Path):
+    job = {**ACTIVATED, "SLURM_SUBMIT_DIR": str(tmp_path)}
+    ended = subprocess.run(["bash", str(CLUSTER / "train.sbatch"), "demo"], env=job, capture_output=True, text=True)
+    problem = "neither configs/cluster/launch.sh nor launch.sh; run there: tost recipes copy launch.sh"
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"error: {tmp_path}: {problem}\n"

@@ -46,8 +46,15 @@ def test_a_copy_is_the_recipe_and_replaces_nothing(tmp_path: Path):
         "error: demo.toml: exists here; move it away first\n",
     )
     assert copied.read_text() == "mine"
-    tost("recipes", "copy", "launch.sh", cwd=tmp_path)
+
+
+def test_the_slurm_script_is_copied_with_the_launcher_that_it_starts(tmp_path: Path):
+    assert tost("recipes", "copy", "train.sbatch", cwd=tmp_path) == (0, "train.sbatch\nlaunch.sh\n", "")
     assert os.access(tmp_path / "launch.sh", os.X_OK)
+    (tmp_path / "launch.sh").write_text("mine")
+    (tmp_path / "train.sbatch").unlink()
+    assert tost("recipes", "copy", "train.sbatch", cwd=tmp_path) == (0, "train.sbatch\n", "")
+    assert (tmp_path / "launch.sh").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["demo.toml", "demo"])

@@ -3,7 +3,8 @@
     tost recipes
     tost recipes copy owt_tost_base
 
-`tost train demo` takes a recipe by its name. Copy a recipe to change more of it than a few settings.
+`tost train demo` takes a recipe by its name. Copy a recipe to change more of it than a few settings. With train.sbatch
+comes launch.sh, which it starts.
 """
 
 import shutil
@@ -13,6 +14,9 @@ from typing import NoReturn
 
 from tost_lm.config import Section, recipes, run_program
 from tost_lm.errors import ConfigError, did_you_mean
+
+STARTED_BY = {"train.sbatch": ["launch.sh"]}
+"""Scripts that are copied with another one, unless they exist."""
 
 
 def main(path: None, config: Section) -> None:
@@ -31,13 +35,16 @@ def main(path: None, config: Section) -> None:
 def copy(name: str, known: dict[str, Path]) -> None:
     if name not in known:
         raise ConfigError(f"no such recipe: {name}{did_you_mean(name, known)}; tost recipes lists them")
-    target = Path(known[name].name)
-    if target.exists():
-        raise ConfigError(f"{target}: exists here; move it away first")
-    shutil.copyfile(known[name], target)
-    if target.read_bytes().startswith(b"#!"):
-        target.chmod(0o755)  # a wheel may not keep the mode
-    print(target)
+    if Path(known[name].name).exists():
+        raise ConfigError(f"{known[name].name}: exists here; move it away first")
+    for needed in (name, *STARTED_BY.get(name, [])):
+        target = Path(known[needed].name)
+        if target.exists():
+            continue
+        shutil.copyfile(known[needed], target)
+        if target.read_bytes().startswith(b"#!"):
+            target.chmod(0o755)  # a wheel may not keep the mode
+        print(target)
 
 
 def first_comment(file: Path) -> str:
