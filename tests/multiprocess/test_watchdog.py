@@ -106,9 +106,13 @@ def rank_1_is_slow() -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
+LOST = "lost"
+
+
 def watched(fault: Callable[[], None], notes: Path) -> None:
     """Call `fault` inside watch_ranks and write its LostRankError to a file."""
     timeouts.EXIT_S = 100.0  # of a test machine, however slow it is
+    os.environ["LOST_RANK_FILE"] = str(notes / LOST)
     try:
         with watch_ranks():
             all_meet()
@@ -118,11 +122,15 @@ def watched(fault: Callable[[], None], notes: Path) -> None:
         raise
 
 
-def line_of(fault: Callable[[], None], notes: Path, raised_on: list[int]) -> tuple[str, str]:
-    """The error line that exactly the ranks `raised_on` raise and one prints, and the report of run_on_ranks."""
+def line_of(fault: Callable[[], None], notes: Path, raised_on: list[int], is_lost: bool = True) -> tuple[str, str]:
+    """The error line that exactly the ranks `raised_on` raise and one prints, and the report of run_on_ranks.
+
+    They record a lost rank if it `is_lost`, and not if it ended by itself.
+    """
     with pytest.raises(RuntimeError) as report:
         run_on_ranks(watched, 3, fault, notes)
-    raised = {int(note.name): json.loads(note.read_text()) for note in notes.iterdir()}
+    assert (notes / LOST).exists() == is_lost
+    raised = {int(note.name): json.loads(note.read_text()) for note in notes.iterdir() if note.name != LOST}
     assert sorted(raised) == raised_on, report.value
     (line,) = {line for line, _ in raised.values()}
     assert "\n" not in line
@@ -148,7 +156,7 @@ def test_a_killed_rank_is_named(fault: Callable[[], None], lost: int, tmp_path: 
 
 
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path):
-    line, report = line_of(rank_2_has_another_length, tmp_path, [0, 1])
+    line, report = line_of(rank_2_has_another_length, tmp_path, [0, 1], is_lost=False)
     assert line == "rank 2 failed: ValueError: 17 tokens where 16 were agreed"
     assert "ValueError: 17 tokens where 16 were agreed\nand this much more about it\n" in report
 
@@ -157,7 +165,7 @@ def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path):
     ("fault", "reason"), [(rank_1_is_interrupted, "KeyboardInterrupt"), (rank_1_is_terminated, "SystemExit: 143")]
 )
 def test_a_rank_that_exits_is_named(fault: Callable[[], None], reason: str, tmp_path: Path):
-    line, report = line_of(fault, tmp_path, [0, 2])
+    line, report = line_of(fault, tmp_path, [0, 2], is_lost=False)
     assert line == f"rank 1 exited: {reason}"
     assert f"\n{reason}\n" in report
 

@@ -12,6 +12,32 @@ from pathlib import Path
 
 from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
 
+TINY_RUN = """
+[model]
+layers = 2
+heads = 2
+width = 16
+vocab_size = 384
+max_positions = 64
+layer_scale = 1.0
+[data]
+folder = "out/shards"
+[optim]
+lr = 1e-2
+warmup_steps = 2
+[train]
+steps = 12
+global_batch_size = 4
+micro_batch_size = 1
+seq_len = 64
+[checkpoint]
+interval = 4
+[run]
+name = "tiny"
+log_every = 1
+device = "cpu"
+"""
+
 
 def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: str) -> str:
     """The output of a program that must succeed; on several ranks if `ranks` is given."""
@@ -74,3 +100,15 @@ def write_corpus(path: Path, documents: int, words: int) -> None:
 def snapshot(folder: Path) -> dict[str, bytes]:
     """The contents of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_tiny_run(folder: Path) -> None:
+    """Make corpus.jsonl, data.toml, run.toml and out/shards."""
+    write_corpus(folder / "corpus.jsonl", documents=80, words=300)
+    (folder / "data.toml").write_text(
+        '[corpus]\nsource = "corpus.jsonl"\nvalid_fraction = 0.1\n'
+        '[tokenizer]\npath = "out/tokenizer.model"\nvocab_size = 384\n[shards]\nfolder = "out/shards"\n'
+    )
+    (folder / "run.toml").write_text(TINY_RUN)
+    run("tost prepare tokenizer", "data.toml", cwd=folder)
+    run("tost prepare shards", "data.toml", cwd=folder)

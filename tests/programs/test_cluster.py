@@ -116,7 +116,8 @@ def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: 
 @contextmanager
 def two_nodes(*words: str, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """The launchers of two nodes with one rank each, on this host; their stderr is a pipe."""
-    job = {**ACTIVATED, "NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job = {**ACTIVATED, **NODE, "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job["LOST_RANK_FILE"] = str(cwd / "lost")
     launchers = [
         subprocess.Popen(
             [LAUNCH, *words], cwd=cwd, env=job | {"NODE_RANK": str(node)}, stderr=subprocess.PIPE, text=True
@@ -150,6 +151,7 @@ def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
     assert code == 2
     assert re.fullmatch(rf"error: rank 1 \(.*, pid {beats[1].pid}\) was lost: .*\n", error)
     assert killed == (2, "error: rank 1 was ended by SIGKILL; run the same command to resume\n")
+    assert (workplace / "lost").exists()
 
 
 def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
@@ -158,6 +160,7 @@ def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
     assert code == 2
     assert re.fullmatch(r"error: nowhere.*\n", error)
     assert other in [(2, ""), (2, f"error: rank 1: {error.removeprefix('error: ')}")]
+    assert not (workplace / "lost").exists()
 
 
 def test_a_port_in_use_is_one_line(workplace: Path):
@@ -211,7 +214,7 @@ def test_the_slurm_scripts_options_precede_its_commands():
     begin = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm ignores later options
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=TERM@120"} <= options
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=TERM@300"} <= options
 
 
 def test_the_slurm_script_finds_the_launcher_of_a_checkout_and_a_copied_one(tmp_path: Path):

@@ -9,8 +9,10 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -146,8 +148,16 @@ def _exit_code(failures: list[tuple[int, int]], forwarded: set[int]) -> int:
             return code
     rank, code = failures[0]
     if code < 0 and -code not in forwarded:
+        record_lost_rank()
         raise TostError(f"rank {rank} was ended by {signal.Signals(-code).name}; run the same command to resume")
     return code if code > 0 else 128 - code
+
+
+def record_lost_rank() -> None:
+    """Create LOST_RANK_FILE if it is set: configs/cluster/train.sbatch then requeues its job."""
+    if path := os.environ.get("LOST_RANK_FILE"):
+        with suppress(OSError):
+            Path(path).touch()
 
 
 def _forward_signals() -> set[int]:

@@ -28,6 +28,7 @@ from tost_lm.config import EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
 from tost_lm.files import regular_file
 from tost_lm.parallel import timeouts
+from tost_lm.parallel.launch import record_lost_rank
 from tost_lm.parallel.timeouts import STORE_S, Timeouts
 from tost_lm.torch_internals import dump_flight_record, is_communication_error, new_store_connection
 
@@ -249,7 +250,8 @@ def watch_ranks(
 class _Watchdog:
     """A thread that watches this rank's heartbeat and node, and agrees with those of the other ranks on the line.
 
-    Keys in the store: RANK: its RankState; asked: the first rank that asked for the line; line; printer: its rank.
+    Keys in the store: RANK: its RankState; asked: the first rank that asked for the line; line; printer: its rank;
+    ended: a rank that ended by itself, with an error or not, so that others are not lost.
     """
 
     def __init__(self, heartbeat: Heartbeat | None, limits: Timeouts) -> None:
@@ -273,6 +275,7 @@ class _Watchdog:
         self.main_left.set()
         self.thread.join()
         with suppress(dist.DistError):  # the store may have ended with another rank
+            self.store.set("ended", self.me)
             self.publish(self.state._replace(status=how))
 
     def fail(self, error: BaseException) -> None:
@@ -328,6 +331,7 @@ class _Watchdog:
         """Answer, ask for the line, and wait for it. `cause` is this rank's error."""
         try:
             error = LostRankError(self.poll(cause))
+            is_lost = not self.store.get("ended")
             printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
             if self.read(int(printer)).status != ANSWERS:
                 self.exit_s = timeouts.FAILED_EXIT_S
@@ -335,9 +339,12 @@ class _Watchdog:
             host = f"the launcher on {os.environ['MASTER_ADDR']}" if self.launcher_has_store else "rank 0"
             error = LostRankError(f"{host} was lost: it held the rendezvous store")
             printer = str(self.node[0] or int(not self.launcher_has_store))  # one of each node: nodes may be cut off
+            is_lost = True
         else:
             self.kill_silent(int(printer))
         error.printed_here = printer == self.me
+        if is_lost:
+            threading.Thread(target=record_lost_rank, daemon=True).start()  # its file system may hang
         time.sleep(timeouts.READ_S)  # the store may end with this process: let the others read first
         return error
 

@@ -1,6 +1,7 @@
 """The number of ranks that a launch starts, and the exit code that it derives from theirs."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(failures: list[tupl
     assert module._exit_code(failures, forwarded={signal.SIGTERM}) == code
 
 
-def test_a_killed_rank_that_no_other_reports_is_an_error():
+def test_a_killed_rank_that_no_other_reports_is_an_error_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("LOST_RANK_FILE", str(tmp_path / "lost"))
     with pytest.raises(TostError, match="rank 1 was ended by SIGKILL; run the same command to resume"):
         module._exit_code([(1, -signal.SIGKILL), (0, 75)], forwarded=set())
+    assert (tmp_path / "lost").exists()
