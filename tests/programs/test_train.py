@@ -120,6 +120,9 @@ def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, neve
     recorded = tomllib.loads((workplace / "runs/tiny/config.toml").read_text())["train"]
     assert (recorded["steps"], recorded["global_batch_size"]) == (12, 4)
     assert [step for step, *_ in curve(workplace, "tiny")] == [step for step, *_ in curve(never_stopped, "tiny")]
+    events = [(row["event"], row["step"], row.get("why")) for row in read_rows(workplace / "runs/tiny/events.jsonl")]
+    ends = [("stopped", 5, "run.stop_at_step"), ("done", 12, None)]
+    assert events == [("started", 0, None), ends[0], ("resumed", 5, None), ends[1]]
     assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=3073", cwd=workplace)
 
 

@@ -323,12 +323,17 @@ def _branch(start: StartPoint) -> dict[str, Any] | None:
 
 def _log_end(run: Run) -> None:
     config, step = run.config, run.progress.step
-    how = "done" if step == config.train.steps else "stopped at run.stop_at_step"
     if run.stop_reason:
         how = f"stopped on {run.stop_reason} with everything saved; run the same command to resume"
+        run.metrics.event(step, "stopped", why=run.stop_reason)
+    elif step < config.train.steps:
+        how = "stopped at run.stop_at_step"
+        run.metrics.event(step, "stopped", why="run.stop_at_step")
+    else:
+        how = "done"
+        run.metrics.event(step, "done")
     where = step_folder(config.run_folder, step)
     where = where if where.exists() else config.run_folder
-    run.metrics.event(step, "stopped" if run.stop_reason else "done", why=run.stop_reason)
     run.metrics.log(f"{how}: {where}")
     run.metrics.close()
 
