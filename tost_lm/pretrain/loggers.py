@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 
 
 def loggers_in_use(run: RunConfig) -> list[str]:
-    """`run.loggers`, without wandb if WANDB_MODE disables it."""
-    return [name for name in run.loggers if name != "wandb" or os.environ.get("WANDB_MODE") != "disabled"]
+    """`run.loggers`, without wandb if WANDB_MODE disables it and no setting overrules that."""
+    return [name for name in run.loggers if name != "wandb" or _mode(run)[1] != "disabled"]
 
 
 def validation_values(row: Row) -> Row:
@@ -108,7 +108,7 @@ class WandbSink:
             warn: called with a line if wandb fails; training continues without it.
 
         Raises:
-            ConfigError: wandb does not start in the mode that WANDB_MODE names.
+            ConfigError: wandb does not start in the mode of `run.wandb.mode` or WANDB_MODE.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
         has_files = any(config.run_folder.glob(f"wandb/offline-run-*/run-{self.run_id}.wandb"))
@@ -156,28 +156,34 @@ class WandbSink:
             self._warn = lambda line: None
 
 
-def _mode() -> str:
-    return os.environ.get("WANDB_MODE", "offline")
+def _mode(run: RunConfig) -> tuple[str, str]:
+    """The name of what decides the mode of wandb, and the mode."""
+    if run.wandb.mode:
+        return "run.wandb.mode", run.wandb.mode
+    return "WANDB_MODE", os.environ.get("WANDB_MODE", "offline")
 
 
 def _start(config: PretrainConfig, run_id: str) -> Any:
     import wandb
 
+    name, mode = _mode(config.run)
     try:
         return wandb.init(
-            project="tost_lm",
+            project=config.run.wandb.project,
+            entity=config.run.wandb.entity,
+            group=config.run.wandb.group,
             name=config.run.name,
             id=run_id,
             resume="allow",
             dir=config.run_folder,
-            mode=_mode(),  # pyright: ignore[reportArgumentType]
+            mode=mode,  # pyright: ignore[reportArgumentType]
             config=redact_tree(config.model_dump(mode="json")),
             # wandb's metadata would have the unredacted command line and repository address.
             settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
         )
     except (wandb.Error, ValueError) as error:
         raise ConfigError(
-            f"WANDB_MODE={_mode()}: {_first_line(error)}; set WANDB_MODE to offline or disabled"
+            f"{name}={mode}: {_first_line(error)}; set {name} to offline, or leave wandb out of run.loggers"
         ) from None
 
 

@@ -77,7 +77,7 @@ class Metrics:
             branch: recorded of the launch that starts a branch; None: of any other.
 
         Raises:
-            ConfigError: a row of an earlier launch is damaged, or wandb does not start in WANDB_MODE.
+            ConfigError: a row of an earlier launch is damaged, or as `WandbSink`.
         """
         self._config, self._world_size, self._device = config, world_size, device
         self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total

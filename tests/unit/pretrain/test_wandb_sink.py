@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from pydantic import Field
-from wandb_files import history
+from wandb_files import history, run_of
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
@@ -46,10 +46,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs/r"
 
 
-def open_metrics(progress: Progress | None) -> Metrics:
-    config = validate(PretrainConfig, SETTINGS, "test")
+def open_metrics(progress: Progress | None, **run: Any) -> Metrics:
+    settings = {**SETTINGS, "run": {**SETTINGS["run"], **run}}
+    config = validate(PretrainConfig, settings, "test")
     write_run_folder(config, world_size=1, device="cpu")
-    return Metrics(validate(WithSecret, SETTINGS, "test"), progress, 1, CPU)
+    return Metrics(validate(WithSecret, settings, "test"), progress, 1, CPU)
 
 
 def train(metrics: Metrics, first: int, last: int) -> None:
@@ -141,8 +142,40 @@ def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capf
 
 def test_a_mode_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with pytest.raises(ConfigError, match=r"\AWANDB_MODE=sometimes: .*; set WANDB_MODE to offline or disabled\Z"):
+    fix = "set WANDB_MODE to offline, or leave wandb out of run.loggers"
+    with pytest.raises(ConfigError, match=rf"\AWANDB_MODE=sometimes: .*; {fix}\Z"):
         open_metrics(None)
+
+
+def test_settings_say_where_wandb_shows_the_run_and_overrule_its_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown = {"project": "tssa", "entity": "lab", "group": "ablation"}
+    for number, (settings, mode, expected) in enumerate([
+        ({}, None, ("tost_lm", "", "")),
+        (shown, None, ("tssa", "lab", "ablation")),
+        ({**shown, "mode": "offline"}, "disabled", ("tssa", "lab", "ablation")),
+    ]):  # fmt: skip
+        monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv("WANDB_MODE", raising=False)
+        metrics = open_metrics(None, wandb=settings)
+        metrics.close()
+        (file,) = folder.glob(f"wandb/offline-run-*/run-{metrics.wandb_run_id}.wandb")
+        run = run_of(file)
+        assert (run.project, run.entity, run.run_group) == expected, number
+
+
+def test_online_without_a_login_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server, and no login for it
+    fix = "set run.wandb.mode to offline, or leave wandb out of run.loggers"
+    with pytest.raises(ConfigError, match=rf"\Arun.wandb.mode=online: .*; {fix}\Z"):
+        open_metrics(None, wandb={"mode": "online"})
+
+
+@pytest.mark.parametrize("wandb", [{"mode": "sometimes"}, {"project": "a/b"}])
+def test_a_wrong_setting_of_wandb_is_refused_before_the_run(wandb: dict[str, str]):
+    with pytest.raises(ConfigError, match=rf"run.wandb.{next(iter(wandb))}"):
+        open_metrics(None, wandb=wandb)
 
 
 def wait_until_wandb_is_gone(folder: Path) -> None:
