@@ -8,7 +8,7 @@ DeepSpeed's private and undocumented names here:
     optimizer._global_grad_norm                                      the norm of the last step
     optimizer.bf16_groups, .fp32_groups_gradients_flat, .fp32_groups_gradients, .fp32_groups_has_gradients,
     .fp32_groups_flat_partition, .fp32_groups_gradient_flat_partition, ._lazy_init_hp_params_optimizer_state,
-    .update_lp_params, parameter._hp_grad                            bfloat16 at stage 1
+    .update_lp_params                                                bfloat16 at stage 1
     torch._foreach_copy_, ._foreach_add_                             operations on many tensors at once
 
 Replaced:
@@ -21,10 +21,11 @@ Replaced:
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _foreach_add_, _foreach_copy_, nn  # pyright: ignore[reportPrivateImportUsage]
 
 from tost_lm.parallel.mesh import Mesh, all_reduce
 from tost_lm.parallel.rank_weights import slice_of
@@ -84,24 +85,22 @@ class ShortStep:
 
     def __init__(self, engine: Any) -> None:
         self._optimizer, self._mesh, self._clip = engine.optimizer, engine.mesh, engine.gradient_clipping()
-        for group, sums in zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True):
-            for parameter, total in zip(group, sums, strict=True):
-                parameter._hp_grad = total
+        groups = zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True)
+        self._groups = [list(zip(*group, strict=True)) for group in groups]  # pairs of a parameter and its sum
         self._optimizer.update_hp_grads, self._optimizer.step = self.add_gradients, self.step
 
     @torch.no_grad()
     def add_gradients(self, clear_lp_grads: bool = False) -> None:
         """Add the gradients of a micro-batch to the float32 sums, and free them."""
-        groups = zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_has_gradients, strict=True)
-        for group, has_gradients in groups:
-            used = [parameter for parameter in group if parameter.grad is not None]
+        for group, has_gradients in zip(self._groups, self._optimizer.fp32_groups_has_gradients, strict=True):
+            used = [(total, parameter.grad.flatten()) for parameter, total in group if parameter.grad is not None]
             if not any(has_gradients):
-                torch._foreach_copy_([p._hp_grad for p in used], [p.grad.flatten() for p in used])
+                _foreach_copy_(*_columns(used))
             else:
                 for some in _portions(used):
-                    _add([p._hp_grad for p in some], [p.grad.flatten() for p in some])
-            has_gradients[:] = [parameter.grad is not None for parameter in group]
-            for parameter in used:
+                    _add(*_columns(some))
+            has_gradients[:] = [parameter.grad is not None for parameter, _ in group]
+            for parameter, _ in group:
                 parameter.grad = None
 
     @torch.no_grad()
@@ -126,19 +125,27 @@ class ShortStep:
     def _norm(self) -> float:
         if self._mesh.tensor.size == 1:
             return float(_sum_of_squares(self._optimizer.fp32_groups_gradients_flat).sqrt())
-        pairs = ((p, p._hp_grad) for group in self._optimizer.bf16_groups for p in group)
-        return float(all_reduce(_sum_of_squares(_counted_once(pairs, self._mesh)), self._mesh.tensor).sqrt())
+        squares = _sum_of_squares(_counted_once(chain.from_iterable(self._groups), self._mesh))
+        return float(all_reduce(squares, self._mesh.tensor).sqrt())
 
 
-def _portions(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Consecutive parameters with up to CAST_ELEMENTS in all; a larger one is alone."""
-    portions: list[list[nn.Parameter]] = []
+Sums = list[tuple[Tensor, Tensor]]
+"""Pairs of a sum and the gradient to be added."""
+
+
+def _columns(pairs: Sums) -> tuple[list[Tensor], list[Tensor]]:
+    return [total for total, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _portions(pairs: Sums) -> list[Sums]:
+    """Consecutive gradients with up to CAST_ELEMENTS in all; a larger one is alone."""
+    portions: list[Sums] = []
     elements = CAST_ELEMENTS
-    for parameter in parameters:
-        elements += parameter.numel()
+    for total, gradient in pairs:
+        elements += len(gradient)
         if elements > CAST_ELEMENTS:
-            portions, elements = [*portions, []], parameter.numel()
-        portions[-1].append(parameter)
+            portions, elements = [*portions, []], len(gradient)
+        portions[-1].append((total, gradient))
     return portions
 
 
@@ -149,8 +156,8 @@ def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
         return
     lengths = [len(gradient) for gradient in gradients]
     cast = sums[0].new_empty(sum(lengths)).split(lengths)
-    torch._foreach_copy_(cast, gradients)
-    torch._foreach_add_(sums, cast)
+    _foreach_copy_(list(cast), gradients)
+    _foreach_add_(sums, list(cast))
 
 
 def _counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> list[Tensor]:

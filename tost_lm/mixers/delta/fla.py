@@ -7,6 +7,7 @@ blocks of 64 channels of keys (github.com/fla-org/flash-linear-attention/issues/
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -76,9 +77,9 @@ def has_wrong_blocks(key_size: int) -> bool:
 @cache
 def allow_right_blocks() -> None:
     """Let fla-core run its guarded backward pass for keys whose blocks are not miscompiled."""
-    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk
 
+    chunk_o: Any = import_module("fla.ops.common.chunk_o")
     guarded = chunk.chunk_bwd_dqkwg
 
     def guarded_for_some(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -110,9 +111,10 @@ def gradient_error(
             y, final = rule(*leaves, local)
         return torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
 
-    def in_pytorch(*tensors: Any) -> tuple[Tensor, Tensor]:
-        *tokens, initial, documents = tensors
-        y, final = delta_rule_chunks(*(x.flatten(0, 1) for x in tokens), initial, documents.lengths)
+    def in_pytorch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        log_decay, beta, initial, documents = others
+        q, k, v, log_decay, beta = (x.flatten(0, 1) for x in (q, k, v, log_decay, beta))
+        y, final = delta_rule_chunks(q, k, v, log_decay, beta, initial, documents.lengths)
         return y.unflatten(0, (1, -1)), final
 
     pairs = zip(gradients(kernels or delta_rule, None), gradients(in_pytorch, torch.float32), strict=True)
