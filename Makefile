@@ -10,21 +10,19 @@ BIN := .venv/bin
 demo: env
 	$(BIN)/tost prepare tokenizer configs/data/embedded.toml
 	$(BIN)/tost prepare shards configs/data/embedded.toml
-	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2 run.stop_at_step=80
+	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2 run.stop_at_step=60
 	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2
 	$(BIN)/tost eval zero-shot runs/demo
 	$(BIN)/tost generate runs/demo sample.temperature=0.8
 	$(BIN)/tost report runs/demo
-	$(BIN)/tost prepare tokenizer configs/data/passages_text.toml
-	$(BIN)/tost prepare shards configs/data/passages_text.toml
 	$(BIN)/tost prepare passages configs/data/passages.toml
 	$(BIN)/tost prepare shards configs/data/passages.toml
 	$(BIN)/tost train configs/pretrain/recall.toml launch.ranks=2
-	$(BIN)/tost eval retrieval runs/recall heldout.shards=data/passages_text/shards 'retrieval.lengths=[256, 1024, 4096]'
+	$(BIN)/tost eval retrieval runs/recall heldout.shards=data/embedded/shards 'retrieval.lengths=[256, 1024, 4096]'
 	$(BIN)/tost report runs/recall
 
 clean-demo:
-	rm -rf data/embedded data/passages data/passages_text runs/demo runs/recall
+	rm -rf data/embedded data/passages runs/demo runs/recall
 
 # Shows in five minutes that the installation works: tests/quick.txt lists what it runs. With three workers two cores are
 # seldom idle.

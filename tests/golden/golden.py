@@ -68,7 +68,7 @@ class Case:
 def training_cases() -> Iterator[Case]:
     """Every pattern, layout, ZeRO stage and tile setting, and every form of block, norm and precision."""
     patterns = [
-        {"pattern": "T"}, {"pattern": "S"}, {"pattern": "A"}, {"pattern": "TSA"},
+        {"pattern": "T"}, {"pattern": "S"}, {"pattern": "A"}, {"pattern": "TSA"}, {"pattern": "D"}, {"pattern": "DDA"},
         {"pattern": "A", "softmax": {"window": 7}},
         {"pattern": "SSA", "softmax": {"window": 7}, "positions": "none"},
     ]  # fmt: skip
@@ -101,7 +101,11 @@ def training_cases() -> Iterator[Case]:
     yield Case(2, hybrid, {"zero_stage": 2, "offload": "optimizer"})
     for number, (tensor, sequence) in enumerate(((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))):
         yield Case(4, hybrid, {"tensor": tensor, "sequence": sequence, "zero_stage": number % 4})
-    for model in ({"pattern": "TTA", "softmax": {"window": 7}}, {"pattern": "SST", "tssa": {"denom_bias": "head"}}):
+    for model in (
+        {"pattern": "TTA", "softmax": {"window": 7}},
+        {"pattern": "SST", "tssa": {"denom_bias": "head"}},
+        {"pattern": "DDA"},
+    ):
         for tile_tokens in (9, 13):
             for ranks, axes in ((1, {}), (2, {"sequence": 2}), (2, {"tensor": 2}), (4, {"tensor": 2, "sequence": 2})):
                 yield Case(ranks, model, {**axes, "zero_stage": 0}, tile_tokens=tile_tokens)
@@ -130,7 +134,7 @@ def trained(*numbers: int) -> dict[str, list[float]]:
         for start in range(0, len(of_ranks), GROUP):
             group = of_ranks[start : start + GROUP]
             found |= zip(
-                [case.name for case in group], run_on_ranks(train, ranks, group, timeout_s=280)[0], strict=True
+                [case.name for case in group], run_on_ranks(train, ranks, group, timeout_s=600)[0], strict=True
             )
     return found
 
