@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.forms import mixers, recurrences
-from benchmarks.forms.catalog import CATALOG, CONSTANT, forms_of
-from benchmarks.forms.lm import FormLM
-from benchmarks.forms.mixers import MIXERS, Form, Mixer, Slots
-from benchmarks.forms.sweep import SEEDS, Result, best_rival, rates_to_screen, startable
-from benchmarks.forms.tables import tables
-from benchmarks.forms.training import train
+from experiments.forms import mixers, recurrences
+from experiments.forms.catalog import CATALOG, CONSTANT, forms_of
+from experiments.forms.lm import FormLM
+from experiments.forms.mixers import MIXERS, Form, Mixer, Slots
+from experiments.forms.sweep import SEEDS, Result, best_rival, rates_to_screen, startable
+from experiments.forms.tables import tables
+from experiments.training import train
 from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
@@ -176,7 +176,7 @@ def test_a_stopped_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return train(model, optim, 8, loss_of, tmp_path / name), model
 
     whole, expected = trained(9, "whole")
-    monkeypatch.setattr("benchmarks.forms.training.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr("experiments.training.SAVE_EVERY_S", -1.0)
     with pytest.raises(KeyboardInterrupt):
         trained(5, "stopped")
     again, model = trained(9, "stopped")

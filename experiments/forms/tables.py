@@ -5,10 +5,10 @@ from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.forms.catalog import CATALOG
-from benchmarks.forms.recall import STEPS
-from benchmarks.forms.sweep import Result, best_mqar_rate, best_rate
-from benchmarks.measure import markdown_table
+from experiments.forms.catalog import CATALOG
+from experiments.forms.recall import STEPS
+from experiments.forms.sweep import Result, best_mqar_rate, best_rate
+from tost_lm.markdown import table
 
 T_QUANTILES = {2: 12.706, 3: 4.303}
 """97.5 % quantiles of Student's t by number of pairs."""
@@ -30,7 +30,11 @@ def tables(results: Sequence[Result]) -> str:
     ]  # fmt: skip
     hours = sum(r["seconds"] for r in results if not r["run"]["stage"].startswith("hybrids")) / 3600
     used = f"The runs took {hours:.1f} hours of one core, of a budget of {BUDGET_HOURS}, without those of hybrids."
-    return "\n\n".join([*(f"{title}\n\n{markdown_table(rows)}" for title, rows in parts if rows), used])
+    return "\n\n".join([*(f"{title}\n\n{_table(rows)}" for title, rows in parts if rows), used])
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def difference(group: Sequence[Result], reference: Sequence[Result], key: str = "loss") -> str:

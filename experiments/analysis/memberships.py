@@ -7,20 +7,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tost_lm.eval.analysis.layers import HeldoutText, LayerTile, observe_layers, run_in_tiles, tssa_mixers
-from tost_lm.inference.protocol_names import MEMBERSHIPS
+from experiments.analysis.charts import layers_chart
+from experiments.analysis.layers import Analysis, LayerTile, observe_layers, run_in_tiles, tssa_mixers
 from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.ops.positions import position_ends
-from tost_lm.report.page import Chart, Page, layers_chart
-from tost_lm.report.protocols import analysis_section
+from tost_lm.report.page import Chart, Page
 
 MIN_DEVIATION = 1e-7
 """A standard deviation of memberships below this is rounding error of float32 scores."""
@@ -187,23 +186,6 @@ def _probe(model: TostLM, probe_T: Tensor, state: LMState | None) -> tuple[Tenso
     return torch.cat(recorded), loss.item()
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """A model and its held-out text."""
-
-    model: TostLM
-    text: HeldoutText
-
-    @property
-    def sequences(self) -> Tensor:
-        """Tokens [N, T]."""
-        return self.text.sequences_NT
-
-    @cached_property
-    def by_position(self) -> ByPosition:
-        return by_position(self.model, self.sequences)
-
-
 def fitting_contexts(model: ModelConfig, contexts: Sequence[int], probe_tokens: int) -> list[int]:
     """Those of the increasing numbers of context tokens that fit into the model's positions together with a probe."""
     limit = model.position_limit
@@ -212,10 +194,11 @@ def fitting_contexts(model: ModelConfig, contexts: Sequence[int], probe_tokens: 
 
 def measure(of: Analysis, probe_tokens: int, contexts: Sequence[int]) -> dict[str, Any]:
     """Memberships by position, and those of the first `probe_tokens` after each number of context tokens."""
-    model, found = of.model.config, of.by_position
+    model, found = of.model.config, by_position(of.model, of.sequences)
     amounts, probe_tokens = fitting_contexts(model, contexts, probe_tokens), _probe_tokens(model, probe_tokens)
     after = after_context(of.model, of.sequences[:, : probe_tokens + 1], of.text.context_S, amounts)
     return {
+        "sequences": len(of.sequences),
         "probe_tokens": probe_tokens,
         "position_ends": position_ends(model.context_length),
         "concentration_by_position": found.concentration,
@@ -232,7 +215,6 @@ def _probe_tokens(model: ModelConfig, wanted: int) -> int:
     return min(wanted, model.context_length - 1)  # the last token of a sequence is only a label
 
 
-@analysis_section("Memberships", MEMBERSHIPS)
 def section(results: dict[str, Any], page: Page) -> list[str]:
     """Memberships of each TSSA layer by position and after more context."""
     by_position = zip(*results["concentration_by_position"], strict=True)
@@ -241,7 +223,9 @@ def section(results: dict[str, Any], page: Page) -> list[str]:
         (f"{row['context_tokens']:,}", f"{row['nats_per_token']:.4f}", *_three_digits(row["moved"]))
         for row in results["after_context"]
     ]
+    skipped = ", ".join(f"{tokens:,}" for tokens in results["left_out_contexts"])
     return [
+        "## Memberships",
         page.add_figure("memberships", position_chart(results), "Concentration, spread, and explained variance"),
         "Concentration of the memberships by position: 1 − entropy over the heads / ln(heads), 0 for uniform "
         "memberships and 1 where one head has the whole token. The spread is the standard deviation of a token's "
@@ -258,6 +242,7 @@ def section(results: dict[str, Any], page: Page) -> list[str]:
         f"The first {results['probe_tokens']} tokens of {results['sequences']} sequences after context tokens of other "
         "text: loss in nats per token, and change of the memberships (total variation distance) by layer.",
         table(("context tokens", "loss", *layers), rows),
+        f"Skipped contexts: {skipped}; the model has {results['limit']:,} positions." if skipped else "",
     ]
 
 

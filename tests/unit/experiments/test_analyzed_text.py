@@ -1,10 +1,10 @@
-"""The text that `tost eval analyze` reads: where it stands and its documents."""
+"""The text that the analyses read: where it stands and its documents."""
 
 import pytest
 
+from experiments.analysis.layers import read_text
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
-from tost_lm.eval.analysis.layers import read_text
 
 
 def test_it_is_held_out_text_after_the_context(shards: Shards):

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, normalize, pad, rms_norm, scaled_dot_product_attention, silu, softplus
 
-from benchmarks.forms.recurrences import (
+from experiments.forms.recurrences import (
     decayed_read,
     decayed_read_of_channels,
     decayed_sum,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tost_lm.eval.analysis.memberships import after_context, by_position, concentration, recorded_memberships
+from experiments.analysis.memberships import after_context, by_position, concentration, recorded_memberships
 from tost_lm.ops.positions import position_ends
 
 FREE = {"positions": "none", "tssa": {"denom_bias": "head"}}
@@ -32,9 +32,9 @@ def test_position_bins_double(tokens: int, ends: list[int]):
 @pytest.mark.parametrize(
     "settings", [{}, FREE, {"tssa": {"membership": "energy-mean", "denom_bias": "none"}}, {**FREE, "pattern": "TA"}]
 )
-def test_recorded_memberships_are_those_of_the_layers(make_model, settings: dict[str, str]):
+def test_recorded_memberships_are_those_of_the_layers(float64_model, settings: dict[str, str]):
     """A layer's state holds Σ Π over the tokens, also after an earlier state."""
-    model, tokens = make_model(**settings), draw(3, 40)
+    model, tokens = float64_model(**settings), draw(3, 40)
     with torch.inference_mode():
         first = model(tokens[:, :17]).state
         with recorded_memberships(model) as recorded:
@@ -46,8 +46,8 @@ def test_recorded_memberships_are_those_of_the_layers(make_model, settings: dict
         torch.testing.assert_close(pi_BTH.sum(1), mass_BH - earlier_BH, rtol=0, atol=1e-12)
 
 
-def test_recording_ends_with_the_context(make_model):
-    model, tokens = make_model(), draw(1, 8)
+def test_recording_ends_with_the_context(float64_model):
+    model, tokens = float64_model(), draw(1, 8)
     with recorded_memberships(model) as recorded:
         model(tokens)
     model(tokens)
@@ -55,8 +55,8 @@ def test_recording_ends_with_the_context(make_model):
 
 
 @pytest.mark.parametrize("heads", [3, 4, 6])  # 1/3 is no binary fraction
-def test_uniform_memberships_never_move(make_model, heads: int):
-    model = make_model(
+def test_uniform_memberships_never_move(float64_model, heads: int):
+    model = float64_model(
         tssa={"membership": "uniform", "denom_bias": "head"}, heads=heads, width=8 * heads, positions="none"
     )
     found = by_position(model, draw(2, 40))
@@ -68,9 +68,9 @@ def test_uniform_memberships_never_move(make_model, heads: int):
         assert max(map(abs, row.concentration)) < 1e-15
 
 
-def test_tokens_without_energy_follow_the_bias(make_model):
+def test_tokens_without_energy_follow_the_bias(float64_model):
     """With w = 0, z = temp · D · bias at any position and after any context."""
-    model = make_model(tssa={"denom_bias": "head"}, positions="none")
+    model = float64_model(tssa={"denom_bias": "head"}, positions="none")
     odds = [8, 4, 2, 2]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -89,9 +89,9 @@ def test_tokens_without_energy_follow_the_bias(make_model):
     assert (last.context_tokens, last.moved) == (50, [0, 0])
 
 
-def test_bins_hold_the_means_of_their_positions(make_model):
+def test_bins_hold_the_means_of_their_positions(float64_model):
     """Up to their mean over the heads, scores are logarithms of memberships."""
-    model, tokens = make_model(**FREE), draw(3, 20)
+    model, tokens = float64_model(**FREE), draw(3, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
     found = by_position(model, tokens)
@@ -103,15 +103,15 @@ def test_bins_hold_the_means_of_their_positions(make_model):
         torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
 
 
-def test_tiles_do_not_change_the_statistics(make_model, monkeypatch: pytest.MonkeyPatch):
-    model, tokens = make_model(pattern="TA"), draw(3, 40)
+def test_tiles_do_not_change_the_statistics(float64_model, monkeypatch: pytest.MonkeyPatch):
+    model, tokens = float64_model(pattern="TA"), draw(3, 40)
     whole = by_position(model, tokens)
-    monkeypatch.setattr("tost_lm.eval.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
     for found, expected in zip(by_position(model, tokens), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_fraction_of_variance_that_position_explains(make_model):
+def test_fraction_of_variance_that_position_explains(float64_model):
     """It equals sums over tokens, and is 1 where memberships depend only on denom_bias."""
 
     def written_out(pi_NTH: torch.Tensor) -> float:
@@ -121,7 +121,7 @@ def test_fraction_of_variance_that_position_explains(make_model):
         total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n, t in each)
         return 1 - (within / (tokens * (sequences - 1))) / (total / (tokens * sequences - 1))
 
-    model, tokens = make_model(), draw(5, 20)
+    model, tokens = float64_model(), draw(5, 20)
     with torch.inference_mode(), recorded_memberships(model) as recorded:
         model(tokens)
     found = by_position(model, tokens)
@@ -139,10 +139,10 @@ def test_fraction_of_variance_that_position_explains(make_model):
     assert by_position(model, tokens[:1]).explained == [None, None]
 
 
-def test_probes_continue_after_the_context(make_model, monkeypatch: pytest.MonkeyPatch):
+def test_probes_continue_after_the_context(float64_model, monkeypatch: pytest.MonkeyPatch):
     """Context and probe in tiles equal one sequence."""
-    model, probes, context = make_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
-    monkeypatch.setattr("tost_lm.eval.analysis.layers.TILE_TOKENS", 7)
+    model, probes, context = float64_model(**FREE, pattern="TA"), draw(2, 9), draw(30)
+    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
     alone, *rows = after_context(model, probes, context, [12, 30])
     assert alone.moved == [0]
     for row in rows:

@@ -1,9 +1,9 @@
-"""Slot memory and other mixers: a run for each model, learning rate and seed, in the stages of benchmarks.forms.sweep.
+"""Slot memory and other mixers: a run for each model, learning rate and seed, in the stages of experiments.forms.sweep.
 
-    python -m benchmarks.forms
-    python -m benchmarks.forms forms.tables=true
+    python -m experiments.forms
+    python -m experiments.forms forms.tables=true
 
-Every finished run is a file in benchmarks/results/forms, and is not repeated. A run in progress keeps its state in
+Every finished run is a file in experiments/forms/results, and is not repeated. A run in progress keeps its state in
 runs/forms every ten minutes, and the same command resumes it. Two processes share the runs. Each run uses one thread.
 Prepare the text first:
 
@@ -25,13 +25,12 @@ from typing import Any
 
 from pydantic import Field
 
-from benchmarks.forms.sweep import Result, Run, startable
-from benchmarks.forms.tables import tables
+from experiments.forms.sweep import Result, Run, startable
+from experiments.forms.tables import tables
 from tost_lm.config import Section, run_program
 from tost_lm.files import write_atomically
-from tost_lm.pretrain.plan.settings import RESULTS
 
-FOLDER = RESULTS / "forms"
+FOLDER = Path("experiments/forms/results")
 T, BATCH, WIDTH = 512, 2, 128
 """Tokens of a sequence of text, sequences of a step, and channels."""
 
@@ -48,7 +47,7 @@ class FormsSection(Section):
 
 
 class FormsConfig(Section):
-    """Settings of `benchmarks.forms`."""
+    """Settings of `experiments.forms`."""
 
     forms: FormsSection = FormsSection()
 
@@ -105,10 +104,10 @@ def measure(run: Run, folder: Path) -> None:
 
 
 def _text(run: Run, folder: Path) -> dict[str, Any]:
-    from benchmarks.forms import text
-    from benchmarks.forms.catalog import forms_of
-    from benchmarks.forms.lm import FormLM
-    from benchmarks.forms.training import train
+    from experiments.forms import text
+    from experiments.forms.catalog import forms_of
+    from experiments.forms.lm import FormLM
+    from experiments.training import train
     from tost_lm.data.shards import Shards
     from tost_lm.optim.settings import OptimConfig
 
@@ -124,20 +123,21 @@ def _text(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def _recall(run: Run, folder: Path) -> dict[str, Any]:
-    from benchmarks.forms import recall
-    from benchmarks.forms.catalog import forms_of
-    from benchmarks.forms.lm import FormLM
-    from benchmarks.forms.training import train
+    from experiments.forms import recall
+    from experiments.forms.catalog import forms_of
+    from experiments.forms.lm import FormLM
+    from experiments.mqar import evaluate, loss_of_examples
+    from experiments.training import train
     from tost_lm.optim.settings import OptimConfig
 
     mqar, forms = recall.settings(run["pairs"]), forms_of(run["name"], recall.LAYERS, run["state"])
     model = FormLM(forms, recall.WIDTH, mqar.vocab_size)
-    loss_of = recall.loss_of_examples(model, mqar, run["seed"])
+    loss_of = loss_of_examples(model, mqar, recall.BATCH, run["seed"])
     optim = OptimConfig(lr=run["lr"], min_lr=run["lr"] / 10, warmup_steps=150, weight_decay=0.0)
     saved = folder / f"{path_of(run).stem}.pt"
     trained = train(model, optim, recall.STEPS, loss_of, saved, lambda: recall.is_learned(model, mqar))
     at_lengths = recall.at_lengths(model, mqar) if run["stage"] == "hybrids-recall" else {}
-    return {**recall.measure(model, mqar), **at_lengths, **_sizes(model, forms), **trained}
+    return {**evaluate(model, mqar, recall.BATCH), **at_lengths, **_sizes(model, forms), **trained}
 
 
 def _sizes(model: Any, forms: list[Any]) -> dict[str, Any]:
@@ -151,4 +151,4 @@ def _sizes(model: Any, forms: list[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_program(main, name="benchmarks.forms", doc=__doc__ or "", positional="[CONFIG]", config=FormsConfig)
+    run_program(main, name="experiments.forms", doc=__doc__ or "", positional="[CONFIG]", config=FormsConfig)

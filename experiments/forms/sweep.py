@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.forms.catalog import CATALOG, CONSTANT, FULL_HYBRIDS, forms_of
-from benchmarks.forms.recall import LAYERS
+from experiments.forms.catalog import CATALOG, CONSTANT, FULL_HYBRIDS, forms_of
+from experiments.forms.recall import LAYERS
 
 Run = dict[str, Any]
 """Identity of a run: `stage`, `name`, `seed`, `lr`; of text `tokens`; of recall `pairs` and `state`; its forms."""

@@ -1,14 +1,9 @@
 """Multi-query associative recall of a form: `mqar@zoology` in sequences of which most tokens are noise."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from benchmarks.forms.lm import FormLM
-from tost_lm.eval import recall
-from tost_lm.eval.recall_settings import MqarConfig
+from experiments.forms.lm import FormLM
+from experiments.mqar import MqarConfig, evaluate
 
 BATCH = 32
 STEPS = 1500
@@ -25,28 +20,10 @@ def settings(pairs: int) -> MqarConfig:
     return MqarConfig(pairs=pairs, seq_len=8 * pairs, vocab_size=8 * pairs)
 
 
-def loss_of_examples(model: FormLM, config: MqarConfig, seed: int) -> Callable[[int], Tensor]:
-    """The loss at each step, on new examples."""
-
-    def loss_of(step: int) -> Tensor:
-        examples = recall.draw_examples(config, BATCH, recall.TRAINING, seed, step)
-        tokens_BT, labels_BT = map(torch.from_numpy, examples)
-        loss = model(tokens_BT, labels_BT).loss
-        assert loss is not None
-        return loss
-
-    return loss_of
-
-
 def is_learned(model: FormLM, config: MqarConfig) -> bool:
     """Whether the accuracy on ASKED other examples is ENOUGH."""
     asked = config.model_copy(update={"examples": ASKED, "seed": config.seed + 1})
-    return measure(model, asked)["accuracy"] >= ENOUGH
-
-
-def measure(model: FormLM, config: MqarConfig) -> dict[str, Any]:
-    """Accuracy and nats of `tost_lm.eval.recall.evaluate`."""
-    return recall.evaluate(model, config, BATCH)  # pyright: ignore[reportArgumentType]
+    return evaluate(model, asked, BATCH)["accuracy"] >= ENOUGH
 
 
 def at_lengths(model: FormLM, config: MqarConfig) -> dict[str, Any]:
@@ -54,5 +31,5 @@ def at_lengths(model: FormLM, config: MqarConfig) -> dict[str, Any]:
     accuracies = {}
     for times in LENGTHS:
         longer = config.model_copy(update={"seq_len": times * config.seq_len, "power": 1.0, "examples": ASKED})
-        accuracies[str(times)] = recall.evaluate(model, longer, 8)["accuracy"]  # pyright: ignore[reportArgumentType]
+        accuracies[str(times)] = evaluate(model, longer, 8)["accuracy"]
     return {"accuracy_by_length": accuracies}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tost_lm.eval.analysis.layers import standard_error
+from experiments.analysis.layers import standard_error
 
 VALUES = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

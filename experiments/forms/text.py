@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.forms.lm import FormLM
+from experiments.forms.lm import FormLM
 from tost_lm.data.shards import Shards
 
 WINDOWS = 320

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from benchmarks.forms.mixers import MIXERS, Form, Mixer
-from tost_lm.eval.recall import PUBLISHED_WIDTH
+from experiments.forms.mixers import MIXERS, Form, Mixer
+from experiments.mqar import PUBLISHED_WIDTH
 from tost_lm.ops.initialization import INITIAL_STD
 
 

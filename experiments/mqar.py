@@ -1,4 +1,13 @@
-"""Multi-query associative recall, protocol `mqar@zoology` (Arora et al. 2023, arXiv 2312.04927).
+"""Multi-query associative recall (protocol mqar@zoology): trains and tests small models of several patterns.
+
+    python -m experiments.mqar experiments/mqar.toml
+    python -m experiments.mqar experiments/mqar.toml 'recall.patterns=["T"]' model.tssa.membership=energy-mean
+
+Prints a table of accuracy at held-out queries by pattern, and the accuracy of guessing. The result of each model is
+written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained
+again.
+
+The protocol follows Arora et al. 2023, arXiv 2312.04927:
 
     k₁ v₁ k₂ v₂ … kₙ vₙ   · · k₂ · · · k₁ · · …        label of each query: the value of its key
 
@@ -7,8 +16,6 @@ of a slot of two, where the model must predict the value. Keys are distinct ids 
 values independent ids of the upper half. Slots g = 1, 2, … are drawn without replacement with weight g^(power − 1), so
 most queries are near the pairs and a few are far away. The assignment of keys to slots is uniform, so the position of a
 query does not depend on its value. All other tokens are noise: any ids except the keys of the example.
-
-Small models of several patterns are trained on such examples and tested.
 """
 
 import math
@@ -19,20 +26,117 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor, nn
 
-from tost_lm.errors import TrainingError
-from tost_lm.eval.recall_settings import MqarConfig, RecallConfig
+from experiments.training import train
+from tost_lm.config import Section, run_program
 from tost_lm.files import require_writable
 from tost_lm.inference.subject import pick_device, read_result_file, results_path, write_result_file
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.optimizers import build_optimizer
-from tost_lm.optim.settings import OptimConfig, learning_rate
+from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule
+from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.version import VERSION
 
 PUBLISHED_WIDTH = 768
+
+
+class MqarConfig(Section):
+    """Protocol `mqar@zoology`."""
+
+    pairs: int = Field(default=4, gt=0)
+    """Keys per example. Each appears once with its value and once as a query."""
+    seq_len: int = Field(default=64, gt=0)
+    """Tokens per example."""
+    vocab_size: int = Field(default=256, gt=0)
+    """Size of the vocabulary; the lower half are keys, the upper half values."""
+    power: float = Field(default=0.01, ge=0, le=1)
+    """A query is drawn for slot g after the pairs with weight g^(power − 1); 1: uniform."""
+    examples: int = Field(default=1000, gt=1)
+    """Held-out examples for the test."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of all examples."""
+
+    @property
+    def slots(self) -> int:
+        """Slots of two tokens after the pairs; each can have a query."""
+        return (self.seq_len - 2 * self.pairs) // 2
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "MqarConfig":
+        if self.vocab_size % 2:
+            raise ValueError(f"mqar.vocab_size: {self.vocab_size} is odd; set an even size, half keys and half values")
+        if self.pairs > self.vocab_size // 2:
+            raise ValueError(
+                f"mqar.pairs: {self.pairs} distinct keys do not fit; set mqar.vocab_size to {2 * self.pairs} or more"
+            )
+        if self.pairs > self.slots:
+            raise ValueError(
+                f"mqar.pairs: {self.pairs} pairs do not fit; set mqar.seq_len to {4 * self.pairs} or more, two tokens "
+                "for each pair and two for its query"
+            )
+        return self
+
+
+class RecallTrainConfig(Section):
+    """Length of the training."""
+
+    steps: int = Field(default=1000, gt=0)
+    """Training steps of each model."""
+    batch_size: int = Field(default=64, gt=0)
+    """Examples per step."""
+
+
+class RecallModelsConfig(Section):
+    """The models to train. They share all other settings, and each has its own result."""
+
+    name: str = Field(default="mqar", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Results are written to runs/NAME/eval/mqar@zoology."""
+    patterns: list[str] = Field(default=["A", "TA", "AT", "T"], min_length=1)
+    """Values of model.pattern."""
+    seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
+    """Seeds of weights and training examples; each pattern is trained with each seed."""
+
+
+class RecallConfig(Section):
+    """Settings of `experiments.mqar`."""
+
+    model: ModelConfig
+    mqar: MqarConfig = Field(default_factory=MqarConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: RecallTrainConfig = Field(default_factory=RecallTrainConfig)
+    recall: RecallModelsConfig = Field(default_factory=RecallModelsConfig)
+
+    def model_of(self, pattern: str) -> ModelConfig:
+        return ModelConfig.model_validate({**self.model.model_dump(), "pattern": pattern})
+
+    @model_validator(mode="after")
+    def _schedule_fits_steps(self) -> "RecallConfig":
+        if obstacle := obstacle_to_schedule(self.optim, self.train.steps):
+            raise ValueError(obstacle)
+        return self
+
+    @model_validator(mode="after")
+    def _check_models(self) -> "RecallConfig":
+        if self.model.vocab_size != self.mqar.vocab_size:
+            raise ValueError(
+                f"model.vocab_size: {self.model.vocab_size} is not mqar.vocab_size {self.mqar.vocab_size}; make them "
+                "equal"
+            )
+        for pattern in self.recall.patterns:
+            try:
+                limit = self.model_of(pattern).position_limit
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"recall.patterns: {pattern!r}: {message}") from None
+            if limit is not None and limit < self.mqar.seq_len:
+                raise ValueError(
+                    f"mqar.seq_len: {self.mqar.seq_len} exceeds the model's positions; set model.max_positions "
+                    f"({limit}) to it or more"
+                )
+        return self
 
 
 class Examples(NamedTuple):
@@ -131,20 +235,19 @@ def draw_model(config: ModelConfig, seed: int) -> TostLM:
     return model
 
 
-def train(model: TostLM, config: RecallConfig, seed: int) -> None:
-    """Train on new examples each step. Raises TrainingError when the loss is not finite."""
+def loss_of_examples(model: nn.Module, config: MqarConfig, batch_size: int, seed: int) -> Callable[[int], Tensor]:
+    """The loss at each step, on new examples."""
     device = next(model.parameters()).device
 
     def loss_of(step: int) -> Tensor:
-        examples = draw_examples(config.mqar, config.train.batch_size, TRAINING, seed, step)
-        tokens_BT, labels_BT = _on(device, examples)
+        tokens_BT, labels_BT = _on(device, draw_examples(config, batch_size, TRAINING, seed, step))
         return model(tokens_BT, labels=labels_BT, output_state=False).loss
 
-    fit(model, config.optim, config.train.steps, loss_of)
+    return loss_of
 
 
 @torch.inference_mode()
-def evaluate(model: TostLM, config: MqarConfig, batch_size: int) -> Result:
+def evaluate(model: nn.Module, config: MqarConfig, batch_size: int) -> Result:
     """Accuracy at the queries of the held-out examples, its standard error over examples, and nats per query."""
     right, nats = [], []
     examples = draw_examples(config, config.examples, TESTING)
@@ -198,7 +301,7 @@ def _train_and_test(config: RecallConfig, pattern: str, seed: int) -> Result:
     print(f"training {pattern}, seed {seed}", flush=True)
     model = draw_model(config.model_of(pattern), seed).to(pick_device())
     began = time.monotonic()
-    train(model, config, seed)
+    train(model, config.optim, config.train.steps, loss_of_examples(model, config.mqar, config.train.batch_size, seed))
     seconds = time.monotonic() - began
     model.eval()
     return {
@@ -239,25 +342,6 @@ def scale_initial_std(model: nn.Module, width: int) -> None:
             parameter.mul_(math.sqrt(PUBLISHED_WIDTH / width))
 
 
-def fit(model: nn.Module, optim: OptimConfig, steps: int, loss_of: Callable[[int], Tensor]) -> None:
-    """Minimize `loss_of(step)`. Raises TrainingError when a loss that is reported is not finite."""
-    optimizer = build_optimizer(model, optim)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, optim)
-        loss = loss_of(step)
-        loss.backward()
-        if optim.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % max(1, steps // 10) == 0:
-            nats = loss.item()
-            if not math.isfinite(nats):
-                raise TrainingError(f"the loss is {nats} after {step + 1} steps; lower the learning rate")
-            print(f"  step {step + 1:,} of {steps:,}: {nats:.4f} nats", flush=True)
-
-
 def stored_results(path: Path) -> list[Result]:
     """The results of earlier calls; none without the file. Raises as `read_result_file`."""
     stored = read_result_file(path)
@@ -267,3 +351,12 @@ def stored_results(path: Path) -> list[Result]:
 def store_result(path: Path, protocol: str, result: Result) -> None:
     """Append a result to the stored ones."""
     write_result_file(path, {"protocol": protocol, "results": [*stored_results(path), result]})
+
+
+def main(_: Path, config: RecallConfig) -> None:
+    results = measure(config)
+    print(f"\n{recall_table(config, results)}")
+
+
+if __name__ == "__main__":
+    run_program(terminable(main), name="experiments.mqar", doc=__doc__ or "", positional="CONFIG", config=RecallConfig)

@@ -10,20 +10,22 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tost_lm.config import validate
-from tost_lm.errors import ConfigError, TrainingError
-from tost_lm.eval.recall import (
+from experiments.mqar import (
     TESTING,
     TRAINING,
+    MqarConfig,
+    RecallConfig,
     draw_examples,
     draw_model,
     evaluate,
+    loss_of_examples,
     measure,
     recall_table,
     slot_weights,
-    train,
 )
-from tost_lm.eval.recall_settings import MqarConfig, RecallConfig
+from experiments.training import train
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.model import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.testing import FLOAT32_REORDERED
@@ -168,7 +170,7 @@ def test_training_draws_new_examples_each_step_and_no_held_out_ones():
     for seed in (0, 1):
         model = draw_model(config.model, seed)
         model.register_forward_pre_hook(lambda _, call: seen.extend(row.numpy().tobytes() for row in call[0]))
-        train(model, config, seed)
+        train(model, config.optim, 3, loss_of_examples(model, config.mqar, 16, seed))
     held_out = {row.tobytes() for row in draw_examples(config.mqar, config.mqar.examples, TESTING).tokens}
     assert len(seen) == len(set(seen)) == 2 * 3 * 16
     assert not held_out & set(seen)

@@ -1,14 +1,17 @@
-"""Tiny float64 models with different layers."""
+"""The tiny runs of all tests, and tiny float64 models with different layers."""
 
 import pytest
 import torch
+from small_runs import make_model, run_folder, shards, tokenizer
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 
+__all__ = ["make_model", "run_folder", "shards", "tokenizer"]
+
 
 @pytest.fixture
-def make_model():
+def float64_model():
     def make(**settings) -> TostLM:
         small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 0.5}
         torch.manual_seed(0)

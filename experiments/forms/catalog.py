@@ -1,6 +1,6 @@
 """The compared models: the mixer of each layer, by name."""
 
-from benchmarks.forms.mixers import Form
+from experiments.forms.mixers import Form
 
 SLOTS = Form(mixer="slots", values=28)  # the S layer of the product with two heads
 DELTA = Form(mixer="delta")

@@ -45,6 +45,19 @@ class HeldoutText:
         return HeldoutText(*(x.to(device) for x in (self.sequences_NT, self.documents_NT, self.context_S)))
 
 
+@dataclass(frozen=True)
+class Analysis:
+    """A model and its held-out text."""
+
+    model: TostLM
+    text: HeldoutText
+
+    @property
+    def sequences(self) -> Tensor:
+        """Tokens [N, T]."""
+        return self.text.sequences_NT
+
+
 def read_text(shards: Shards, sequences: int, tokens: int, context_tokens: int) -> HeldoutText:
     """Sequences [sequences, tokens] and a context of `context_tokens` before them.
 

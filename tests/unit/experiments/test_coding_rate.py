@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.eval.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
+from experiments.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.mixers.tssa.naive import TssaState, causal_tssa, memberships, token_scores
 from tost_lm.model.block import Block
@@ -54,15 +54,15 @@ def test_rates_of_prefixes_equal_explicit_determinants():
         assert float(found.variational[i]) == pytest.approx(variational, rel=1e-12)
 
 
-def test_tiles_do_not_change_the_rates(make_model, monkeypatch: pytest.MonkeyPatch):
+def test_tiles_do_not_change_the_rates(float64_model, monkeypatch: pytest.MonkeyPatch):
     w, pi = draw(40, 3, 5), draw(40, 3, seed=1).softmax(-1)
     running = RunningRates([9, 40])
     for positions in (slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 40)):
         running.add(w[positions], pi[positions])
     assert_equal(running.rates(), rates(w, pi, [9, 40]))
-    model, tokens = make_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
+    model, tokens = float64_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
     whole = layer_rates(model, tokens)
-    monkeypatch.setattr("tost_lm.eval.analysis.layers.TILE_TOKENS", 7)
+    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
     for layer, tiled in zip(whole, layer_rates(model, tokens), strict=True):
         torch.testing.assert_close(tiled, layer, rtol=1e-9, atol=1e-12)
     for branch, layer in zip(branch_rates(model, tokens), whole, strict=True):
@@ -123,8 +123,8 @@ def test_orthonormal_bases_bound_the_projected_rate_by_the_full_rate():
 @pytest.mark.parametrize(
     "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "tssa": {"membership": "uniform"}}]
 )
-def test_rates_of_a_model_use_the_input_of_its_layers(make_model, settings: dict):
-    model, tokens = make_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
+def test_rates_of_a_model_use_the_input_of_its_layers(float64_model, settings: dict):
+    model, tokens = float64_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
     found = layer_rates(model, tokens)
     with torch.no_grad():
         states = model(tokens[None]).state

@@ -22,17 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.analysis.charts import layers_chart, number_ticks
+from experiments.analysis.layers import Analysis, LayerTile, project, run_in_tiles, standard_error, tssa_mixers
 from tost_lm.checkpointing.reading import load
 from tost_lm.errors import CheckpointError
-from tost_lm.eval.analysis.layers import LayerTile, project, run_in_tiles, standard_error, tssa_mixers
-from tost_lm.eval.analysis.memberships import Analysis
-from tost_lm.inference.protocol_names import CODING_RATE
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
 from tost_lm.ops.positions import position_ends
-from tost_lm.report.page import CONTRAST, DARK, Chart, Page, layers_chart, line_data, new_figure, number_ticks
-from tost_lm.report.protocols import analysis_section
+from tost_lm.report.page import CONTRAST, DARK, Chart, Page, line_data, new_figure
 
 MIN_MASS = torch.finfo(torch.float64).tiny  # avoids 0/0 for a head without tokens
 
@@ -199,6 +197,7 @@ def measure(of: Analysis, kept: Sequence[Path]) -> dict[str, Any]:
         layers = summarize_rates([branch_rates(model, tokens_T) for tokens_T in of.sequences], documents_N)
         steps.append({"step": int(folder.name.removeprefix("step_")), "layers": layers})
     return {
+        "sequences": len(of.sequences),
         "position_ends": position_ends(of.sequences.shape[1]),
         "layers": summarize_rates([layer_rates(of.model, tokens_T) for tokens_T in of.sequences], documents_N),
         "steps": steps,
@@ -220,7 +219,6 @@ COLUMNS = {
 RATES = {"coding": "R_c, coding rate", "variational": "R_var, variational form"}
 
 
-@analysis_section("Coding rates", CODING_RATE)
 def section(results: dict[str, Any], page: Page) -> list[str]:
     """Rates before and after each layer's branch."""
     layers: list[dict[str, Any]] = results["layers"]
@@ -229,6 +227,7 @@ def section(results: dict[str, Any], page: Page) -> list[str]:
         for number, layer in enumerate(layers, start=1)
     ]
     return [
+        "## Coding rates",
         page.add_figure("coding_rate", change_chart(layers), "Change of the coding rates by each TSSA layer's branch"),
         table(("TSSA layer", *[label for label, _ in COLUMNS.values()]), rows),
         f"Rates in nats, mean over {results['sequences']} sequences of {results['position_ends'][-1]:,} tokens ± "
