@@ -33,7 +33,6 @@ COMMANDS = {
         "eval suite": "tost_lm.eval.commands.suite",
         "eval compare": "tost_lm.eval.commands.compare",
         "eval verify": "tost_lm.eval.commands.verify",
-        "eval contamination": "tost_lm.eval.commands.contamination",
         "report": "tost_lm.eval.commands.report",
     },
     "Generation and other formats": {

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from tost_lm.eval.contamination import contamination
 from tost_lm.report import protocols, retrieval
 from tost_lm.report.page import Page
 from tost_lm.report.record import EvaluatedModel
@@ -15,7 +14,6 @@ def evaluation_sections(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield retrieval.context(run, page)
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
-    yield contamination(run)
     yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)

@@ -122,22 +122,6 @@ class ZeroShotConfig(Section):
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
 
-class OverlapConfig(Section):
-    """Where the training text is read and the result is written."""
-
-    output: Path | None = None
-    """New file of JSON lines with every example that overlaps; unset: only the largest overlaps are printed."""
-    workers: int | None = Field(default=None, gt=0)
-    """Number of processes; unset: all cores. The result does not depend on it."""
-
-
-class ContaminationConfig(Section):
-    """Settings of `tost eval contamination`."""
-
-    contamination: OverlapConfig = Field(default_factory=OverlapConfig)
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
-
-
 class SequencesConfig(Section):
     """Protocol `positions`."""
 

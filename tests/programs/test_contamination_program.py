@@ -1,13 +1,14 @@
-"""`tost eval contamination` counts and shows the test set's examples that the training shards contain."""
+"""`experiments.contamination` counts and shows the test set's examples that the training shards contain."""
 
 import json
+import shutil
 from pathlib import Path
 
 from programs import refusal, run
 
 from tost_lm.data.shards import Shards
 
-PROGRAM = "tost eval contamination"
+PROGRAM = "experiments.contamination"
 
 
 def test_overlapping_examples_are_counted_shown_and_written(prepared: Path, tmp_path: Path):
@@ -28,6 +29,14 @@ def test_overlapping_examples_are_counted_shown_and_written(prepared: Path, tmp_
         (2, 28, 48, 3),
     ]
     assert written[0]["text"] in quoted.lower()
+
+    (tmp_path / "run").mkdir()
+    shutil.copytree(folder, tmp_path / "copy")
+    mixture = f'[data]\nmixture = {{ "{folder}" = 1.0, "{tmp_path}/copy" = 1.0 }}\n'
+    (tmp_path / "run/config.toml").write_text(mixture)
+    of_both = run(PROGRAM, "run", words[1], "contamination.workers=1", cwd=tmp_path)
+    assert of_both.count("(66.67%)") == 2
+    assert f"{tmp_path}/copy:" in of_both
 
     for wrong, problem in {
         (folder,): "sets: no test set; give a file, for example sets.wikitext2=FILE",

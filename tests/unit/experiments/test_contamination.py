@@ -2,16 +2,18 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from builds import prep_config
 from hf_tokenizers import byte_level, made
 
+from experiments.contamination import search
+from experiments.contamination.search import SetNgrams, SetTotals, measure_contamination
+from experiments.contamination.test_sets import READERS
 from tost_lm.data.shards import Shards
 from tost_lm.data_prep.build import build_shards
-from tost_lm.eval import contamination
-from tost_lm.eval.contamination import SetNgrams, SetTotals, measure_contamination
 
 WORDS = ["the", "The", "lines", "of", "this,", "page.", "are", "short", "naïve", "42", "(they)", "say_little", "漢字"]
 
@@ -44,7 +46,7 @@ def documents(shards: Shards) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_overlaps_are_those_of_a_plain_search(shards: Shards, workers: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(contamination, "TASK_TOKENS", 3000)
+    monkeypatch.setattr(search, "TASK_TOKENS", 3000)
     assert len(shards.entries("train")) > 2
     draws, training = random.Random(1), documents(shards)
     quoted = [text.split() for text in training if len(text.split()) > 30]
@@ -91,3 +93,9 @@ def test_sets_without_ngrams_find_nothing():
     ngrams = SetNgrams({"short": ["too short", ""]})
     assert ngrams.examples == [("short", 1), ("short", 2)]
     assert ngrams.find("many words " * 20).tolist() == []
+
+
+def test_questions_are_searched_with_their_answers(tmp_path: Path):
+    row = {"question": "Which is short?", "choices": {"text": ["a page", "no"], "label": ["A", "B"]}, "answerKey": "B"}
+    (tmp_path / "file").write_text(json.dumps(row) + "\n")
+    assert READERS["arc_easy"](tmp_path / "file") == ["Question: Which is short?\nAnswer: no"]

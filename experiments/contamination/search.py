@@ -2,8 +2,7 @@
 
 A word is a run of letters and digits in lower case, so case, punctuation and spaces do not matter. The n-grams of the
 test sets are in memory; the shards are decoded document by document. Matches are exact: a hash only proposes them.
-Worker processes import this module, so it needs no torch. The report section lists the examples of test sets whose
-text is in the training documents.
+Worker processes import this module, so it needs no torch.
 
 Shape suffixes: G distinct n-grams of the test sets, N words of an n-gram, W words of a document.
 """
@@ -12,19 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tost_lm.data.shards import Shards
 from tost_lm.data.workers import in_processes
-from tost_lm.errors import DataError
-from tost_lm.eval.settings import DataSetsConfig
-from tost_lm.inference.protocol_names import contamination_protocol
-from tost_lm.inference.subject import describe_published
-from tost_lm.markdown import code, table
-from tost_lm.report.record import EvaluatedModel
 
 WORDS = 13
 """Words of an n-gram."""
@@ -205,59 +198,3 @@ class _Searcher:
 def _windows(ids_W: np.ndarray) -> np.ndarray:
     """All n-grams, [W − N + 1, N] or [0, N]."""
     return sliding_window_view(ids_W, WORDS) if len(ids_W) >= WORDS else np.empty((0, WORDS), np.uint32)
-
-
-SHOWN = 3  # overlaps of a test set in a shard folder
-CHARACTERS = 200  # of the text of an overlap
-CHANGED = " (missing or changed)"
-
-
-def contamination(run: EvaluatedModel) -> str:
-    """Counts of each test set and its largest overlaps; empty without results."""
-    found = {
-        name: results for name in DataSetsConfig.model_fields if (results := run.results(contamination_protocol(name)))
-    }
-    if not found:
-        return ""
-    counts, overlaps = [], []
-    for name, results in found.items():
-        fingerprints = results["identity"]["shards"]
-        for row in results["folders"]:
-            shards = row["folder"] + ("" if _is_current(row["folder"], fingerprints) else CHANGED)
-            fraction = f"{row['overlapping']:,} ({row['overlapping'] / max(1, row['checked']):.2%})"
-            file = describe_published(results["published_file"])
-            counts.append((name, file, shards, f"{row['examples']:,}", f"{row['checked']:,}", fraction))
-            overlaps += [(name, row["folder"], *_cells(overlap)) for overlap in row["largest"][:SHOWN]]
-    paragraphs = [
-        "## Contamination",
-        table(("test set", "file", "shards", "examples", "of 13 words", "overlapping"), counts),
-        "An example overlaps if it shares 13 successive words (a 13-gram) with a training document. Case and "
-        "punctuation do not count. Percentages are of the examples of at least 13 words.",
-    ]
-    if any(CHANGED in row[2] for row in counts):
-        command = code(f"tost eval contamination {run.folder} sets.NAME=FILE")
-        paragraphs.append(f"**Shards have changed or are missing.** To search them again, run {command}.")
-    if overlaps:
-        paragraphs += [
-            f"Largest overlaps, at most {SHOWN} of each test set and shard folder, with the 13-gram that most training "
-            "documents contain:",
-            table(("test set", "shards", "example", "13-grams found", "documents", "most frequent 13-gram"), overlaps),
-        ]
-    return "\n\n".join(paragraphs)
-
-
-def _cells(overlap: Mapping[str, Any]) -> tuple[str, ...]:
-    text = overlap["text"]
-    return (
-        f"{overlap['example']:,}",
-        f"{overlap['found']:,} of {overlap['ngrams']:,}",
-        f"{overlap['documents']:,}",
-        text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} …",
-    )
-
-
-def _is_current(folder: str, fingerprints: Mapping[str, str]) -> bool:
-    try:
-        return Shards.open(Path(folder)).fingerprint == fingerprints[folder]
-    except DataError:
-        return False
