@@ -89,7 +89,6 @@ def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
     for program, *words in (
         ("tost generate", "runs/tiny", "the "),
         ("tost eval text", step, "text.file=book.txt"),
-        ("tost extend", "runs/tiny", "extend.folder=longer"),
         ("tost train", *others, "train.initial_weights=runs/tiny"),
         ("tost train", *others, f"train.branch_from={step}"),
         ("tost report", "runs/tiny"),

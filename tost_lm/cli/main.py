@@ -22,7 +22,6 @@ COMMANDS = {
         "plan": "tost_lm.pretrain.commands.plan",
         "preflight": "tost_lm.pretrain.commands.preflight",
         "train": "tost_lm.pretrain.commands.train",
-        "extend": "tost_lm.pretrain.commands.extend",
     },
     "Evaluation": {
         "eval zero-shot": "tost_lm.eval.commands.zero_shot",
@@ -58,7 +57,7 @@ SYNONYMS = {
     "export": f"{_HUGGING_FACE}, or tost convert RUN convert.to=authors convert.folder=FOLDER",
     **dict.fromkeys(("sample", "complete", "inference", "infer", "chat"), 'tost generate RUN "PROMPT"'),
     **dict.fromkeys(("pretrain", "resume"), "tost train CONFIG"),
-    **dict.fromkeys(("finetune", "fine-tune"), "tost train CONFIG train.initial_weights=RUN"),
+    **dict.fromkeys(("finetune", "fine-tune", "extend"), "tost train CONFIG train.initial_weights=RUN"),
     "tokenize": "tost prepare shards CONFIG",
     **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
 }

@@ -1,4 +1,4 @@
-"""`tost extend` as a user runs it, and a second phase of training with its result."""
+"""A second phase of training, on longer sequences than the first."""
 
 import json
 import shutil
@@ -9,10 +9,10 @@ from programs import refusal, run, snapshot
 
 from tost_lm.testing import FLOAT32_REORDERED
 
-EXTEND = ["runs/tiny", "extend.max_positions=256", "extend.folder=models/long"]
+UNLIMITED = ["model.positions=none", "model.tssa.denom_bias=head"]
 SECOND_PHASE = [
-    "run.toml", "train.initial_weights=models/long", "model.max_positions=256", "train.seq_len=256",
-    "train.steps=4", "checkpoint.interval=2",
+    "run.toml", *UNLIMITED, "train.initial_weights=models/first", "train.seq_len=256", "train.steps=4",
+    "checkpoint.interval=2",
 ]  # fmt: skip
 
 
@@ -20,22 +20,13 @@ def losses(workplace: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_extended_model_trains_and_resumes_without_its_initial_weights(workplace: Path):
-    run("tost train", "run.toml", cwd=workplace)
-    printed = refusal("tost extend", *EXTEND, cwd=workplace)
-    assert [line.split(":")[0] for line in printed.splitlines()] == ["extend.positions", "extend.denom_bias"]
-    how = ["extend.positions=keep", "extend.denom_bias=keep"]
-    *_, promise, next_command = run("tost extend", *EXTEND, *how, cwd=workplace).splitlines()
-    assert promise == "the logits of the first 64 positions are bitwise identical"
-    assert next_command == "to continue training: train.initial_weights=models/long model.max_positions=256"
-    card = (workplace / "models/long/README.md").read_text()
-    assert "| context extended from | runs/tiny/checkpoints/step\\_00000012, manifest SHA-256 " in card
+def test_it_starts_from_the_first_and_resumes_without_its_weights(workplace: Path):
+    run("tost train", "run.toml", *UNLIMITED, cwd=workplace)
+    shutil.copytree(workplace / "runs/tiny/checkpoints/step_00000012", workplace / "models/first")
     before = snapshot(workplace / "models")
-    assert run("tost extend", *EXTEND, *how, cwd=workplace).startswith("reusing models/long ")
-    assert "exists and is not" in refusal("tost extend", *EXTEND, *how[:1], "extend.denom_bias=head", cwd=workplace)
 
     printed = run("tost train", *SECOND_PHASE, "run.name=never_stopped", cwd=workplace)
-    assert "with the weights of models/long" in printed
+    assert "with the weights of models/first" in printed
     assert losses(workplace, "never_stopped")[0] == pytest.approx(losses(workplace, "tiny")[-1], rel=0.03)
     mixed = ["run.name=mixed", "parallel.tensor=2", "run.stop_at_step=1"]
     run("tost train", *SECOND_PHASE, *mixed, cwd=workplace, ranks=2)
@@ -52,6 +43,6 @@ def test_an_extended_model_trains_and_resumes_without_its_initial_weights(workpl
     assert losses(workplace, "stopped") == losses(workplace, "never_stopped")
     events = [json.loads(line) for line in (workplace / "runs/stopped/events.jsonl").read_text().splitlines()]
     (started,) = [event for event in events if event["event"] == "initial weights"]
-    assert (started["step"], started["folder"], len(started["manifest_sha256"])) == (0, "models/long", 64)
+    assert (started["step"], started["folder"], len(started["manifest_sha256"])) == (0, "models/first", 64)
     printed = refusal("tost train", *SECOND_PHASE, "run.name=new", cwd=workplace)
-    assert printed.startswith("models/long: no such folder")
+    assert printed.startswith("models/first: no such folder")
