@@ -7,7 +7,7 @@ after a collective.
 Internals of libraries that this module uses, as of torch 2.13 and DeepSpeed 0.19:
 
 - `torch.testing._internal.distributed.fake_pg`: the process group;
-- `torch._C._distributed_c10d`: `FakeWork`, `_resolve_process_group`;
+- `torch._C._distributed_c10d`: `FakeWork`;
 - `torch._subclasses.fake_tensor`: `FakeTensorMode.dispatch`, and the converter's `tensor_memo`, whose references to
   parameters keep `torch.nn.Module.to` from replacing them;
 - `torch.utils.swap_tensors`, by which `torch.nn.Module.to` replaces a fake parameter; DeepSpeed refers to parameters;
@@ -29,11 +29,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, _resolve_process_group
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_any, tree_leaves
 
+from tost_lm.parallel import mesh
 from tost_lm.parallel.mesh import World, start_world
 from tost_lm.testing.ranks import Traffic
 
@@ -47,22 +48,18 @@ _KIND_OF_PACKAGE: dict[str, Kind] = {"tost_lm": "activations", "megatron": "acti
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
-    """The process group of a rank in which collectives send nothing. There must be none yet; it is destroyed after."""
+    """The process group of a rank of one host in which collectives send nothing. There must be none yet; it is
+    destroyed after."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(mesh, "all_gather_object", lambda _: ["one"] * size):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield start_world("cpu")
     finally:
         if deepspeed := sys.modules.get("deepspeed.comm.comm"):
             deepspeed.cdb = None  # pyright: ignore[reportAttributeAccessIssue]
         dist.destroy_process_group()
-
-
-def ranks_of_group(name: str) -> tuple[int, ...]:
-    """The ranks of a process group with this `group_name`."""
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))  # pyright: ignore[reportArgumentType]
 
 
 class FakeRank(Traffic):
