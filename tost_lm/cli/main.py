@@ -31,7 +31,6 @@ COMMANDS = {
         "eval text": "tost_lm.eval.commands.text",
         "eval suite": "tost_lm.eval.commands.suite",
         "eval compare": "tost_lm.eval.commands.compare",
-        "eval verify": "tost_lm.eval.commands.verify",
         "report": "tost_lm.eval.commands.report",
     },
     "Generation and other formats": {

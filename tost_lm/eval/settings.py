@@ -104,14 +104,6 @@ class DataSetsConfig(Section):
     """text8, the whole file; its last 5,000,000 characters are the test set."""
 
 
-class VerifyConfig(Section):
-    """Settings of `tost eval verify`."""
-
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    parallel: RanksConfig = Field(default_factory=RanksConfig)
-
-
 class ZeroShotConfig(Section):
     """Settings of `tost eval zero-shot`."""
 
