@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.mqar import draw_model
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.eval.context import CountedTask, ManyShot, make_tasks
-from tost_lm.eval.recall import draw_model
 from tost_lm.eval.retrieval.grid import model_scorer, score_cell
 from tost_lm.eval.retrieval.haystacks import NOISE, Text
 from tost_lm.eval.retrieval.tasks import Example, Task

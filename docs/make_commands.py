@@ -44,7 +44,8 @@ def rows(sources: Iterable[Path]) -> Iterator[str]:
 
 def page() -> str:
     """The text of docs/commands.md."""
-    groups = {title: map(source_of, commands) for title, commands in COMMANDS.items()}
+    groups: dict[str, Iterable[Path]] = {title: map(source_of, commands) for title, commands in COMMANDS.items()}
+    groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
     groups["Benchmarks"] = sorted((CHECKOUT / "benchmarks").glob("*.py"))
     parts = [HEAD]
     for title, sources in groups.items():

@@ -1,4 +1,4 @@
-"""Memory of `tost eval analyze` with 16,384 and 131,072 tokens a sequence: it processes tiles, not whole sequences."""
+"""Memory of `experiments.analysis` with 16,384 and 131,072 tokens a sequence: it processes tiles, not whole ones."""
 
 import json
 import os
@@ -57,8 +57,8 @@ def test_memory_grows_by_less_than_one_activation_per_position(pytestconfig: pyt
         config = validate(ModelConfig, {**SHAPE, "vocab_size": tokenizer.vocab_size, "max_positions": tokens}, "test")
         write_checkpoint(tmp_path / str(tokens), config, TostLM(config).state_dict(), tokenizer)
         settings = [f"heldout.shards={tmp_path / 'shards'}", "memberships.sequences=2"]
-        peaks[tokens] = peak_mb("-m", "tost_lm.eval.commands.analyze", tmp_path / str(tokens), *settings)
-        assert (tmp_path / str(tokens) / "eval/coding_rate@2/results.json").is_file()
+        peaks[tokens] = peak_mb("-m", "experiments.analysis", tmp_path / str(tokens), *settings)
+        assert (tmp_path / str(tokens) / "eval/tssa_layers@1/results.json").is_file()
     print(peaks)
     # One activation of the model's width takes 768 bytes per position, one of its MLP 3,072.
     assert (peaks[131072] - peaks[16384]) * 1e6 / (131072 - 16384) < 700

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.context_cells import length_of, make_task, train
+from experiments.mqar import draw_model
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.eval.recall import draw_model
 from tost_lm.eval.retrieval.grid import model_scorer, score_cell
 from tost_lm.eval.retrieval.haystacks import NOISE
 from tost_lm.inference.protocol_names import CONTEXT_GAIN, COPYING

@@ -1,13 +1,17 @@
-"""Messages and memory of an executed plan, beside ranks that really train: 2 and 8 of them."""
+"""Messages and memory of ranks on fake tensors, beside 2 and 8 ranks that train, and the plan of large worlds."""
 
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from executing import executed
 from memory_of_training import settings_of, train_measured
-from test_plan_on_ranks import by_kind
+from test_plan_on_ranks import FEW_NUMBERS, by_kind
 
-from tost_lm.config import validate
+from tost_lm.config import find_recipe, load_config, validate
+from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan.fit import complete
 from tost_lm.pretrain.plan.memory import peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing import run_on_ranks
@@ -34,3 +38,30 @@ def test_messages_equal_and_memory_within_a_twentieth(ranks: int, shape: dict[st
         assert by_execution.sent == by_kind(measured)
         whole = sum(by_execution.peak.values())
         assert 0.95 * (whole - not_written) <= measured.peak_bytes <= 1.05 * whole
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("owt_tost_base", "cluster.nodes=128 parallel.sequence=1024 train.seq_len=1048576 train.global_batch_size=1 "
+         "train.micro_batch_size=1 model.positions=sinusoidal model.tssa.denom_bias=head"),
+        ("owt_tost_large", "cluster.nodes=160 parallel.tensor=8 model.heads=16 train.micro_batch_size=3"),
+    ],
+)  # fmt: skip
+def test_large_worlds_are_as_planned(recipe: str, words: str):
+    always = ["train.compile=false", "run.device=cpu"]
+    config = complete(load_config(PlanConfig, find_recipe(Path(recipe)), [*words.split(), *always]))
+    world = config.cluster.ranks
+    expected = defaultdict[str, float](float)
+    for one in plan.collectives(config):
+        expected[one.kind] += one.input_bytes
+    whole = peak_moment(config, world, whole_buckets=True).total
+    settings = {name: getattr(config, name).model_dump(mode="json") for name in settings_of()}
+    first, last = executed(settings, world, [0, world - 1])
+    assert expected.keys() <= first.sent.keys() == last.sent.keys()
+    for kind in first.sent:
+        sizes = first.sent[kind][1], last.sent[kind][1]  # equal, but in all-to-alls with other rows on each rank
+        assert min(sizes) - FEW_NUMBERS <= expected[kind] <= max(sizes)
+    for one in (first, last):
+        assert sum(one.peak.values()) == pytest.approx(whole, rel=0.01)

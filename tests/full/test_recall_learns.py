@@ -1,8 +1,8 @@
 """Softmax attention learns MQAR, from guessing among the values to nearly all queries."""
 
+from experiments.mqar import RecallConfig, draw_model, evaluate, loss_of_examples
+from experiments.training import train
 from tost_lm.config import validate
-from tost_lm.eval.recall import draw_model, evaluate, train
-from tost_lm.eval.recall_settings import RecallConfig
 
 
 def test_attention_learns_which_value_belongs_to_a_key():
@@ -18,7 +18,7 @@ def test_attention_learns_which_value_belongs_to_a_key():
     config = validate(RecallConfig, tree, "test")
     model = draw_model(config.model, seed=0)
     before = evaluate(model, config.mqar, 64)
-    train(model, config, seed=0)
+    train(model, config.optim, 200, loss_of_examples(model, config.mqar, 32, seed=0))
     after = evaluate(model, config.mqar, 64)
     assert before["accuracy"] < 0.3
     assert after["accuracy"] > 0.9  # who only knows the values of the example has half of them

@@ -179,8 +179,6 @@ EVALUATIONS = [
     ["tost eval context", "context.lengths=[128]", "context.shots=[8]", "context.passages=[1]", "context.samples=4"],
     ["tost eval positions", "positions.times=2", "positions.sequences=2"],
     ["tost eval text", "text.file=sets/wikitext2.txt"],
-    ["tost eval analyze", "memberships.sequences=2", "memberships.probe_tokens=16", "memberships.context_tokens=[32]"],
-    ["tost eval contamination", *SETS],
     ["tost generate", "sample.tokens=20", "sample.temperature=0.8"],
 ]  # fmt: skip
 

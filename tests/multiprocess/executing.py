@@ -1,4 +1,4 @@
-"""The execution of a plan, in a process without ranks: it has a process group of its own."""
+"""A training step of one rank of a world of any size, on fake tensors, in a process with a process group of its own."""
 
 import multiprocessing
 from collections import Counter
@@ -6,26 +6,33 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
+from fake_rank import FakeRank, fake_world
 from memory_of_training import Settings
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Batch
-from tost_lm.pretrain.execute import batch_shard, execute_rank, layout_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing.ranks import PRELOADED
 
+KINDS = {
+    "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},
+    "reduce-scatter": {"reduce_scatter_tensor", "c10d._reduce_scatter_base_"},
+    "all-reduce": {"all_reduce", "c10d.allreduce_"},
+    "all-to-all": {"all_to_all_single"},
+}
+"""Names of torch and its dispatcher, by the plan's names."""
+
 
 class Executed(NamedTuple):
-    """The messages of one rank."""
+    """Messages and memory of one rank in a step."""
 
     sent: dict[str, tuple[int, int]]
-    """Calls and bytes in a step, by kind of collective."""
+    """Calls and bytes, by kind of collective."""
     peak: dict[str, int]
+    """Bytes of live tensors at their peak, by use."""
 
 
 def executed(settings: Settings, world: int, ranks: Iterable[int], **changed: Any) -> list[Executed]:
-    """These ranks, on batches as those of `memory_of_training`. `changed`: names in `tost_lm.parallel.sequence`."""
+    """The steps of these ranks. `changed`: names in `tost_lm.parallel.sequence`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as process:
@@ -41,14 +48,42 @@ def _execute(settings: Settings, world: int, ranks: list[int], changed: dict[str
     for name, value in changed.items():
         setattr(sequence, name, value)
     config = validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": world}}, "test")
-    layout, found = layout_of(config), []
-    for rank in ranks:
-        here = sum(end - start for start, end in batch_shard(config, layout, rank).columns)
-        tokens = np.zeros((config.accumulation(world), config.train.micro_batch_size, here), np.int32)
-        messages, peak = execute_rank(config, layout, rank, Batch(tokens, tokens, np.empty(0, np.int64)))
-        calls, size = Counter[str](), Counter[str]()
-        for message in messages:
-            calls[message.kind] += 1
-            size[message.kind] += message.bytes
-        found.append(Executed({kind: (calls[kind], size[kind]) for kind in calls}, peak))
-    return found
+    return [_execute_rank(config, rank) for rank in ranks]
+
+
+def _execute_rank(config: PlanConfig, number: int) -> Executed:
+    """The step before has one token on each rank: the optimizer has its state then."""
+    import torch
+
+    from tost_lm.data.prefetch import MicroBatch
+    from tost_lm.parallel.mesh import build_mesh
+    from tost_lm.parallel.zero import own_state
+    from tost_lm.pretrain.loop import build_training_engine
+    from tost_lm.pretrain.step import tiling_of, train_step
+    from tost_lm.pretrain.tiled import tile
+
+    def micro_batches(tokens: int) -> list[MicroBatch]:
+        zeros = torch.zeros(config.train.micro_batch_size if tokens > 1 else 1, tokens, dtype=torch.int64)
+        return [MicroBatch(zeros, zeros)] * config.accumulation(config.cluster.ranks)
+
+    with fake_world(number, config.cluster.ranks) as world:
+        mesh = build_mesh(world, config.parallel)
+        tiling = tiling_of(config, mesh)
+        with FakeRank() as rank:
+            engine = build_training_engine(config, mesh)
+            train_step(engine, micro_batches(1), tile(mesh, mesh.sequence.size), config.optim.lr)
+            rank.label("optimizer", (x for _, x in own_state(engine)))  # at stage 0 also the weights
+            rank.label("weights", engine.module.parameters())
+            rank.label("gradients", getattr(engine.optimizer, "fp32_groups_gradients_flat", []))  # stage 1 in bfloat16
+            for parameter in engine.module.parameters():
+                parameter.register_hook(lambda gradient: rank.label("gradients", [gradient]))
+            todo = micro_batches(sum(end - start for start, end in (tile.columns for tile in tiling.tiles)))
+            rank.restart()
+            train_step(engine, todo, tiling, config.optim.lr)
+    calls, size = Counter[str](), Counter[str]()
+    for message in rank.sent:
+        kind = next((kind for kind, names in KINDS.items() if message.kind in names), message.kind)
+        calls[kind] += 1
+        size[kind] += message.bytes
+    sent = {kind: (calls[kind], size[kind]) for kind in calls}
+    return Executed(sent, {str(kind): size for kind, size in rank.peak.items()})

@@ -1,10 +1,10 @@
-"""Memory and messages of the plan and of its execution, beside those of ranks that train."""
+"""Memory and messages of the plan and of ranks on fake tensors, beside those of ranks that train."""
 
 from typing import Any
 
 import pytest
 from all_to_alls import by_all_to_alls
-from executing import executed
+from executing import KINDS, executed
 from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
@@ -19,14 +19,8 @@ from tost_lm.testing import run_on_ranks
 
 RANKS = 2
 SMALL: dict[str, Any] = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}
-# As gloo and torch name them in the dispatcher; beside what the plan knows of, single numbers are summed over ranks.
-COUNTED = {
-    "all-gather": {"all_gather_into_tensor", "c10d._allgather_base_"},
-    "reduce-scatter": {"reduce_scatter_tensor", "c10d._reduce_scatter_base_"},
-    "all-reduce": {"all_reduce", "c10d.allreduce_"},
-    "all-to-all": {"all_to_all_single"},
-}
 FEW_NUMBERS = 128
+"""Bytes of single numbers that are summed over ranks, beside what is planned."""
 TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 
 
@@ -127,7 +121,7 @@ def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: py
 def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
     """Calls and bytes, as the plan names kinds."""
     found = {}
-    for kind, names in COUNTED.items():
+    for kind, names in KINDS.items():
         sent = [sent for name, sent in measured.sent.items() if name in names]
         if sent:
             found[kind] = (sum(calls for calls, _ in sent), sum(size for _, size in sent))
@@ -137,7 +131,7 @@ def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
 
 def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
     config = planned(settings)
-    for kind, names in COUNTED.items():
+    for kind, names in KINDS.items():
         expected = sum(one.input_bytes for one in plan.collectives(config) if one.kind == kind)
         sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
         assert expected <= sent <= expected + FEW_NUMBERS

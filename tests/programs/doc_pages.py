@@ -27,7 +27,6 @@ from shared_data import GPT2_BPE, MISSING
 from tost_lm.cli.main import MODULES
 from tost_lm.config import Section, find_recipe, load_config
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.eval.recall_settings import RecallConfig
 from tost_lm.pretrain.plan.fit import complete, memory_problem
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -41,7 +40,6 @@ PAGES = [FIRST, "README.md", *sorted(OTHERS)]
 RECIPES: dict[type[Section], str] = {
     PretrainConfig: "configs/pretrain/demo.toml",
     DataPrepConfig: "configs/data/embedded.toml",
-    RecallConfig: "configs/eval/mqar.toml",
 }
 MINUTES_S = 1200
 GPUS_OF_A_JOB = "#SBATCH --gpus-per-node=8\n"
@@ -257,7 +255,7 @@ def check_command(words: list[str]) -> None:
     if program in ("", "PROGRAM"):
         return
     assert importlib.util.find_spec(program), f"no such program: {program}"
-    if program.split(".")[0] not in ("tost_lm", "benchmarks"):
+    if program.split(".")[0] not in ("tost_lm", "benchmarks", "experiments"):
         return
     placeholders = re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest))
     if not rest or placeholders or program in ("tost_lm.eval.commands.lm_eval", "tost_lm.pretrain.commands.recipes"):

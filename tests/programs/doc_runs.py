@@ -88,8 +88,9 @@ class Checkout:
         for name in ("tost", "python", "torchrun"):
             (binaries / name).write_text(SHIM.format(python=sys.executable))
             (binaries / name).chmod(0o755)
-        with suppress(FileExistsError):
-            (folder / "configs").symlink_to(CHECKOUT / "configs")
+        for name in ("configs", "experiments"):
+            with suppress(FileExistsError):
+                (folder / name).symlink_to(CHECKOUT / name)
         self._environment = {
             **ENVIRONMENT,
             "PATH": os.pathsep.join([str(binaries), str(Path(sys.executable).parent), os.environ["PATH"]]),

@@ -62,7 +62,6 @@ def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run
         ("tost eval zero-shot", ["gpt2", LAMBADA[1]], "cannot be downloaded ("),
         ("tost eval zero-shot", ["gpt2"], "gpt2: a Hugging Face model has no shards; choose other "),
         ("tost eval zero-shot", ["hub:nobody/nothing", "heldout.shards=out/shards"], "nothing: cannot be downloaded ("),
-        ("tost eval verify", ["gpt2"], "gpt2: 8,"),
         ("tost eval compare", ["out"], "out: no results on test sets; run tost eval zero-shot out"),
     ],
 )

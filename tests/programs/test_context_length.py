@@ -55,8 +55,8 @@ def test_the_loss_by_position_goes_beyond_it(longer: Path):
 
 
 def test_analyses_read_sequences_of_it(longer: Path):
-    run("tost eval analyze", "runs/longer", "memberships.context_tokens=[8]", cwd=longer)
-    assert results(longer, "memberships@3")["position_ends"][-1] == TRAINED
+    run("experiments.analysis", "runs/longer", "memberships.context_tokens=[8]", cwd=longer)
+    assert results(longer, "tssa_layers@1")["memberships"]["position_ends"][-1] == TRAINED
 
 
 def test_harness_export_and_card_have_it(longer: Path):
@@ -80,8 +80,10 @@ def test_it_is_the_longest_of_all_phases_of_training(longer: Path):
     assert [model.config.context_length for model in steps] == [TRAINED, TRAINED]
 
 
-def test_an_extension_needs_no_positions(longer: Path):
-    printed = refusal("tost extend", "runs/longer", "extend.folder=new", "extend.max_positions=256", cwd=longer)
-    assert printed.startswith("extend.max_positions 256: the model has no learned table of positions")
-    printed = run("tost extend", "runs/longer", "extend.folder=new", "extend.rope_theta=500000", cwd=longer)
-    assert f"the angles of positions from {TRAINED} on were not trained" in printed
+def test_a_second_phase_may_have_another_base_of_the_rotary_embedding(longer: Path):
+    again = ["run.name=base", "train.initial_weights=runs/longer", "model.softmax.rope_theta=500000"]
+    run("tost train", "run.toml", *MODEL, *again, cwd=longer)
+    assert tost_lm.load(longer / "runs/base").config.softmax.rope_theta == 500000
+    none = ["run.name=other", "model.softmax.rope_theta=0"]
+    printed = refusal("tost train", "run.toml", *MODEL, *again, *none, cwd=longer)
+    assert printed.splitlines()[1:] == ["model.softmax.rope_theta: 10000.0 → 0.0"]

@@ -26,8 +26,6 @@ PATHS = {
     "tost plan": ["configs/pretrain/demo.toml"],
     "tost preflight": ["configs/pretrain/demo.toml"],
     "tost train": ["configs/pretrain/demo.toml"],
-    "tost extend": ["runs/some", "extend.folder=longer", "extend.max_positions=9"],
-    "tost eval recall": ["configs/eval/mqar.toml"],
     "tost eval suite": ["runs/some", "configs/eval/suite_demo.toml"],
     "tost eval text": ["runs/some", "text.file=some.txt"],
     "tost convert": ["ckpt.pt", "convert.folder=x"],

@@ -73,7 +73,6 @@ def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     ("words", "problem"),
     [
         ("parallel.sequence=1,2 parallel.tensor=1,2", "several lists of values: parallel.sequence=1,2 parallel.tensor"),
-        ("parallel.sequence=1,2 plan.execute=true", "plan.execute=true with a list of values: parallel.sequence=1,2;"),
         ("parallel.sequenc=1,2", "parallel.sequenc: unknown key (did you mean parallel.sequence?)"),
         ("parallel.sequence=3,5", "parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks"),
     ],
@@ -82,28 +81,3 @@ def test_lists_without_a_possible_row_end_with_one_line(tmp_path, words, problem
     code, out, err = Forked("tost plan", RECIPE, *words.split(), cwd=tmp_path).finish()
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert problem in err
-
-
-def test_an_executed_plan_shows_what_ran_and_the_collectives_of_each_class(workplace):
-    before = sorted(os.listdir(workplace))
-    code, out, err = Forked(
-        "tost plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", "parallel.sequence=2",
-        cwd=workplace,
-    ).finish()  # fmt: skip
-    assert code == 0, err
-    assert "4 ranks in 1 class " in out
-    assert "all of ZeRO stage 1" in out
-    assert "stand-ins" in out
-    assert len(re.findall(r"^\| bytes: .*as planned; groups of", out, re.M)) == 3
-    assert re.search(r"^\| class 1: collectives in order +\| group", out, re.M)
-    assert sorted(os.listdir(workplace)) == before
-
-
-def test_an_execution_without_shards_or_at_stage_3_ends_with_one_line(workplace):
-    for words, named in ((["data.folder=nowhere"], "nowhere"), (["parallel.zero_stage=3"], "parallel.zero_stage 3")):
-        code, _, err = Forked(
-            "tost plan", "run.toml", "plan.execute=true", "cluster.gpus_per_node=4", *words, cwd=workplace
-        ).finish()
-        assert code == 2
-        assert named in err
-        assert len(err.splitlines()) == 1

@@ -1,9 +1,9 @@
-"""`tost eval recall` as a user runs it: a table, an interruption that keeps the results so far, and a mistake."""
+"""`experiments.mqar` as a user runs it: a table, and an interruption that keeps the results so far."""
 
 import json
 from pathlib import Path
 
-from programs import interrupt, refusal, run, snapshot
+from programs import interrupt, run
 
 TINY = """
 [model]
@@ -30,7 +30,7 @@ batch_size = 2
 def test_results_of_trained_models_remain_after_an_interruption(tmp_path: Path):
     (tmp_path / "mqar.toml").write_text(TINY)
     stored = tmp_path / "runs/mqar/eval/mqar@zoology/results.json"
-    words = ["tost eval recall", "mqar.toml", 'recall.patterns=["A", "T"]']
+    words = ["experiments.mqar", "mqar.toml", 'recall.patterns=["A", "T"]']
     thousands = [f"recall.seeds={list(range(5000))}"]
     code, errors = interrupt(*words, *thousands, cwd=tmp_path, when=stored.exists)
     assert code == 130
@@ -45,12 +45,3 @@ def test_results_of_trained_models_remain_after_an_interruption(tmp_path: Path):
     assert "| AA | " in output
     assert "| TT | " in output
     assert json.loads(stored.read_text())["results"][:-1] == kept
-
-
-def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path):
-    (tmp_path / "mqar.toml").write_text(TINY)
-    before = snapshot(tmp_path)
-    output = refusal("tost eval recall", "mqar.toml", "mqar.pairs=3", cwd=tmp_path)
-    assert output.startswith("command line: mqar.pairs: 3 pairs do not fit; set mqar.seq_len to 12 or more, ")
-    assert "\n" not in output
-    assert snapshot(tmp_path) == before

@@ -28,7 +28,7 @@ def test_alone_it_lists_every_command_with_its_purpose():
     assert len(lines) == len(MODULES)
     for command in MODULES:
         assert [line for line in lines if line.startswith(f"  tost {command}  ")], command
-    assert "  tost train               Pre-train a language model.\n" in listed
+    assert "  tost train              Pre-train a language model.\n" in listed
 
 
 def test_every_module_of_a_command_is_listed():

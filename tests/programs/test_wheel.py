@@ -45,7 +45,6 @@ EXTRAS = {
     "tost_lm.mixers.tssa.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
-    "tost_lm.pretrain.execute": {"psutil"},
     "tost_lm.parallel.graceful_stop": {"psutil"},
     "tost_lm.pretrain.hooks": {"psutil"},
     "tost_lm.pretrain.loop": {"psutil"},

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-FOLDERS = [Path(__file__).parents[2] / name for name in ("tost_lm", "benchmarks", "tests")]
+FOLDERS = [Path(__file__).parents[2] / name for name in ("tost_lm", "benchmarks", "experiments", "tests")]
 
 
 def test_no_docstring_begins_in_the_middle_of_a_thought():

@@ -8,7 +8,6 @@ C corpora, P positions in a cycle.
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import lru_cache
 from itertools import accumulate, chain, count, takewhile
 from operator import mul
@@ -239,12 +238,6 @@ class TrainingBatches:
             self.samples = len(self._held_out_N)
             unit = shard.data_ranks * micro_batch_size
             self._global_batch_size = -(-self.samples // unit) * unit
-
-    def of_shard(self, shard: BatchShard) -> "TrainingBatches":
-        """The batches of another rank, with the packing that this object has computed. Not of the held-out split."""
-        batches = copy(self)
-        batches._shard = shard
-        return batches
 
     def check_sizes(self) -> None:
         """Raises DataError if a shard is missing or has another size than in its manifest."""

@@ -76,15 +76,6 @@ PUBLISHED = [
     ],
 ]  # fmt: skip
 
-KNOWN_OF_GPT2 = [row for row in PUBLISHED if row.source == MEASURED_GPT2]
-GPT2_PARAMETERS = 124_439_808
-TOLERANCE = 0.002
-
-
-def is_reached(known: Published, value: float) -> bool:
-    """Whether a value equals the known one within TOLERANCE (relative), as that has three or four digits."""
-    return abs(value / known.value - 1) <= TOLERANCE
-
 
 def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
     """Why a published result is not comparable with results of its protocol; empty: it is."""

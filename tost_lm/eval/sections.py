@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from tost_lm.eval.contamination import contamination
-from tost_lm.inference.protocol_names import ANALYSES
 from tost_lm.report import protocols, retrieval
 from tost_lm.report.page import Page
 from tost_lm.report.record import EvaluatedModel
@@ -16,18 +14,6 @@ def evaluation_sections(run: EvaluatedModel, page: Page) -> Iterator[str]:
     yield retrieval.context(run, page)
     yield protocols.heldout(run)
     yield protocols.zero_shot(run)
-    yield contamination(run)
-    yield from analyses(run, page)
     yield protocols.length_extrapolation(run, page)
     yield protocols.text(run)
     yield protocols.sample(run)
-
-
-def analyses(run: EvaluatedModel, page: Page) -> Iterator[str]:
-    """Results of `tost eval analyze`. Without any, torch is not imported."""
-    if not any(run.results(protocol) for protocol in ANALYSES):
-        return
-    from tost_lm.eval.analysis import coding_rate, memberships
-
-    for analysis in (memberships, coding_rate):
-        yield analysis.section(run, page)

@@ -1,6 +1,5 @@
 """Settings of the evaluation programs, which read a checkpoint."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,31 +49,6 @@ class ScoreTextConfig(Section):
     def _add_missing_section(cls, values: Any) -> Any:
         """Makes the error name the missing file, not its section."""
         return {"text": {}, **values} if isinstance(values, dict) else values
-
-
-class MembershipsConfig(Section):
-    """Text of the analyses."""
-
-    sequences: int = Field(default=16, gt=0)
-    """Number of held-out sequences of model.context_length tokens for means."""
-    probe_tokens: int = Field(default=256, gt=0)
-    """Number of first tokens of each sequence that are read again after other text."""
-    context_tokens: list[int] = Field(default=[500, 1000, 10_000, 100_000])
-    """Tokens of other held-out text before them; values beyond the model's positions are left out."""
-
-    @field_validator("context_tokens")
-    @classmethod
-    def _check_ascending(cls, tokens: list[int]) -> list[int]:
-        if any(later <= earlier for earlier, later in pairwise([0, *tokens])):
-            raise ValueError(f"memberships.context_tokens: {tokens} is not ascending; give positive numbers in order")
-        return tokens
-
-
-class AnalyzeConfig(Section):
-    """Settings of `tost eval analyze`."""
-
-    heldout: TextConfig = Field(default_factory=TextConfig)
-    memberships: MembershipsConfig = Field(default_factory=MembershipsConfig)
 
 
 class HeldoutConfig(TextConfig):
@@ -130,14 +104,6 @@ class DataSetsConfig(Section):
     """text8, the whole file; its last 5,000,000 characters are the test set."""
 
 
-class VerifyConfig(Section):
-    """Settings of `tost eval verify`."""
-
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    parallel: RanksConfig = Field(default_factory=RanksConfig)
-
-
 class ZeroShotConfig(Section):
     """Settings of `tost eval zero-shot`."""
 
@@ -146,22 +112,6 @@ class ZeroShotConfig(Section):
     heldout: HeldoutConfig = Field(default_factory=HeldoutConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)
-
-
-class OverlapConfig(Section):
-    """Where the training text is read and the result is written."""
-
-    output: Path | None = None
-    """New file of JSON lines with every example that overlaps; unset: only the largest overlaps are printed."""
-    workers: int | None = Field(default=None, gt=0)
-    """Number of processes; unset: all cores. The result does not depend on it."""
-
-
-class ContaminationConfig(Section):
-    """Settings of `tost eval contamination`."""
-
-    contamination: OverlapConfig = Field(default_factory=OverlapConfig)
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
 
 
 class SequencesConfig(Section):

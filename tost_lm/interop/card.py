@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tost_lm.checkpointing.format import CONVERSION, EXTENSION, SETTINGS, Progress, read_model_config
+from tost_lm.checkpointing.format import CONVERSION, SETTINGS, Progress, read_model_config
 from tost_lm.checkpointing.run_folder import ENVIRONMENT, read_record
 from tost_lm.config import read_toml, validate
 from tost_lm.data.tokenizers import find_tokenizer
@@ -136,7 +136,7 @@ def _model_rows(folder: Path, model: ModelConfig) -> Rows:
 
 
 def _origin_rows(folder: Path) -> Rows:
-    """The origin of a converted or extended model."""
+    """The origin of a converted model."""
     rows = []
     if converted := _read_json(folder / CONVERSION):
         rows += [("converted from", f"{converted['source']}, {converted['format']}")]
@@ -146,10 +146,6 @@ def _origin_rows(folder: Path) -> Rows:
         if converted.get("nats_per_token") is not None:
             rows.append(("validation loss there", f"{converted['nats_per_token']:.4f} nats per token"))
         rows.append(("converted by", f"tost_lm {converted['tost_lm']}"))
-    if extended := _read_json(folder / EXTENSION):
-        rows.append(("context extended from", f"{extended['source']}, manifest SHA-256 {extended['manifest_sha256']}"))
-        rows.append(("extension", ", ".join(_settings(extended["extend"]))))
-        rows.append(("extended by", f"tost_lm {extended['tost_lm']}"))
     return rows
 
 

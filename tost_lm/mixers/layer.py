@@ -1,16 +1,12 @@
 """The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
-from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class HeadSoftmax(Protocol):
@@ -82,8 +78,3 @@ class TokenMixer(nn.Module):
     def missing_kernels(self) -> str | None:
         """The reason why the layer is slow on its GPU, with the fix; None: it has all kernels, or is on a CPU."""
         return None
-
-    @staticmethod
-    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        """Equal for calls whose operations have equal shapes on a CPU, apart from sizes that all mixers share."""
-        raise NotImplementedError

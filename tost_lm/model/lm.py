@@ -177,8 +177,7 @@ class TostLM(nn.Module):
         limit = self.config.position_limit
         if limit is not None and tokens > limit:
             raise ConfigError(
-                f"{tokens} tokens are more than the model's positions (model.max_positions = {limit}); shorten the "
-                "text, or extend the model with tost extend"
+                f"{tokens} tokens are more than the model's positions (model.max_positions = {limit}); shorten the text"
             )
 
 

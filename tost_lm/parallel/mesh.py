@@ -187,13 +187,10 @@ class Mesh(NamedTuple):
     """Ranks on the same host."""
 
 
-def build_mesh(world: World, parallel: ParallelConfig, hosts: Sequence[str] | None = None) -> Mesh:
+def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     """The axes of this rank; the process group must be initialized.
 
     Pure data parallelism does not import megatron-core, which takes seconds.
-
-    Args:
-        hosts: the host of each rank; None: they are gathered.
 
     Raises:
         ConfigError: tensor × sequence does not divide the world size.
@@ -201,7 +198,7 @@ def build_mesh(world: World, parallel: ParallelConfig, hosts: Sequence[str] | No
     data = parallel.data_ranks(world.size)
     if parallel.tensor * parallel.sequence == 1:
         whole, alone = Axis(world.rank, data, dist.group.WORLD), Axis(0, 1, None)
-        return Mesh(alone, alone, whole, whole, world.device, _node(world, hosts))
+        return Mesh(alone, alone, whole, whole, world.device, _node(world))
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -218,7 +215,7 @@ def build_mesh(world: World, parallel: ParallelConfig, hosts: Sequence[str] | No
         data=_axis(parallel_state.get_data_parallel_group()),
         replicas=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         device=world.device,
-        node=_node(world, hosts),
+        node=_node(world),
     )
 
 
@@ -241,8 +238,8 @@ def _axis(group: Any) -> Axis:
     return Axis(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-def _node(world: World, hosts: Sequence[str] | None) -> Axis:
-    hosts = hosts or all_gather_object(socket.gethostname())
+def _node(world: World) -> Axis:
+    hosts = all_gather_object(socket.gethostname())
     nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
     if len(nodes) == 1:
         return Axis(world.rank, world.size, dist.group.WORLD)

@@ -1,12 +1,11 @@
 """DeepSpeed ZeRO: the engine, and whole weights and optimizer state by name under any parallel layout.
 
 DeepSpeed's private and undocumented names, of which a new version may change any. Beside this module, `zero_step.py`
-uses others, and `fake_rank.py` one, `comm.comm.cdb`.
+uses others.
 
     groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
     optimizer.fp32_partitioned_groups_flat, .invalidate_secondary_tensor         partitions at stage 3
-    optimizer.fp32_groups_gradients_flat                                         sums of gradients in bfloat16, stage 1
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
 
 Replaced in an engine:
@@ -181,11 +180,6 @@ def own_state(engine: Any) -> Iterator[tuple[str, Tensor]]:
         for key, value in state.get(partition, {}).items():
             if torch.is_tensor(value) and value.dim() > 0:
                 yield f"{key} of {name}", value
-
-
-def summed_gradients(engine: Any) -> list[Tensor]:
-    """The float32 sums of gradients that the engine keeps between steps: at stage 1 in bfloat16."""
-    return getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
 
 
 def create_state(engine: Any, step: int) -> None:

@@ -86,7 +86,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Path | None = None
-    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal. Unset: weights are drawn at random."""
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
     branch_from: Path | None = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state and at its step of the schedule. [data], train.steps and what follows the stable phase of the schedule may differ. With the same data, training continues with the next batch; other data starts at its beginning. Also continues converted checkpoints of the released code."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)

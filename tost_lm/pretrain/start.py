@@ -55,7 +55,8 @@ def find_initial_weights(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: its model differs from [model] (a line for each difference), or as `_find_branch_point`.
+        ConfigError: its model differs from [model] (a line for each difference), except in the base of its rotary
+            embedding; or as `_find_branch_point`.
         DataError: its tokenizer is not that of the shards.
     """
     branch, path = config.train.branch_from is not None, config.train.branch_from or config.train.initial_weights
@@ -71,10 +72,13 @@ def find_initial_weights(
         validate(ModelConfig, {**model.in_use(), "context_length": 1}, "model")
         for model in (read_model_config(folder), config.model)
     )
+    if not branch and theirs.softmax.rope_theta and ours.softmax.rope_theta:
+        softmax = theirs.softmax.model_copy(update={"rope_theta": ours.softmax.rope_theta})
+        theirs = theirs.model_copy(update={"softmax": softmax})  # another base may extend the context
     if changed := differences(theirs, ours):
         raise ConfigError(
-            f"{what}: its model differs from [model]; set [model] to the same values "
-            "(tost extend extends the context)\n" + "\n".join(f"model.{line}" for line in changed)
+            f"{what}: its model differs from [model]; set [model] to the same values\n"
+            + "\n".join(f"model.{line}" for line in changed)
         )
     if sha256_file(find_tokenizer(folder)) != corpora.tokenizer().sha256:
         raise DataError(

@@ -1,7 +1,6 @@
 """Report sections of evaluations: held-out text, test sets, length extrapolation, text files, generated text."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ from tost_lm.report.record import EvaluatedModel
 
 ENOUGH_DOCUMENTS = 10
 MISSING = "No results yet."
-
-Paragraphs = Callable[[dict[str, Any], Page], list[str]]
 
 
 def heldout(run: EvaluatedModel) -> str:
@@ -197,19 +194,3 @@ def extrapolation_chart(rows: Sequence[dict[str, Any]], trained: int) -> Chart:
         "trained (1 yes, 0 no)": (ends, [int(row["trained"]) for row in rows]),
     }
     return Chart(figure, **line_data("positions up to (tokens)", lines))
-
-
-def analysis_section(title: str, protocol: str) -> Callable[[Paragraphs], Callable[[EvaluatedModel, Page], str]]:
-    """Make a section from a function that returns its paragraphs; the section is empty without results."""
-
-    def decorate(paragraphs: Paragraphs) -> Callable[[EvaluatedModel, Page], str]:
-        @wraps(paragraphs)
-        def section(run: EvaluatedModel, page: Page) -> str:
-            if (results := run.results(protocol)) is None:
-                return ""
-            checkpoint = checkpoint_line(run, results, f"tost eval analyze {run.arguments}")
-            return "\n\n".join([f"## {title} ({escape(protocol)})", checkpoint, *paragraphs(results, page)])
-
-        return section
-
-    return decorate

@@ -12,7 +12,7 @@ import torch
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.eval.data_sets import find_set_file
-from tost_lm.eval.protocols import READERS, Example, find_protocol
+from tost_lm.eval.protocols import Example, find_protocol
 from tost_lm.eval.settings import DataSetsConfig
 from tost_lm.eval.zero_shot import score_protocol
 from tost_lm.inference.likelihood import Likelihoods
@@ -61,10 +61,6 @@ def test_prompts(tokenizer, tmp_path: Path, data_set: str, row: Any, context: st
     [example] = find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", row), tokenizer, 100)
     assert texts(example, tokenizer) == [(context, target) for target in targets]
     assert example.facts["answer"] == answer
-
-
-def test_contamination_is_measured_on_questions_with_their_answers(tmp_path: Path):
-    assert READERS["arc_easy"](write(tmp_path / "file", ARC)) == ["Question: Which is short?\nAnswer: no"]
 
 
 def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):

@@ -45,8 +45,6 @@ def test_each_mixer_owns_its_settings_and_what_others_ask(letter: str):
     kind = mixer_class(letter)
     assert issubclass(kind, TokenMixer)
     assert FACTS[letter].folder in MixerSettings.model_fields
-    assert {"split_heads", "shape_key"} <= set(dir(kind))
-    assert kind.shape_key is not TokenMixer.shape_key
     assert all(hasattr(kind.State, name) for name in ("_fields", "to_running_dtype"))
 
 

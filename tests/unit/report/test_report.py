@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -443,6 +444,17 @@ def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, to
     model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "none"})
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
     assert f"tost eval text {run_folder} text.file=PATH" in text_of(run_folder).text
+
+
+def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_folder: Path, tmp_path: Path):
+    export = tmp_path / "export"
+    shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
+    write_report(export, evaluation_sections)
+    report = (export / "report.md").read_text()
+    assert report.startswith("# Model export\n")
+    assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
+    with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
+        write_report(run_folder / "checkpoints" / "step_00000100", evaluation_sections)
 
 
 def test_a_long_generated_text_is_shortened(evaluated):

@@ -1,4 +1,4 @@
-"""Figures of the report: every text lies inside the figure, tick labels do not overlap, and steps are integers."""
+"""Figures of reports and analyses: texts lie inside the figure, tick labels do not overlap, and steps are integers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from tost_lm.eval.analysis.coding_rate import change_chart, steps_chart
-from tost_lm.eval.analysis.memberships import position_chart as memberships_chart
+from experiments.analysis.coding_rate import change_chart, steps_chart
+from experiments.analysis.memberships import position_chart as memberships_chart
 from tost_lm.report.page import Chart
 from tost_lm.report.protocols import extrapolation_chart
 from tost_lm.report.record import Curve, position_curves_chart, step_chart

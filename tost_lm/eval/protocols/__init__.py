@@ -1,12 +1,8 @@
-"""The zero-shot protocols by name, and the texts of the examples of test sets in their published formats."""
+"""The zero-shot protocols by name."""
 
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
-from pathlib import Path
 
 from tost_lm.errors import ConfigError, did_you_mean
-from tost_lm.eval.protocols import missing_word, multiple_choice
 from tost_lm.eval.protocols.authors import GeneratedLastWord, RandomWindows, WholePassage, joined
 from tost_lm.eval.protocols.interface import Example, Protocol, Row, is_gpt2_tokenizer
 from tost_lm.eval.protocols.missing_word import LastToken, LastWord, MissingWord, passages
@@ -18,12 +14,11 @@ from tost_lm.eval.protocols.perplexity import (
     StridedWikitext,
     WikitextPages,
     openwebtext_ids,
-    pages,
     ptb_lines,
     wikitext_rows,
 )
 
-__all__ = ["READERS", "Example", "Protocol", "Row", "find_protocol", "is_gpt2_tokenizer"]
+__all__ = ["Example", "Protocol", "Row", "find_protocol", "is_gpt2_tokenizer"]
 
 _PROTOCOLS: list[Protocol] = [
     WikitextPages("wikitext2"),
@@ -64,25 +59,3 @@ def find_protocol(name: str, setting: str = "zero_shot.protocols") -> Protocol:
     raise ConfigError(
         f"{setting}: {name!r} is not a protocol{did_you_mean(name, names)}; choose from {', '.join(names)}"
     )
-
-
-def _filled_questions(path: Path) -> list[str]:
-    return [question.filled(question.answer) for question in missing_word.questions(path)]
-
-
-def _answered_questions(data_set: str, path: Path) -> list[str]:
-    found = [question for _, question in multiple_choice.questions(path, data_set)]
-    return [f"{question.context} {question.choices[question.right]}" for question in found]
-
-
-READERS: dict[str, Callable[[Path], Iterable[str]]] = {
-    "wikitext2": pages,
-    "wikitext103": pages,
-    "lambada_openai": passages,
-    "lambada_standard": passages,
-    "ptb": ptb_lines,
-    "cbt_cn": _filled_questions,
-    "cbt_ne": _filled_questions,
-    **{name: partial(_answered_questions, name) for name in multiple_choice.ROWS},
-}
-"""Reads the file of a test set. Raises DataError for another format."""

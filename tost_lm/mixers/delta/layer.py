@@ -5,7 +5,7 @@ head, E = h·(2K + G·V) channels that are convolved.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from tost_lm.mixers.delta.fla import missing_in_training
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, Sizes
+from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
-from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -106,10 +105,6 @@ class DeltaMixer(TokenMixer):
     def missing_kernels(self) -> str | None:
         device = self.in_proj.weight.device
         return missing_in_training(device, self.key_size, self.value_size) if device.type == "cuda" else None
-
-    @staticmethod
-    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        return sum(-(-length // CHUNK_TOKENS) for length in local.lengths)
 
 
 MIXER = DeltaMixer

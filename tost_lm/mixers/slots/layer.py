@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value chan
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,12 +15,10 @@ from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_step
 from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.ops.initialization import InitialValue, set_own_constants
-from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.ops.short_conv import CONVOLUTION
-from tost_lm.sizes import SLOT_CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from tost_lm.model.config import ModelConfig
@@ -70,10 +68,6 @@ class SlotMixer(TokenMixer):
         conv[..., -2] = 1
         temps = dict.fromkeys(("write_temp", "read_temp"), INITIAL_TEMP)
         return {"conv": conv, **temps, "log_rate": initial_log_rates(self.heads), "norm": 1.0}
-
-    @staticmethod
-    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        return sum(-(-length // SLOT_CHUNK_TOKENS) for length in local.lengths)
 
     def forward(self, x_BTC: Tensor, state: SlotState | None, info: SequenceInfo) -> tuple[Tensor, SlotState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""

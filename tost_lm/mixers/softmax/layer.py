@@ -2,7 +2,7 @@
 memory linear in T.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from tost_lm.mixers.softmax.attention import attend_packed, attend_rows
 from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueState, append, append_in_memory, last
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
-from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
 
@@ -42,10 +41,6 @@ class SoftmaxMixer(TokenMixer):
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
         self.kv_heads //= ranks
-
-    @staticmethod
-    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        return local.lengths, min(local.before[0], config.softmax.window or local.before[0])
 
     def forward(
         self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | None, info: SequenceInfo

@@ -1,6 +1,6 @@
 """The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.chunked import chunk_tokens
 from tost_lm.mixers.tssa.naive import Membership, TssaState, tssa
 from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.ops.initialization import InitialValue, set_own_constants
-from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -45,11 +43,6 @@ class TssaMixer(TokenMixer):
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         self.softmax = UniformMemberships(self.heads) if self.membership == "uniform" else softmax
         super().split_heads(ranks, softmax)
-
-    @staticmethod
-    def shape_key(config: "ModelConfig", heads: int, local: LocalDocuments) -> Hashable:
-        size = chunk_tokens(heads, config.width // config.heads, torch.device("cpu"))
-        return sum(-(-length // size) for length in local.lengths)
 
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""

@@ -9,30 +9,22 @@ does not fit, it prints one line with settings that fit and exits with 2. The ti
 reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
 `python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
 (mfu) of a first run.
-
-With plan.execute=true the training step itself runs, on fake tensors in this process: once for each class of equal
-ranks of the whole cluster. The collectives and the memory of each class are printed, and compared with the plan.
 """
 
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tost_lm.config import differences, load_config, run_program
-from tost_lm.errors import ConfigError, TostError, install_hint
+from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
-
-if TYPE_CHECKING:
-    from tost_lm.pretrain.execute import Comparison, ExecutedClass
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
 """An override with several values, without quotes and brackets."""
@@ -49,8 +41,6 @@ def main(path: Path, config: PlanConfig) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
     print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
-    if config.plan.execute:
-        print_execution(config)
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
 
@@ -81,8 +71,6 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     if len(listed) > 1:
         raise ConfigError(f"several lists of values: {' '.join(listed)}; list the values of one setting")
     setting, _, values = listed[0].partition("=")
-    if config.plan.execute:
-        raise ConfigError(f"plan.execute=true with a list of values: {listed[0]}; give {setting} one value")
     rows, problems = list[tuple[str, ...]](), list[ConfigError]()
     for value in values.split(","):
         try:
@@ -98,77 +86,6 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     if len(problems) == len(rows):
         raise problems[0]
     print(markdown([(setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "fits"), *rows]))
-
-
-def print_execution(config: PlanConfig) -> None:
-    """Raises TostError if collectives of ranks do not match, or differ from the plan."""
-    if not find_spec("deepspeed"):
-        raise ConfigError(f"plan.execute needs deepspeed; {install_hint('train')}")
-    from tost_lm.data.loader import Corpora
-    from tost_lm.pretrain.execute import beside_plan, execute, layout_of, mismatch
-    from tost_lm.pretrain.step import check_vocabulary
-
-    config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
-    corpora = Corpora.open(config.data.folders)
-    check_vocabulary(config, corpora)
-    classes = execute(config, corpora, lambda line: print(f"plan.execute: {line}", file=sys.stderr))
-    comparisons = beside_plan(config, classes, layout_of(config))
-    rows = [*execution_rows(config, classes), *(_comparison_row(one) for one in comparisons)]
-    print("\n" + markdown([("", "", "details"), *rows]))
-    for number, one in enumerate(classes, 1):
-        print(f"\n{markdown(collective_rows(number, one))}")
-    if problem := mismatch(classes, layout_of(config)):
-        raise TostError(f"collectives do not match: {problem}")
-    if different := [one for one in comparisons if not one.is_equal]:
-        raise TostError(f"messages differ from the plan: {_comparison_row(different[0])}")
-
-
-def execution_rows(config: PlanConfig, classes: Sequence["ExecutedClass"]) -> Iterator[Row]:
-    from tost_lm.parallel.agreement import rank_numbers
-
-    ranks, replicas = config.cluster.ranks, config.cluster.ranks // config.parallel.tensor
-    stage = config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
-    yield "executed", f"{ranks:,} ranks in {_count(len(classes), 'class', 'es')}", "one rank of each class ran"
-    yield (
-        "what runs",
-        f"DeepSpeed {version('deepspeed')}",
-        f"all of ZeRO stage {stage}: partitions, hooks, buckets, reduction, norm, clipping, update; also the loader, "
-        "the model and its parallel layers",
-    )
-    yield (
-        "stand-ins",
-        "for ranks and GPU",
-        "torch's fake process group sends nothing; floating-point tensors have no values, and what is read of them is "
-        "0; the CPU's kernels; no streams; the spike guard is off",
-    )
-    yield "data", "each token once", "all ranks together read the batch"
-    planned = peak_moment(config, ranks, whole_buckets=True)
-    for number, one in enumerate(classes, 1):
-        peak = sum(one.peak.values())
-        sizes = {kind: float(size) for kind, size in one.peak.items() if size}
-        yield (
-            f"peak memory: class {number}",
-            f"{peak / 1e9:.3f} GB",
-            f"{peak / planned.total - 1:+.1%} of the plan, {planned.total / 1e9:.3f} on a CPU; {_listed(sizes, 1e9)}; "
-            f"ranks {rank_numbers(one.ranks)}",
-        )
-
-
-def _comparison_row(one: "Comparison") -> Row:
-    beside = "as planned" if one.is_equal else f"planned {one.planned:,.2f}"
-    return f"bytes: {one.kind}", f"{one.executed:,.2f}", f"{beside}; groups of {one.ranks} ranks, stride {one.stride}"
-
-
-def collective_rows(number: int, one: "ExecutedClass") -> list[Row]:
-    from tost_lm.pretrain.execute import in_loops
-
-    rows: list[Row] = [(f"class {number}: collectives in order", "group", "bytes of a rank")]
-    for times, messages in in_loops(one.messages):
-        prefix = f"{times} times: " if times > 1 else ""
-        for place, message in enumerate(messages):
-            before = prefix if place == 0 else " " * len(prefix)
-            rows.append((before + message.kind, message.axis, f"{message.bytes:,}"))
-    return rows
 
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:

@@ -1,1 +1,1 @@
-"""The resource plan of a training: memory, time and layouts from formulas, or measured by execution."""
+"""The resource plan of a training: memory, time and layouts from formulas."""

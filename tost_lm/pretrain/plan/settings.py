@@ -111,18 +111,9 @@ class ClusterConfig(Section):
         return self.nodes * self.gpus_per_node
 
 
-class ExecutionConfig(Section):
-    """Whether the plan is compared with an execution."""
-
-    execute: bool = False
-    """Also run the training step on fake tensors, once for each class of equal ranks, and compare. It needs the shards
-    of [data] and no GPU."""
-
-
 class PlanConfig(PretrainConfig):
     """Settings of `tost plan`: those of `tost train`, and the cluster."""
 
-    plan: ExecutionConfig = Field(default_factory=ExecutionConfig)
     cluster: ClusterConfig = Field(default_factory=lambda: ClusterConfig.model_validate({}))
 
     @model_validator(mode="before")

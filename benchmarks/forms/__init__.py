@@ -1,1 +1,0 @@
-"""Slot memory and other mixers, compared at equal parameters: see `benchmarks.forms.__main__`."""

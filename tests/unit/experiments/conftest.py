@@ -1,0 +1,29 @@
+"""The tiny runs of all tests, and tiny float64 models with different layers."""
+
+import pytest
+import torch
+from small_runs import make_model, run_folder, shards, tokenizer
+
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+
+__all__ = ["make_model", "run_folder", "shards", "tokenizer"]
+
+
+@pytest.fixture
+def float64_model():
+    def make(**settings) -> TostLM:
+        small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 0.5}
+        torch.manual_seed(0)
+        model = TostLM(validate(ModelConfig, {**small, **settings}, "test")).double().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "denom_bias" in name:
+                    parameter.normal_(std=0.3)
+                elif parameter.dim() == 2:
+                    parameter.mul_(10)
+                else:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+
+    return make

@@ -1,0 +1,150 @@
+"""`experiments.analysis`: results, their page, rejected models."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.analysis.__main__ import AnalysisConfig, main
+from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.config import validate
+from tost_lm.errors import ConfigError
+
+BY_POSITION = ("concentration_by_position", "score_spread_by_position", "explained_within_stretches")
+
+
+def settings(shards: str = "", **memberships) -> AnalysisConfig:
+    few = {"sequences": 3, "probe_tokens": 9, "context_tokens": [5, 7, 8, 50]}
+    return validate(AnalysisConfig, {"memberships": {**few, **memberships}, "heldout": {"shards": shards}}, "test")
+
+
+def analyzed(run: Path, config: AnalysisConfig | None = None) -> tuple[dict[str, Any], str]:
+    """The results and the text of their page."""
+    main(run, config or settings())
+    return json.loads((written(run) / "results.json").read_text()), (written(run) / "report.md").read_text()
+
+
+def written(run: Path) -> Path:
+    return run / "eval/tssa_layers@1"
+
+
+def figure(run: Path, name: str) -> list[list[float]]:
+    """The data of a figure."""
+    lines = (written(run) / f"figures/{name}.csv").read_text().splitlines()
+    return [[float(cell) for cell in line.split(",")] for line in lines[1:]]
+
+
+def test_the_page_has_the_memberships_and_contexts_beyond_the_positions_are_skipped(run_folder: Path, capsys):
+    whole, page = analyzed(run_folder)
+    results = whole["memberships"]
+    assert "Skipped contexts: 8, 50; the model has 16 positions." in page
+    assert results["position_ends"] == [8, 16]
+    assert [len(layer) for layer in results["concentration_by_position"]] == [2, 2]
+    assert [row["context_tokens"] for row in results["after_context"]] == [0, 5, 7]
+    assert results["after_context"][0]["moved"] == [0, 0]
+    assert min(results["after_context"][1]["moved"]) > 0
+    assert f"Checkpoint `{run_folder}/checkpoints/step_00000100`" in page
+    layer, other = results["after_context"][2]["moved"]
+    assert f"| 7 | {results['after_context'][2]['nats_per_token']:.4f} | {layer:.3f} | {other:.3f} |" in page
+    layer, other = results["concentration_by_position"]
+    assert f"| 16 | {layer[1]:.3f} | {other[1]:.3f} |" in page
+    assert figure(run_folder, "memberships") == [
+        [end, *[of_layer[i] for key in BY_POSITION for of_layer in results[key]]] for i, end in enumerate([8, 16])
+    ]
+    percentages = ", ".join(f"{fraction:.1%}" for fraction in results["explained_by_position"])
+    assert f"Over all positions it explains {percentages} (by layer)" in page
+    capsys.readouterr()
+    assert analyzed(run_folder) == (whole, page)
+    assert capsys.readouterr().out.startswith("reusing ")
+
+
+def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_model, tokenizer):
+    first, page = analyzed(run_folder)
+    assert [row["step"] for row in first["coding_rates"]["steps"]] == [100]
+    assert "retained checkpoints" not in page
+    model = make_model(vocab_size=tokenizer.vocab_size)
+    with torch.no_grad():
+        model.blocks[1].mixer.in_proj.weight.mul_(2)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000300", model.config, model.state_dict(), tokenizer)
+    weights = next((run_folder / "checkpoints" / "step_00000300").glob("model*"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    whole, page = analyzed(run_folder)
+    results = whole["coding_rates"]
+    assert [row["step"] for row in results["steps"]] == [100, 200]
+    assert results["steps"][0] == first["coding_rates"]["steps"][0]
+    assert results["steps"][1]["layers"] != results["steps"][0]["layers"]
+    for step, own in zip(results["steps"][1]["layers"], results["layers"], strict=True):
+        assert step == {name: own[name] for name in step}
+    assert "Rates of the 2 retained checkpoints" in page
+    assert "Skipped checkpoint: " in page
+    rows = figure(run_folder, "coding_rate_steps")
+    assert [row[0] for row in rows] == [100, 200]
+    gap = results["layers"][1]["variational"]["mean"] - results["layers"][1]["coding"]["mean"]
+    assert rows[1][-1] == pytest.approx(gap)
+
+
+def test_the_page_has_the_coding_rates(run_folder: Path):
+    whole, page = analyzed(run_folder)
+    rates = whole["coding_rates"]
+    assert rates["position_ends"] == [8, 16]
+    assert len(rates["layers"]) == 2
+    for number, found in enumerate(rates["layers"], start=1):
+        assert found["coding"]["mean"] <= found["variational"]["mean"]
+        assert found["coding_by_prefix"]["mean"][-1] == found["coding"]["mean"]
+        change = found["variational_change"]
+        assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in page
+        assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in page
+    assert figure(run_folder, "coding_rate")[1][1] == rates["layers"][1]["coding_change"]["mean"]
+    prefixes = figure(run_folder, "coding_rate_prefixes")
+    assert [row[0] for row in prefixes] == [8, 16]
+    assert prefixes[1][1:] == [
+        layer[key]["mean"] for key in ("variational", "variational_change") for layer in rates["layers"]
+    ]
+    page = analyzed(run_folder, settings(sequences=1))[1]
+    assert " ± " not in page.split("## Coding rates")[1].split("\n| 1 |")[1].split("\n")[0]
+
+
+def test_a_model_folder_has_its_own_results_and_page(run_folder: Path, tmp_path: Path, shards):
+    export = tmp_path / "export"
+    shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
+    with pytest.raises(ConfigError, match=r"has no shards; give heldout\.shards=FOLDER$"):
+        main(export, settings())
+    results, page = analyzed(export, settings(str(shards.folder)))
+    assert results["coding_rates"]["steps"] == []
+    assert page.startswith("# TSSA layers of export\n")
+    assert (written(export) / "figures/coding_rate.pdf").read_bytes().startswith(b"%PDF")
+    assert results["coding_rates"]["layers"] == analyzed(run_folder)[0]["coding_rates"]["layers"]
+
+
+def test_a_model_of_unlimited_length_uses_all_contexts(tmp_path: Path, make_model, tokenizer, shards):
+    model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
+    write_checkpoint(tmp_path / "model", model.config, model.state_dict(), tokenizer)
+    results, page = analyzed(tmp_path / "model", settings(str(shards.folder)))
+    assert "Skipped contexts" not in page
+    assert [row["context_tokens"] for row in results["memberships"]["after_context"]] == [0, 5, 7, 8, 50]
+    assert len(results["memberships"]["concentration_by_position"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"pattern": "A"}, "no TSSA layer with several heads: "),
+        ({"heads": 1}, "no TSSA layer with several heads: "),
+        ({"max_positions": 1}, r"sequences are too short: model\.context_length=1;"),
+    ],
+)
+def test_a_model_without_what_is_measured_is_rejected(run_folder: Path, make_model, tokenizer, model, problem: str):
+    model = make_model(vocab_size=tokenizer.vocab_size, **model)
+    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    with pytest.raises(ConfigError, match=f"^{run_folder}: {problem}"):
+        main(run_folder, settings())
+
+
+@pytest.mark.parametrize("amounts", [[0, 5], [5, 5], [7, 5]])
+def test_context_tokens_increase(amounts: list[int]):
+    with pytest.raises(ConfigError, match=r"memberships\.context_tokens: .* is not ascending"):
+        settings(context_tokens=amounts)

@@ -1,0 +1,162 @@
+"""Coding rates compared with explicit determinants, the bound and its equality, and the gradient of R_var."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.naive import TssaState, causal_tssa, memberships, token_scores
+from tost_lm.model.block import Block
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rates(w_THD: Tensor, pi_TH: Tensor, ends: list[int]) -> Rates:
+    running = RunningRates(ends)
+    running.add(w_THD, pi_TH)
+    return running.rates()
+
+
+def full_rate(z_TC: Tensor, pi_TH: Tensor) -> Tensor:
+    return rates(expand_heads(z_TC, pi_TH), pi_TH, [len(z_TC)]).coding[0]
+
+
+def written_out(w_THD: Tensor, pi_TH: Tensor) -> tuple[float, float]:
+    """R_c and R_var, token by token and head by head."""
+    tokens, heads, channels = w_THD.shape
+    coding = variational = 0.0
+    for h in range(heads):
+        mass = float(pi_TH[:, h].sum())
+        moment = sum(pi_TH[t, h] * torch.outer(w_THD[t, h], w_THD[t, h]) for t in range(tokens)) / mass
+        assert isinstance(moment, Tensor)
+        coding += 0.5 * mass / tokens * float(torch.logdet(torch.eye(channels, dtype=torch.float64) + moment))
+        variational += 0.5 * mass / tokens * sum(math.log(1 + float(moment[i, i])) for i in range(channels))
+    return coding, variational
+
+
+def test_rates_of_prefixes_equal_explicit_determinants():
+    w, pi = 3 * draw(40, 3, 5), draw(40, 3, seed=1).softmax(-1)
+    ends = [1, 2, 17, 40]
+    found = rates(w, pi, ends)
+    for i, end in enumerate(ends):
+        coding, variational = written_out(w[:end], pi[:end])
+        assert float(found.coding[i]) == pytest.approx(coding, rel=1e-12)
+        assert float(found.variational[i]) == pytest.approx(variational, rel=1e-12)
+
+
+def test_tiles_do_not_change_the_rates(float64_model, monkeypatch: pytest.MonkeyPatch):
+    w, pi = draw(40, 3, 5), draw(40, 3, seed=1).softmax(-1)
+    running = RunningRates([9, 40])
+    for positions in (slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 40)):
+        running.add(w[positions], pi[positions])
+    assert_equal(running.rates(), rates(w, pi, [9, 40]))
+    model, tokens = float64_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
+    whole = layer_rates(model, tokens)
+    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
+    for layer, tiled in zip(whole, layer_rates(model, tokens), strict=True):
+        torch.testing.assert_close(tiled, layer, rtol=1e-9, atol=1e-12)
+    for branch, layer in zip(branch_rates(model, tokens), whole, strict=True):
+        torch.testing.assert_close(branch, {name: layer[name] for name in branch}, rtol=1e-9, atol=1e-12)
+
+
+def test_the_variational_rate_is_never_below_the_coding_rate():
+    for seed in range(1000):
+        tokens, heads, channels = 1 + seed % 7, 1 + seed % 3, 1 + seed % 5
+        w = 10 ** (seed % 7 - 3) * draw(tokens, heads, channels, seed=seed)
+        coding, variational = rates(w, draw(tokens, heads, seed=seed + 1).softmax(-1), [tokens])
+        assert float(coding - variational) <= 1e-12 * float(variational) + 1e-15
+
+
+def test_the_rates_are_equal_in_an_eigenbasis():
+    w, pi = draw(40, 3, 5) @ draw(5, 5, seed=2), draw(40, 3, seed=1).softmax(-1)
+    moments = torch.einsum("th,thi,thj->hij", pi, w, w)
+    turned = torch.einsum("thi,hij->thj", w, torch.linalg.eigh(moments).eigenvectors)
+    coding, variational = rates(turned, pi, [40])
+    assert_equal(coding, variational)
+    before = rates(w, pi, [40])
+    assert_equal(coding, before.coding)  # a rotation preserves determinants
+    assert float(before.variational - before.coding) > 0.1
+
+
+def test_the_operator_is_the_gradient_of_the_variational_rate():
+    """y_t = −t · ∂R_var/∂w_t over the first t tokens with fixed memberships."""
+    w = draw(1, 12, 3, 5)
+    temp = torch.tensor([0.1, 0.2, 0.05], dtype=torch.float64)
+    y, _ = causal_tssa(w, temp, None, "energy-share", TssaState.empty(1, 3, 5, like=w))
+    energy, count = w.square().cumsum(1), torch.arange(1, 13)[None]
+    pi = memberships(token_scores(w.square(), energy, count, temp, None, "energy-share"), "energy-share")[0]
+    for end in (1, 5, 12):  # equal up to the 1e-8 that the operator adds to Σ Π
+        leaf = w[0].clone().requires_grad_()
+        [gradient] = torch.autograd.grad(rates(leaf, pi, [end]).variational[0], leaf)
+        torch.testing.assert_close(
+            -end * gradient[end - 1], y[0, end - 1], rtol=1e-7, atol=1e-9
+        )  # the operator adds 1e-8 to Σ Π
+
+
+def test_a_head_without_tokens_has_rate_zero():
+    w, pi = draw(20, 2, 5), torch.tensor([1.0, 0.0], dtype=torch.float64).expand(20, 2)
+    assert_equal(rates(w, pi, [8, 20]), rates(w[:, :1], pi[:, :1], [8, 20]))
+
+
+def test_orthonormal_bases_bound_the_projected_rate_by_the_full_rate():
+    z, pi = 2 * draw(30, 12), draw(30, 3, seed=1).softmax(-1)
+    bases = orthonormal(draw(3, 4, 12, seed=2))
+    assert_equal(bases @ bases.mT, torch.eye(4, dtype=torch.float64).expand(3, 4, 4))
+    assert_equal(orthonormal(5 * bases), bases)
+    full = full_rate(z, pi)
+    coding, _ = rates(torch.einsum("tc,hdc->thd", z, bases), pi, [30])
+    assert float(coding[0]) < float(full)
+    one_head = rates(z[:, None], torch.ones(30, 1, dtype=torch.float64), [30]).coding[0]
+    assert_equal(full_rate(z, torch.full((30, 3), 1 / 3, dtype=torch.float64)), one_head)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "tssa": {"membership": "uniform"}}]
+)
+def test_rates_of_a_model_use_the_input_of_its_layers(float64_model, settings: dict):
+    model, tokens = float64_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
+    found = layer_rates(model, tokens)
+    with torch.no_grad():
+        states = model(tokens[None]).state
+        assert states is not None
+        x = torch.nn.functional.embedding(tokens, model.embedding.weight)
+        assert model.positions is not None
+        x = x + model.positions.weight[:33]
+    of_tssa = [layer for layer in states.layers if isinstance(layer, TssaState)]
+    assert len(found) == len(of_tssa) == (1 if "pattern" in settings else 2)
+    for layer, state in zip(found, of_tssa, strict=True):
+        diagonal = state.weighted_energy[0] / state.mass[0][:, None]
+        expected = 0.5 * (state.mass[0] / 33 * diagonal.log1p().sum(-1)).sum()
+        assert float(layer["variational"]) == pytest.approx(float(expected), rel=1e-9)
+        assert layer["coding_by_prefix"].shape == (4,)  # 8, 16, 32, 33
+    # The first layer, by hand.
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    mixer, norm = block.mixer, block.mixer_norm
+    assert isinstance(mixer, TssaMixer)
+    w = lambda x_TC: mixer.in_proj(norm(x_TC)).unflatten(-1, (4, -1))
+    bias, kind, temp = mixer.denom_bias, model.config.tssa.membership, mixer.temp
+    bias = None if bias is None else bias.T[None, :33]
+    with torch.no_grad():
+        w_sq, count = w(x)[None].square(), torch.arange(1, 34)[None]
+        pi = memberships(token_scores(w_sq, w_sq.cumsum(1), count, temp, bias, kind), kind)[0]
+        mixed, _ = causal_tssa(w(x)[None], temp, bias, kind, TssaState.empty(1, 4, 8, like=x))
+        after = x + block.mixer_scale(mixer.out_proj(mixed.flatten(-2))[0])
+        z = norm(x)
+        bases = orthonormal(mixer.in_proj.weight.unflatten(0, (4, -1)))
+    names, rate = ("coding", "variational"), found[0]
+    for measured, of in (([rate[x] for x in names], w(x)), ([rate[x] + rate[f"{x}_change"] for x in names], w(after))):
+        torch.testing.assert_close(tuple(map(float, measured)), written_out(of.detach(), pi))
+    in_bases = written_out(torch.einsum("tc,hdc->thd", z, bases), pi)
+    torch.testing.assert_close(tuple(float(rate[f"orthonormal_{x}"]) for x in names), in_bases)
+    torch.testing.assert_close(rate["full"], full_rate(z, pi))
