@@ -39,7 +39,7 @@ BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 
 CAST_ELEMENTS = 1 << 24
-"""Gradients in bfloat16 that are cast at once when they are added to float32 sums."""
+"""Gradients that are cast at once: from bfloat16 when they are added to float32 sums, and to float64 for their norm."""
 
 
 def bucket_elements(parameters: float, largest: float) -> int:
