@@ -3,10 +3,10 @@
     python -m benchmarks.launches
 
 The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are not computed: Triton kernels and flash
-attention are counted and return what is in memory. Counted are operations of torch's dispatcher that are no views, and
-launches of Triton kernels; a fused matrix product is one operation, and an operation may launch more than one kernel.
-The counts depend on the layers and on the documents, not on the width. A second table has the kernels of a block under
-torch.compile, as Inductor generates them for a CPU. Output: two tables, and benchmarks/results/.
+attention are counted and return what is in memory. Counted are launches of Triton kernels and operations of torch's
+dispatcher, without views and allocations. A fused matrix product is one operation, and an operation may launch several
+kernels. The counts depend on the layers and on the documents, not on the width. A second table has the kernels of a
+block under torch.compile, as Inductor generates them for a CPU. Output: two tables, and benchmarks/results/.
 """
 
 from typing import Any
@@ -60,7 +60,8 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
     ]
     text = (
         f"{measure.markdown_table(rows)}\n\n{settings.rows} × {settings.seq_len:,} tokens in {cells[0]['documents']} "
-        "documents. Operations that are no views, without the optimizer. Layers are without norm, residual and MLP.\n\n"
+        "documents. Operations without views, allocations and the optimizer. Layers are without norm, residual and "
+        "MLP.\n\n"
         f"{measure.markdown_table(compiled)}\n\nGenerated kernels, products of matrices and calls of operators of a "
         "block with norms, residuals and MLP. Operators launch what is counted above."
     )

@@ -25,8 +25,12 @@ class Flops(NamedTuple):
 
 
 NO_FLOPS = Flops(0, 0)
-BLOCK_LAUNCHES = 36
+PRODUCTS = 6
+"""Products of matrices of two linear layers, forward and backward: those of a mixer, or of an MLP."""
+BLOCK_LAUNCHES = 32
 """Operations of a block around its mixer: norms, LayerScale, MLP and sums."""
+COMPILED_BLOCK_LAUNCHES = 9 + PRODUCTS
+"""The same under torch.compile, which makes few kernels of all but the products."""
 
 
 class OwnNumbers(NamedTuple):
@@ -104,6 +108,8 @@ class MixerFacts(ABC):
     """Only of a plugin: its settings in `model.plugin_settings`."""
     plugin: Plugin | None = None
     """Set by `tost_lm.mixers.plugins.register`."""
+    kernel_bandwidth: float = 1.0
+    """Fraction of a copy's bandwidth at which `kernel_bytes` are read and written."""
 
     def layers(self, model: "ModelConfig") -> int:
         """The number of layers of a model that have this mixer."""
@@ -165,6 +171,10 @@ class MixerFacts(ABC):
     def launches(self) -> int:
         """Operations of a block for a tile of a micro-batch, forward and backward, as `benchmarks.launches` counts."""
 
+    def compiled_launches(self) -> int:
+        """The same under torch.compile, at most: a graph may also join operations of the mixer around its operators."""
+        return self.launches() - BLOCK_LAUNCHES + COMPILED_BLOCK_LAUNCHES
+
     @abstractmethod
     def stored_bytes(self, load: Load) -> float:
         """Bytes per token that autograd stores between the projections, the input of the last one included, for all
@@ -204,7 +214,8 @@ class MixerFacts(ABC):
 
     @abstractmethod
     def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Bytes per token that Triton kernels read and write in `forwards` forwards and a backward."""
+        """Bytes per token that are read and written between the projections, in `forwards` forwards and a backward,
+        apart from `attention_flops`."""
 
 
 class RecurrentFacts(MixerFacts):

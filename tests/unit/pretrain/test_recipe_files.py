@@ -34,6 +34,7 @@ def test_every_recipe_has_its_name_and_names_others_that_exist(path: Path):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_for_gpus_has_the_zero_stage_that_takes_the_least_time(path: Path):
+    """To 1 %: with one micro-batch, stages 1 and 2 send the same."""
     if "launch.ranks=N" in path.read_text():
         pytest.skip("for CPUs")
     seconds = {}
@@ -44,7 +45,7 @@ def test_every_recipe_for_gpus_has_the_zero_stage_that_takes_the_least_time(path
             continue
         if memory_problem(config) is None:
             seconds[stage] = step_seconds(config).total
-    assert load_config(PlanConfig, path).parallel.zero_stage == min(seconds, key=lambda stage: seconds[stage])
+    assert seconds[load_config(PlanConfig, path).parallel.zero_stage] <= 1.01 * min(seconds.values())
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)

@@ -40,6 +40,7 @@ class DeltaFacts(RecurrentFacts):
     folder = "delta"
     name = "gated delta rule"
     tag = "gated-delta-rule"
+    kernel_bandwidth = 0.31  # an estimate: as slot memory; no GPU has measured these kernels
 
     def description(self, model: "ModelConfig") -> str:
         return "gated delta rule, linear in time"
@@ -82,7 +83,7 @@ class DeltaFacts(RecurrentFacts):
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
     def launches(self) -> int:
-        return 173 + BLOCK_LAUNCHES
+        return 142 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         sizes, e = Sizes.of(load.model), load.element_bytes

@@ -42,6 +42,7 @@ class SlotsFacts(RecurrentFacts):
     folder = "slots"
     name = "slot memory"
     tag = "slot-memory"
+    kernel_bandwidth = 0.31  # on an H200, between 131,072 and 1,048,576 tokens; norm and gate at that of a copy
 
     def description(self, model: "ModelConfig") -> str:
         return "slot memory, linear in time"
@@ -64,7 +65,7 @@ class SlotsFacts(RecurrentFacts):
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
     def launches(self) -> int:
-        return 102 + BLOCK_LAUNCHES
+        return 81 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         model, e = load.model, load.element_bytes

@@ -43,6 +43,7 @@ class TssaFacts(RecurrentFacts):
     folder = "tssa"
     name = "TSSA"
     tag = "token-statistics-self-attention"
+    kernel_bandwidth = 0.6  # on an H200, between 131,072 and 1,048,576 tokens
 
     def description(self, model: "ModelConfig") -> str:
         return "token statistics (TSSA), linear in time"
@@ -68,7 +69,7 @@ class TssaFacts(RecurrentFacts):
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
     def launches(self) -> int:
-        return 58 + BLOCK_LAUNCHES
+        return 33 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         C, H = load.model.width, load.model.heads

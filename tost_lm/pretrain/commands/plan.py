@@ -154,14 +154,17 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
 def time_rows(config: PlanConfig) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
-    launches = f"{plan.operations_per_layer(config):.0f} launches per layer and micro-batch at {cluster.launch_us:g} µs"
+    launches = f"{plan.launches(config):,.0f} launches at {cluster.launch_us:.3g} µs"
     host = f"host {1e3 * plan.host_seconds(config):.3g} ms"
+    peak = f"of {plan.peak(config) / 1e12:g} TFLOP/s"
     activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
-        "products": f"at {cluster.achieved_flops:.0%} of {plan.peak(config) / 1e12:g} TFLOP/s",
-        "operator": f"{in_units(operator)} per token {bandwidth}",
-        "elementwise": f"{in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums, loss",
+        "products": f"at {cluster.achieved_flops:.0%} {peak}",
+        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}",
+        "operator": f"as {in_units(operator)} per token {bandwidth}",
+        "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
+        "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
         "launches": f"{host}, less the above: {launches}",
         "optimizer": _of_optimizer(config),
         "communication": "collectives, without overlap",
@@ -211,7 +214,8 @@ def duration(seconds: float) -> str:
 
 def _of_optimizer(config: PlanConfig) -> str:
     flops = f", {plan.muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
-    return f"{in_units(plan.optimizer_bytes(config))}{flops} per rank"
+    gradients = f"gradients {in_units(plan.gradient_bytes(config))}"
+    return f"{gradients}, update {in_units(plan.adamw_bytes(config))}{flops} per rank"
 
 
 def _in_tiles(config: PlanConfig) -> str:

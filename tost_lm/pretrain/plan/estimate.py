@@ -2,7 +2,8 @@
 
 Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
 settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). `benchmarks.gpu`
-measures the first two; otherwise they are assumed.
+measures the first two; otherwise they are assumed. The constants below are from one GPU, an NVIDIA H200, whose cells
+are in `benchmarks/results/gpu_nvidia-h200.json`. Bytes and launches are counted.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.facts import MixerFacts
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS, MixerFacts
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import (
     FlopsPerToken,
@@ -27,12 +28,36 @@ from tost_lm.pretrain.plan.activations import (
     load_of,
     micro_batch_tokens,
 )
-from tost_lm.pretrain.plan.memory import logit_tiles, muon_parameters, parameters_per_rank, reduced_at_once, stage_of
+from tost_lm.pretrain.plan.memory import (
+    logit_tiles,
+    muon_parameters,
+    parameters_per_rank,
+    reduced_at_once,
+    reduces_at_end,
+    stage_of,
+)
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
+from tost_lm.sizes import ALL_GATHER_RANKS, CAST_ELEMENTS, PASSED_SLICES
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
+KERNEL_SECONDS = 2.3e-6
+"""Time of a kernel of any size, beside that of its bytes: TSSA at three lengths."""
+# Fractions of a copy's bandwidth.
+CONVERSION = 0.5
+"""An operation on bfloat16 with a float32 result, in PyTorch: 25 of norms in the steps with 8,192 and 12,288 tokens."""
+BROADCAST = 0.37
+"""A product with a vector, in PyTorch: the 48 products with LayerScale of the step with 12 × 1,024 tokens."""
+WEIGHT_GRADIENT = 0.16
+"""The gradient of a norm's weight, in PyTorch: the 25 of the same step."""
+ADAMW = 0.82
+"""The fused AdamW: the 7 kernels of the step with 1 × 8,192 tokens."""
+TENSORS_PER_LAYER = 10
+"""Parameters of a layer, about."""
+MODEL_LAUNCHES = 23
+"""Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
+UPDATE_LAUNCHES = 24
+"""Operations after the last backward, of AdamW 4 (`tests/multiprocess/test_zero.py`)."""
 
 
 class Collectives(NamedTuple):
@@ -74,11 +99,14 @@ class Step(NamedTuple):
     """Seconds of an optimizer step, by use."""
 
     products: float
+    attention: float
     operator: float
     elementwise: float
-    launches: float
-    """Time by which the host's launches of kernels exceed the three before."""
+    loss: float
+    """Beside its products."""
     optimizer: float
+    launches: float
+    """Time by which the host's launches of kernels exceed those before."""
     communication: float
 
     @property
@@ -93,28 +121,63 @@ def model_flops(config: PlanConfig) -> FlopsPerToken:
 
 def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
-    cluster, flops = config.cluster, model_flops(config)
+    cluster, again = config.cluster, recomputed_flops(config)
     tokens = config.batch_tokens / cluster.ranks  # per rank
-    bandwidth = cluster.memory_gb_s * 1e9 * cluster.achieved_memory_bandwidth
-    in_bfloat16 = (peak_flops(cluster.device, "bfloat16") or peak(config)) * cluster.achieved_flops
-    again = recomputed_flops(config)
-    products = (flops.products.total + flops.attention.total + again) * tokens / (peak(config) * cluster.achieved_flops)
-    operator = operator_bytes_per_token(config) * tokens / bandwidth
-    elementwise = elementwise_bytes_per_token(config) * tokens / bandwidth
-    return Step(
-        products,
-        operator,
-        elementwise,
-        launches=max(0.0, host_seconds(config) - products - operator - elementwise),
-        optimizer=optimizer_bytes(config) / bandwidth + muon_flops(config) / in_bfloat16,
+    rate = tokens / peak(config)
+    found = Step(
+        products=(model_flops(config).products.total + again.products) * rate / cluster.achieved_flops,
+        attention=(model_flops(config).attention.total + again.attention) * rate / cluster.achieved_attention_flops,
+        operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + kernel_seconds(config).operator,
+        elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config)
+        + kernel_seconds(config).elementwise,
+        loss=bytes_moved_by_loss(config) / bandwidth(config) + kernel_seconds(config).loss,
+        optimizer=optimizer_seconds(config),
+        launches=0.0,
         communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
+    return found._replace(launches=max(0.0, host_seconds(config) - sum(found[:-2])))
+
+
+def bandwidth(config: PlanConfig) -> float:
+    """Bytes per second that a copy reads and writes."""
+    return config.cluster.memory_gb_s * 1e9 * config.cluster.achieved_memory_bandwidth
+
+
+class KernelSeconds(NamedTuple):
+    """Time that kernels of a step take whatever their size, without products."""
+
+    operator: float
+    elementwise: float
+    loss: float
+
+
+def kernel_seconds(config: PlanConfig) -> KernelSeconds:
+    model, passes = config.model, config.micro_batches * tiles(config)
+    around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
+    in_mixers = operations_per_layer(config) - around - PRODUCTS
+    # PyTorch computes the gradients of a norm's input and weight in one operation with two kernels.
+    elementwise = around - PRODUCTS + (0 if config.train.compile else 2)
+    each = in_mixers * model.layers, elementwise * model.layers, MODEL_LAUNCHES
+    return KernelSeconds(*(KERNEL_SECONDS * passes * launches for launches in each))
 
 
 def host_seconds(config: PlanConfig) -> float:
     """Time in which the host launches the kernels of a step."""
-    layers = config.micro_batches * tiles(config) * config.model.layers
-    return layers * operations_per_layer(config) * config.cluster.launch_us * 1e-6
+    return launches(config) * config.cluster.launch_us * 1e-6
+
+
+def launches(config: PlanConfig) -> float:
+    """Operations that the host launches in a step."""
+    each = config.model.layers * operations_per_layer(config) + MODEL_LAUNCHES
+    return config.micro_batches * (tiles(config) * each + sum_launches(config)) + UPDATE_LAUNCHES
+
+
+def sum_launches(config: PlanConfig) -> float:
+    """Operations that add the gradients of a micro-batch to sums: at stage 1 in bfloat16 a cast and a sum of many at
+    once (`tost_lm.parallel.zero_step`), at others of each parameter."""
+    if stage_of(config, config.cluster.ranks) == 1 and config.train.dtype == "bfloat16":
+        return 2 * math.ceil(parameters_per_rank(config) / CAST_ELEMENTS)
+    return 2 * TENSORS_PER_LAYER * config.model.layers
 
 
 def muon_flops(config: PlanConfig) -> float:
@@ -190,53 +253,113 @@ def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
     return mixers, len(again) if memory.mlp_tile_tokens else sum(again) - mixers
 
 
-def recomputed_flops(config: PlanConfig) -> float:
-    """FLOPs per token that are recomputed. Tensor ranks compute a product before they store its input."""
-    model, seq_len, found = config.model, config.train.seq_len, 0.0
+class Recomputed(NamedTuple):
+    """FLOPs per token that are recomputed."""
+
+    products: float
+    attention: float
+
+
+def recomputed_flops(config: PlanConfig) -> Recomputed:
+    """Tensor ranks compute a product before they store its input."""
+    model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
     for facts in facts_of(model.pattern):
-        layers, once = facts.layers(model), 2 * facts.weights(model) + facts.attention_flops(model, seq_len).forward
-        found += layers * ((forwards(config, facts) - 1) * once + (mlp_forwards(config) - 1) * 2 * mlp_weights(model))
+        layers, again = facts.layers(model), forwards(config, facts) - 1
+        attention += layers * again * facts.attention_flops(model, seq_len).forward
+        products += layers * 2 * (again * facts.weights(model) + (mlp_forwards(config) - 1) * mlp_weights(model))
         if config.parallel.tensor == 1:
             mixers, mlps = outputs_not_recomputed(config, facts.letter)
-            found -= 2 * model.width * (mixers * facts.channels_out(model) + mlps * model.mlp_width)
-    return found
+            products -= 2 * model.width * (mixers * facts.channels_out(model) + mlps * model.mlp_width)
+    return Recomputed(products, attention)
 
 
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
     model = config.model
-    return sum(facts.layers(model) * facts.launches() for facts in facts_of(model.pattern)) / model.layers
+    of = {
+        facts: facts.compiled_launches() if config.train.compile else facts.launches()
+        for facts in facts_of(model.pattern)
+    }
+    return sum(facts.layers(model) * count for facts, count in of.items()) / model.layers
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
-    """Bytes per token that the Triton kernels read and write, forward and backward."""
+    """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
     model, load = config.model, load_of(config)
-    mixers = facts_of(model.pattern)
-    return sum(facts.layers(model) * facts.kernel_bytes(load, forwards(config, facts)) for facts in mixers)
+    return sum(
+        facts.layers(model) * facts.kernel_bytes(load, forwards(config, facts)) / facts.kernel_bandwidth
+        for facts in facts_of(model.pattern)
+    )
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:
-    """Bytes per token that eager operations outside products and operator read and write.
+    """Bytes per token that operations outside products, mixers and loss read and write, at the bandwidth of a copy.
 
-    Forward and backward of each half of a layer, in tensors of e·C bytes: norm 2 and 3, residual sum 3 and 3,
-    LayerScale 2 and 6, GELU 8 and 12 (SwiGLU, in tensors of its hidden channels, 5 and 13). In bfloat16 the residual
-    stream is float32: conversions 3 and 6, residual sum 5 and 6. The loss, in units of V bytes: its kernel 3·e
-    (`ops.cross_entropy_triton`), and the sum of its weight's gradient over tiles of logits 8 (in bfloat16 10) per tile
-    and channel.
+    In bytes per channel. Each half of a layer, forward: norm 2·e, residual sum 8 + e; backward: norm 3·e and, for its
+    weight's gradient, 2·e, gradient sum 12. In bfloat16 also conversions of the float32 residual stream, 4 + e each:
+    forward 1, backward 2. LayerScale: forward 2·e, backward 2·e, and for its own gradient 4·e. Per hidden channel: GELU
+    2·e and 3·e, SwiGLU 5·e and 13·e. In bfloat16 the residual sum and one conversion of the backward have float32
+    results of bfloat16. Outside the blocks: the last norm, and 8·(1 + e) of the embedding and its gradient.
+
+    Compiled, a half reads and writes once: forward stream, its sum with the branch, and the next norm's output 8 + 2·e
+    (of the first norm in a block also the stream, 4); backward the gradient of the branch 4 + 2·e, and of the norm
+    8 + 2·e, with its weight's gradient and LayerScale's 2·e more. SwiGLU takes 3·e and 5·e.
     """
-    e, model = ELEMENT_BYTES[config.train.dtype], config.model
-    forward, backward = (5, 6) if e == 4 else (10, 15)
-    if model.layer_scale:
-        forward, backward = forward + 2, backward + 6
-    half = mixer_forwards(config) / model.layers * forward + backward
-    relative = model.mlp_width / model.width
-    of_mlp = (5 * relative, 13 * relative) if model.mlp == "swiglu" else (8, 12)
-    mlp_half = mlp_forwards(config) * (forward + of_mlp[0]) + backward + of_mlp[1]
-    loss = 3 * e + (8 if e == 4 else 10) * model.width / logit_tiles(config).tokens
-    return model.layers * (half + mlp_half) * e * model.width + loss * model.vocab_size
+    e, model, scaled = ELEMENT_BYTES[config.train.dtype], config.model, bool(config.model.layer_scale)
+    convert, rate = (4 + e, CONVERSION) if e < 4 else (0, 1)
+    norm = convert * (1 + 1 / rate) + 5 * e + 2 * e / WEIGHT_GRADIENT
+    if config.train.compile:
+        forward, backward = 10 + 2 * e, 12 + (6 if scaled else 5) * e
+        of_mlp = (3 * e, 5 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
+    else:
+        forward = convert + 2 * e + (8 + e) / rate + scaled * 2 * e / BROADCAST
+        backward = convert * (1 + 1 / rate) + 3 * e + 2 * e / WEIGHT_GRADIENT + 12
+        backward += scaled * (2 * e / BROADCAST + 4 * e)
+        of_mlp = (5 * e, 13 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
+    hidden = model.mlp_width / model.width
+    mixers = mixer_forwards(config) / model.layers * forward + backward
+    mlps = mlp_forwards(config) * (forward + of_mlp[0] * hidden) + backward + of_mlp[1] * hidden
+    embedding = 2 * (4 + e) + 6 * e
+    return (model.layers * (mixers + mlps) + norm + embedding) * model.width
 
 
-def optimizer_bytes(config: PlanConfig) -> float:
+def bytes_moved_by_loss(config: PlanConfig) -> float:
+    """Bytes of a step that the loss reads and writes beside its products.
+
+    Its kernel takes 3·e per logit (`ops.cross_entropy_triton`). The gradient of the weight: zeros 4, a sum for each
+    tile of logits 8 (in bfloat16 10), and its scaling 8 (14) per number.
+    """
+    e, model, tensor = ELEMENT_BYTES[config.train.dtype], config.model, config.parallel.tensor
+    added, scaled = (8, 8) if e == 4 else (10, 14)
+    weight = model.vocab_size * model.width / tensor
+    tokens = config.batch_tokens / config.cluster.ranks
+    logits = 3 * e * model.vocab_size * tokens
+    return logits + config.micro_batches * (4 + scaled + added * logit_tiles(config).calls) * weight
+
+
+def optimizer_seconds(config: PlanConfig) -> float:
+    """Duration of the sums of gradients, their norm and clipping, and the update."""
+    in_bfloat16 = (peak_flops(config.cluster.device, "bfloat16") or peak(config)) * config.cluster.achieved_flops
+    in_bytes = gradient_bytes(config) + adamw_bytes(config) / ADAMW
+    kernels = UPDATE_LAUNCHES + config.micro_batches * sum_launches(config)
+    return in_bytes / bandwidth(config) + muon_flops(config) / in_bfloat16 + kernels * KERNEL_SECONDS
+
+
+def gradient_bytes(config: PlanConfig) -> float:
+    """Bytes that a rank reads and writes between its backwards and the update.
+
+    Per gradient: 4 + e for the first micro-batch, 16 + e for each other one (a cast and a sum). Of all or, where they
+    are reduced in the backward, of its partition: the norm, in float64, 20, and zeros 4. Of the partition: clipping 8,
+    and in bfloat16 the copy of the weights 4 + e.
+    """
+    n, e, ranks = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.cluster.ranks
+    stage, partition = stage_of(config, ranks), n * config.parallel.tensor / ranks
+    summed = n if reduces_at_end(config, stage) else partition
+    updated = 8 + 4 + e if e < 4 else 8
+    return (4 + e + (config.micro_batches - 1) * (16 + e)) * n + 24 * summed + updated * (partition if stage else n)
+
+
+def adamw_bytes(config: PlanConfig) -> float:
     """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three. Muon reads and
     writes one momentum."""
     fraction = config.parallel.tensor / config.cluster.ranks if stage_of(config, config.cluster.ranks) else 1
@@ -261,7 +384,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
         if stage:
             yield Collectives("weights", "all-gather", 2, e * padded / replicas, replicas, tensor)
         return
-    tensors = 10 * config.model.layers  # gathered one by one, at most twice per micro-batch
+    tensors = TENSORS_PER_LAYER * config.model.layers  # gathered one by one, at most twice per micro-batch
     yield Collectives(
         "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
     )

@@ -107,7 +107,7 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
-            yield from sorted(_checkpointed(config), key=lambda option: recomputed_flops(option[1]))
+            yield from sorted(_checkpointed(config), key=lambda option: sum(recomputed_flops(option[1])))
         if not tiled and parallel.zero_stage < 3 and not (train.compile and config.model.kept_tokens is None):
             with suppress(ConfigError):
                 if _batch_is_divisible(config):

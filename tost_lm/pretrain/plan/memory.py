@@ -29,7 +29,9 @@ embedding's gradient is added to it; a head that is not tied keeps it.
 
 **Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
 or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
-up to 5·10⁸ gradients after it. A GPU allocates whole buckets; a CPU only has the memory that is written.
+up to 5·10⁸ gradients after it. Stage 1 in bfloat16 has all gradients of a micro-batch, e·n, until they are added to
+their sums; up to 2²⁴ are cast at once for that, and for the norm. A GPU allocates whole buckets; a CPU only has the
+memory that is written.
 
 Not planned: the device context, libraries and NCCL (`cluster.reserved_gb`), fragmentation by the allocator, and the
 host copy of an asynchronous checkpoint.
@@ -51,7 +53,7 @@ from tost_lm.pretrain.plan.activations import (
     tokens_in_memory,
 )
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
+from tost_lm.sizes import CAST_ELEMENTS, DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
 
 REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
 GATHERED = 1_000_000_000  # elements: its stage3_max_live_parameters
@@ -242,14 +244,17 @@ def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -
     bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
     empty_bucket = 0.0 if only_written else bucket
     # The gradients of head and embedding of one weight, or the last and its sum so far.
-    added = config.model.tied_head or accumulates
-    table = e * config.model.vocab_size * config.model.width / tensor if added else 0.0
+    has_two = config.model.tied_head or accumulates
+    table = e * config.model.vocab_size * config.model.width / tensor if has_two else 0.0
 
     if stage == 0:
         summed = 4 * n if accumulates else 0.0
         steps = [(summed, 0), (summed, 0), (4 * n, table), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
     elif stage == 1 and e == 2:
-        steps = [(4 * n, 0), (4 * n, 0), (4 * n, table), (4 * n, 4 * filled), (4 * n, 0 if one_replica else 4 * filled)]
+        cast, copy = min(n, CAST_ELEMENTS), 0 if one_replica else 4 * filled
+        added = max(table, 4 * cast if accumulates else 0.0)
+        # At the update, squares are added up in float64.
+        steps = [(4 * n, 0), (4 * n, 0), ((4 + e) * n, added), (4 * n, copy), (4 * n, max(copy, 8 * cast))]
     elif stage == 1:
         summed = 4 * n if accumulates else 0.0
         steps = [
