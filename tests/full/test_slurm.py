@@ -43,7 +43,7 @@ class Job:
         return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
 
     def output(self) -> str:
-        """Of all attempts."""
+        """The log of all attempts."""
         log = self._folder / f"slurm-{self.id}.out"
         return log.read_text() if log.exists() else ""
 
@@ -79,7 +79,7 @@ class Job:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints; 0: there is none."""
+    """The step of the newest checkpoint; 0: there is none."""
     return max((int(path.name[5:]) for path in (folder / "runs/tiny/checkpoints").glob("step_*")), default=0)
 
 

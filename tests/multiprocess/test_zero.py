@@ -119,7 +119,7 @@ def trained_and_resumed(layout: ParallelConfig, bfloat16: bool, settings: dict[s
 
 
 def differing_settings(stage: int, bfloat16: bool, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of DeepSpeed's settings, those that change a bit of a training."""
+    """Those of DeepSpeed's settings that change a bit of a training."""
     layout, found = validate(ParallelConfig, {"zero_stage": stage}, "test"), []
     curve, weights = trained_and_resumed(layout, bfloat16, {})
     for given in settings:

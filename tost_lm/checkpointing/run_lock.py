@@ -75,7 +75,7 @@ def _in_use(run_folder: Path, owner: str) -> ConfigError:
 
 
 def _identity(path: Path | int) -> tuple[int, int] | None:
-    """Of a path or an open file; None: there is none."""
+    """The inode and device of a path or an open file; None: there is none."""
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

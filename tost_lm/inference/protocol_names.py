@@ -2,9 +2,6 @@
 
 HELDOUT, SAMPLE, TEXT, POSITIONS = "heldout@bpb", "sample", "text@bpb", "positions"
 
-MEMBERSHIPS, CODING_RATE = "memberships@3", "coding_rate@2"
-ANALYSES = (MEMBERSHIPS, CODING_RATE)
-
 NEEDLE = "needle@words"
 VARIABLE_TRACKING = "vt@own-words"
 WORD_LISTS = "cwe@own-words", "fwe@own-words"
@@ -33,8 +30,3 @@ CONTEXT_TASKS = (COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAG
 """All tasks of `tost eval context`, in the order of tables."""
 CONTEXT_FACTS = ("distance", "removed", "shots", "passages")
 """Keys that the cells of a task of `tost eval context` have beside its scores."""
-
-
-def contamination_protocol(data_set: str) -> str:
-    """The name of the contamination result of a test set."""
-    return f"contamination@{data_set}"

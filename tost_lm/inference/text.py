@@ -211,7 +211,7 @@ def score_text(
         if limit is not None and length > limit:
             raise ConfigError(
                 f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = "
-                f"{limit:,}); shorten the text, or extend the model with tost extend"
+                f"{limit:,}); shorten the text"
             )
         at = saved.read(model) if saved else Position()
         if report:

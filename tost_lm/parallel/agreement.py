@@ -64,7 +64,7 @@ def settings_as_facts(settings: Section) -> dict[str, str]:
 
 
 def versions_as_facts() -> dict[str, str]:
-    """What decides how ranks compute: this package, by its version and its code, and torch."""
+    """Facts that decide how ranks compute: version and code of this package, and the version of torch."""
     return {"tost_lm": VERSION, "the code of tost_lm": code_sha256()[:16], "torch": torch.__version__}
 
 

@@ -26,7 +26,7 @@ RECURRENT_TOKENS = 64
 
 
 TESTED_TOKENS, LARGEST_ERROR = 160, 0.05
-"""Of the comparison of gradients: bfloat16 has relative errors below 0.02, and wrong kernels of 0.5."""
+"""In the comparison of gradients. Relative errors of bfloat16 are below 0.02, those of wrong kernels 0.5."""
 
 
 def obstacle(key: Tensor, value: Tensor, needs_gradient: bool) -> str | None:

@@ -45,7 +45,7 @@ def planned(recipe: str, rows: int, words: tuple[str, ...] = ()) -> PlanConfig:
 
 
 def seconds_of(case: str) -> float:
-    """Of the kernels of a call, or of the call."""
+    """Seconds of the kernels of a call, or of the call."""
     cell = next(cell for cell in CELLS if cell["case"].startswith(case))
     return cell.get("kernel_seconds", cell.get("seconds"))
 
@@ -150,7 +150,7 @@ def test_all_kernels_of_a_step(case: str):
 
 
 def test_elementwise_operations():
-    """What products, operators, loss and update leave of the step of T layers."""
+    """The rest of the step of T layers, without products, operators, loss and update."""
     config = planned(*STEPS[T_STEP])
     seconds, fraction = products_of_named_kernels()
     loss = seconds_of("tost_lm, 12,288 tokens, vocabulary 50,304, forward + backward")
