@@ -46,8 +46,8 @@ test-full: test-all
 release-check: env
 	$(BIN)/python -m pytest -v --full tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
 
-# On a machine with a CUDA device, within eight minutes. It needs no index and no environment: python3 -m benchmarks.gpu
-# names the packages that are missing.
+# On a machine with a CUDA device, within ten minutes, most valuable first; a part that crashes ends no other. It needs no
+# index and no environment: python3 -m benchmarks.gpu names the packages that are missing.
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu
 

@@ -1,27 +1,35 @@
-"""All GPU measurements in one command, most valuable first, in one process.
+"""All GPU measurements in one command, most valuable first, each part in a process of its own.
 
-    python -m benchmarks.gpu gpu.budget_minutes=8
-    python -m benchmarks.gpu gpu.device=cpu shape.layers=1 shape.width=64 shape.heads=2 'lengths.operator=[1024]'
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu 'gpu.parts=["decoding"]'
+    python -m benchmarks.gpu gpu.device=cpu
 
-It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic. DeepSpeed and
-flash-linear-attention are used where they can be imported. Results are written after each measurement, so a run that is
-stopped keeps those it has; measurements for which no time is left are listed. Times are medians between CUDA events.
-Output: one table, all values and what the operator's tests print in benchmarks/results/, from where `tost plan` takes
-its constants for this GPU.
+Parts: rates of the device; a compiled step of tost-base at the size of its recipe, with its losses, MFU and kernels;
+two ranks on the GPU in each parallel layout, of which one is killed; the same layers in a plain PyTorch loop; decoding;
+the tests that need a GPU; compiled steps of the recipes delta_350m and owt_hybrid_base. At its time limit a part gets
+SIGINT, ten seconds later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the
+next part runs. It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed,
+megatron-core and fla-core are used where they can be imported. Output: a table and all values in benchmarks/results/,
+from where `tost plan` takes its constants for this GPU, and the output of each part in benchmarks/results/gpu/.
 """
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "pydantic")
 NEEDED += ("pydantic_core", "annotated_types", "typing_inspection")  # of pydantic
-USED = {"deepspeed": "training in a plain loop", "fla": "no linear attention beside ours", "xdist": "tests one by one"}
+TRACEBACK_CHARACTERS = 8000
+GRACE_S = 10.0
+"""For a part to print its traceback after SIGINT, before SIGKILL."""
 
 
 def exit_if_packages_are_missing() -> None:
@@ -43,73 +51,103 @@ if __name__ == "__main__":
 from benchmarks import measure  # noqa: E402
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig  # noqa: E402
 from tost_lm.config import run_program  # noqa: E402
-from tost_lm.errors import ConfigError, TostError  # noqa: E402
+from tost_lm.errors import TostError  # noqa: E402
+from tost_lm.pretrain.plan.settings import RESULTS, results_file  # noqa: E402
+
+OUTPUTS = RESULTS / "gpu"
 
 
-def main(path: Any, config: GpuBenchmarkConfig) -> None:
-    import torch
-
-    from benchmarks.gpu_parts import MEASUREMENTS, context_is_lost, free_memory
-
-    device = config.gpu.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("gpu.device = cuda: torch finds no CUDA device; set gpu.device=cpu to try the program")
-    for name, without in USED.items():
-        if find_spec(name) is None:
-            print(f"{name} is not installed: {without}")
-    began, cells = time.monotonic(), cells_of_other_parts(config)
-    deadline = began + 60 * config.gpu.budget_minutes
-    parts = [part for part in PARTS if part in config.gpu.parts]
-    for part in parts:
-        begin, _ = MEASUREMENTS[part]
-        for cell in _guarded(begin(config, device, deadline), deadline):
-            seconds = time.monotonic() - began
-            cells.append({"part": part, **cell, "at_s": round(seconds, 1)})
-            print(f"{seconds:6.1f} s  " + "  ".join(row(cells[-1]).values()), flush=True)
-            measure.store("gpu", device, config, cells, table(cells))
-        if context_is_lost(device):
-            rest = json.dumps(parts[parts.index(part) + 1 :])
-            raise TostError(
-                f"the error in {part!r} made the device unusable; measure the others with gpu.parts='{rest}'"
-            )
-        free_memory(device)
-    print(f"\nwrote {measure.table_file('gpu', device)}")
+def main(path: None, config: GpuBenchmarkConfig) -> None:
+    OUTPUTS.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * config.gpu.budget_minutes
+    machine: Mapping[str, Any] = {}
+    measured: list[dict[str, Any]] = []
+    for part in (part for part in PARTS if part in config.gpu.parts):
+        limit_s = deadline - time.monotonic() - GRACE_S
+        if config.gpu.device == "cuda":  # a CPU may be slow
+            limit_s = min(limit_s, PARTS[part].limit_s)
+        print(f"{part}, for at most {max(limit_s, 0):.0f} s", flush=True)
+        first, *cells = [{}, {"failed": "not begun: gpu.budget_minutes is over"}]
+        if limit_s > 0:
+            failure = run_part(part, config.gpu.device, limit_s)
+            first, *cells = [*(measure.read_cells(cells_file(part)) or [{}]), *failure]
+        cells = [{"part": part, **cell} for cell in cells]
+        measured, machine = [*measured, *cells], machine or first
+        print(table(cells), flush=True)
+        if machine:
+            everything = [*measured, *cells_of_other_parts(results_file("gpu", machine["device"]), config.gpu.parts)]
+            measure.store_of_machine("gpu", machine, config, everything, table(everything))
+        elif (problem := cells[-1]["failed"]).startswith("error: "):
+            raise TostError(problem.removeprefix("error: "))
+    print(
+        f"\nwrote {results_file('gpu', machine['device']).with_suffix('.md')}" if machine else "\nnothing was measured"
+    )
 
 
-def cells_of_other_parts(config: GpuBenchmarkConfig) -> list[dict[str, Any]]:
-    """Results of earlier runs on this machine, of the parts that this run leaves out."""
-    path = measure.table_file("gpu", config.gpu.device).with_suffix(".json")
-    cells = json.loads(path.read_text())["cells"] if path.is_file() else []
-    return [cell for cell in cells if cell["part"] not in config.gpu.parts]
-
-
-def _guarded(cells: Iterator[Mapping[str, Any]], deadline: float) -> Iterator[Mapping[str, Any]]:
-    """The cells of a part. It ends with a line of its own when time is up, or if a measurement fails."""
+def run_part(part: str, device: str, limit_s: float) -> list[dict[str, Any]]:
+    """Run a part in a process of its own, which writes its cells; a cell if that process does not end well."""
+    cells_file(part).unlink(missing_ok=True)
+    words = [sys.executable, "-m", "benchmarks.gpu_parts", part, str(cells_file(part).absolute()), device]
+    # Processes of the part find the package where it is not installed.
+    paths = os.pathsep.join(filter(None, [str(measure.CHECKOUT), os.environ.get("PYTHONPATH")]))
+    with output_file(part).open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(words, env=environment, stdout=file, stderr=file, start_new_session=True)
+    how = ""
     try:
-        while True:
-            if time.monotonic() > deadline:
-                yield {"failed": "not begun: gpu.budget_minutes is over"}
-                return
-            if (cell := next(cells, None)) is None:
-                return
-            yield cell
-    except Exception as error:  # the measurements after it are still worth having
-        first_line = (str(error).splitlines() or [""])[0]
-        yield {"failed": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()[-8000:]}
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        how = f"over {limit_s:.0f} s"
+    finally:
+        end(process)
+    if process.returncode == 0:
+        return []
+    if process.returncode < 0 and not how:
+        how = f"ended by {signal.Signals(-process.returncode).name}"
+    output = output_file(part).read_text(errors="replace").strip()
+    last = (output.splitlines() or ["no output"])[-1]
+    return [{"failed": how or last, "traceback": output[-TRACEBACK_CHARACTERS:], "time": measure.now()}]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it has started: by SIGINT, so that tracebacks are printed, then by SIGKILL."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def cells_file(part: str) -> Path:
+    return OUTPUTS / f"{part.replace(' ', '_')}.jsonl"
+
+
+def output_file(part: str) -> Path:
+    return OUTPUTS / f"{part.replace(' ', '_')}.txt"
+
+
+def cells_of_other_parts(path: Path, parts: Sequence[str]) -> list[dict[str, Any]]:
+    """Results of earlier runs on this device, of the parts that this run leaves out."""
+    cells = json.loads(path.read_text())["cells"] if path.is_file() else []
+    return [cell for cell in cells if cell["part"] not in parts]
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    return measure.markdown_table([row(cell) for cell in cells])
+    return measure.markdown_table([row for cell in cells for row in rows(cell)])
 
 
-def row(cell: Mapping[str, Any]) -> dict[str, str]:
-    """A line of the table."""
-    from benchmarks.gpu_parts import MEASUREMENTS
-
-    value, beside = (cell["failed"], "") if "failed" in cell else MEASUREMENTS[cell["part"]][1](cell)
-    return {"part": cell["part"], "case": cell.get("case", ""), "value": value, "beside it": beside}
+def rows(cell: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """The line of a cell, and one for each class of kernels."""
+    case = cell.get("case", "")
+    value, beside = cell.get("failed") or cell.get("value", ""), cell.get("beside", "")
+    yield {"part": cell["part"], "case": case, "value": value, "beside it": beside}
+    for name, (seconds, calls) in cell.get("classes", {}).items():
+        texts = {"value": f"{1e3 * seconds:,.3g} ms", "beside it": f"{calls:,} calls"}
+        yield {"part": cell["part"], "case": f"{case}: {name}", **texts}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that tests that run end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part that runs ends, too
     run_program(main, name="benchmarks.gpu", doc=__doc__ or "", positional="[CONFIG]", config=GpuBenchmarkConfig)

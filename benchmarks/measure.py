@@ -4,6 +4,7 @@ A cell is a function `f(device=…, **arguments) -> dict` of plain values, named
 measured once, in its own process. Times are medians of rounds in which the rivals take turns.
 """
 
+import faulthandler
 import importlib
 import json
 import platform
@@ -307,7 +308,14 @@ def in_units(size: float) -> str:
 def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
     """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
     of the latter. Earlier results of the same machine are replaced."""
-    machine, path = _machine(device), table_file(name, device)
+    return store_of_machine(name, machine(device), settings, cells, text)
+
+
+def store_of_machine(
+    name: str, machine: Mapping[str, Any], settings: Section, cells: Sequence[Mapping[str, Any]], text: str
+) -> Path:
+    """`store`, in a process that does not use the device."""
+    path = results_file(name, machine["device"]).with_suffix(".md")
     record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
     write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     about = "; ".join(f"{key} {value}" for key, value in machine.items())
@@ -315,12 +323,28 @@ def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str
     return path
 
 
-def table_file(name: str, device: str) -> Path:
-    """The table of a benchmark on this machine; the values are beside it, as .json."""
-    return results_file(name, _machine(device)["device"]).with_suffix(".md")
+def print_tracebacks() -> None:
+    """From now on this process prints the tracebacks of its threads where a signal such as SIGSEGV ends it, and at
+    SIGINT, even while Python waits for a device."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    faulthandler.register(signal.SIGINT, chain=True)
 
 
-def _machine(device: str) -> dict[str, Any]:
+def append_cell(path: str, cell: Mapping[str, Any]) -> None:
+    """Add a line of JSON to a file at once, so that it stays if this process is killed."""
+    with open(path, "a") as file:
+        file.write(json.dumps(cell) + "\n")
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """The complete lines that `append_cell` has written so far; none without the file."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The device, versions, and the time."""
     import torch
 
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -331,8 +355,13 @@ def _machine(device: str) -> dict[str, Any]:
         else f"{cpu_name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "tost_lm": VERSION,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
     }
+
+
+def now() -> str:
+    """ISO 8601, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _synchronize(device: str) -> None:

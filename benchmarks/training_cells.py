@@ -15,21 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
 
 import tost_lm.mixers.tssa.layer as mixer
 from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
+from benchmarks.plain import plain_loop, plain_loss
 from benchmarks.training import CLOSE, COMPILED, LOOP, OURS, PLAIN, PLAIN_COMPILED, WITHOUT
 from tost_lm.config import validate
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.ops.precision import MASS_FLOOR
-from tost_lm.optim.optimizers import build_adamw
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop
@@ -66,56 +63,19 @@ def _our_step(
 
 
 def _plain_steps(settings: ModelConfig, batch: MicroBatch, device: str) -> dict[str, Callable[[], object]]:
-    optim = OptimConfig()
-    torch.manual_seed(0)
-    model = TiledLM(settings).to(device)
-    optimizer = build_adamw(model, optim)
+    step = plain_loop(settings, device)
 
-    def step(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = loss_of(batch.tokens, batch.labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def ours(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    def ours(model: TiledLM, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         loss = model(tokens_BT, labels=labels_BT, output_state=False).loss
         assert loss is not None
         return loss
 
-    def without(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    def without(model: TiledLM, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         with _operator(lambda w, *others, **options: (w, None)):
-            return ours(tokens_BT, labels_BT)
+            return ours(model, tokens_BT, labels_BT)
 
-    published = partial(_published_loss, model)
-    compiled = torch.compile(published)
-    return {
-        LOOP: partial(step, ours),
-        PLAIN: partial(step, published),
-        PLAIN_COMPILED: partial(step, compiled),
-        WITHOUT: partial(step, without),
-    }
-
-
-def _published_loss(model: TiledLM, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    """The loss of a model of T layers, as the released training program computes it."""
-    positions = model.positions
-    assert positions is not None
-    x_BTC = model.embedding(tokens_BT) + positions.weight[: tokens_BT.shape[1]]
-    blocks: Any = model.blocks
-    for block in blocks:
-        layer = block.mixer
-        w_BHTD = layer.in_proj(block.mixer_norm(x_BTC)).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        w_sq = w_BHTD.square()
-        share = w_sq / w_sq.cumsum(-2).clamp_min(ENERGY_FLOOR) + layer.denom_bias[:, : tokens_BT.shape[1], None]
-        pi_BHT = (share.sum(-1) * layer.temp[:, None]).softmax(1)
-        moment = (w_sq * pi_BHT[..., None]).cumsum(-2) / (pi_BHT.cumsum(-1) + MASS_FLOOR)[..., None]
-        y_BHTD = -(w_BHTD * pi_BHT[..., None]) * (1 / (1 + moment))
-        x_BTC = x_BTC + block.mixer_scale(layer.out_proj(y_BHTD.transpose(1, 2).flatten(-2)))
-        x_BTC = x_BTC + block.mlp_scale(block.mlp(block.mlp_norm(x_BTC)))
-    logits_BTV = linear(model.norm(x_BTC), model.embedding.weight)
-    return cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    losses = {LOOP: ours, PLAIN: plain_loss, PLAIN_COMPILED: torch.compile(plain_loss), WITHOUT: without}
+    return {name: partial(step, loss_of, batch) for name, loss_of in losses.items()}
 
 
 @contextmanager

@@ -73,11 +73,13 @@ def test_a_compiled_run_that_is_killed_goes_on(tmp_path: Path):
     subprocess.run([*train, "run.name=whole"], cwd=tmp_path, check=True, timeout=LIMIT_S)
     process = subprocess.Popen(train, cwd=tmp_path, start_new_session=True)
     deadline = time.monotonic() + LIMIT_S
-    while len(losses(tmp_path / "runs/killed")) < KILLED_AFTER and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        while len(losses(tmp_path / "runs/killed")) < KILLED_AFTER and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     subprocess.run(train, cwd=tmp_path, check=True, timeout=LIMIT_S)
     whole, killed = losses(tmp_path / "runs/whole"), losses(tmp_path / "runs/killed")
     assert len(whole) == len(killed) == STEPS

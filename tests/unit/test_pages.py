@@ -68,9 +68,9 @@ def script(name: str) -> Any:
     return module
 
 
-def test_the_list_of_commands_is_current():
-    page = script("make_commands").page()
-    assert (CHECKOUT / "docs/commands.md").read_text() == page, "run python docs/make_commands.py"
+@pytest.mark.parametrize(("name", "page"), [("make_commands", "commands"), ("make_gpu_table", "cluster")])
+def test_generated_pages_are_current(name: str, page: str):
+    assert (CHECKOUT / f"docs/{page}.md").read_text() == script(name).page(), f"run python docs/{name}.py"
 
 
 def test_the_architecture_page_has_the_layers_that_imports_obey():

@@ -1,4 +1,4 @@
-"""benchmarks.gpu with small sizes on the CPU, and the plan that takes its constants from the results."""
+"""benchmarks.gpu, all of it with small sizes on the CPU, and the plan that takes its constants from the results."""
 
 import fcntl
 import json
@@ -8,83 +8,78 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks import gpu, precision_cells
+from benchmarks import gpu
 from benchmarks.engine import packed_batches
-from benchmarks.gpu_parts import SLOW_CALL_S, measured, operator_tests
+from benchmarks.gpu_parts import by_class
+from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
-from benchmarks.measure import CHECKOUT
-from tost_lm.config import EXIT_INTERRUPTED, load_config
+from benchmarks.gpu_two_ranks import compared
+from benchmarks.measure import CHECKOUT, read_cells
+from tost_lm.config import EXIT_INTERRUPTED, load_config, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
-SMALL = [
-    "gpu.device=cpu", "gpu.budget_minutes=60",
-    "shape.layers=1", "shape.width=32", "shape.heads=2", "shape.vocab_size=256",
-    "lengths.operator=[64, 512]", "lengths.training=[64]", "lengths.tiled=[512]", "lengths.tile_tokens=128",
-    "lengths.batch_tokens=128", "lengths.precision_steps=2", "lengths.decoded=2",
-]  # fmt: skip
-OTHERS = ("hjson", "megatron", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis", "tokenizers")
-WITHOUT_OTHERS = f"""
-import runpy, sys
-sys.modules.update(dict.fromkeys({OTHERS}))
-runpy.run_module("benchmarks.gpu", run_name="__main__")
-"""
+OTHERS = ("deepspeed", "megatron", "fla", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis")
+VICTIM = "hybrid step"
 
 
-@pytest.mark.timeout(600)
-def test_every_part_runs_with_the_named_packages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    command = [sys.executable, "-c", WITHOUT_OTHERS, *SMALL]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes a minute
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = (tmp_path / "benchmarks/results").glob("gpu_*.json")
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = (folder / "benchmarks/results").glob("gpu_*.json")
     record = json.loads(path.read_text())
     assert path.name == results_file("gpu", record["machine"]["device"]).name
-    cells = record["cells"]
-    assert [cell for cell in cells if "failed" in cell] == []
-    *parts, of_gpus = PARTS
-    assert of_gpus == "linear attention"
-    assert list(dict.fromkeys(cell["part"] for cell in cells)) == parts
-    for part, case in (
-        ("softmax layer", "a window, packed documents, shared keys: gradient of k_norm.weight, float32"),
-        ("operator", "slot memory, 2 × 64 tokens, forward + backward"),
-        ("packed training step", "SSSA, 16 × 64 tokens, 17 documents, plain loop"),
-        ("compiled training step", "DDDA, 16 × 64 tokens, 17 documents, plain loop"),
-        ("training step", "2 × 64 tokens, plain loop"),
-    ):
-        assert case in [cell["case"] for cell in cells if cell["part"] == part]
     table = path.with_suffix(".md").read_text()
-    assert all(f"| {part} " in table for part in parts)
-
-    monkeypatch.chdir(tmp_path)
-    gpu.main(None, load_config(GpuBenchmarkConfig, None, [*SMALL, 'gpu.parts=["decoding"]']))
-    both = json.loads(path.read_text())["cells"]
-    assert [cell for cell in both if cell["part"] != "decoding"] == [c for c in cells if c["part"] != "decoding"]
-    assert [cell["case"] for cell in both if cell["part"] == "decoding"] == ["a token after 64"]
+    assert all(f"| {cell['part']} " in table for cell in record["cells"])
+    return record["cells"]
 
 
-def test_a_wrong_softmax_layer_is_reported(monkeypatch: pytest.MonkeyPatch):
-    formula, call = (
-        precision_cells._softmax_formula,
-        ("cpu", {"layers": 1, "heads": 2, "width": 32, "softmax": {"window": 8}}),
-    )
+@pytest.mark.timeout(900)
+def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
+    words = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", "gpu.budget_minutes=60"]
+    # Compiling takes minutes on a CPU.
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCHDYNAMO_DISABLE": "1"}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith(f"{VICTIM}, for at most"):
+                while not read_cells(tmp_path / gpu.cells_file(VICTIM)):
+                    time.sleep(0.01)
+                (part,) = psutil.Process(program.pid).children()
+                part.send_signal(signal.SIGSEGV)
+    assert program.returncode == 0
+    cells = results_of(tmp_path)
+    *others, crashed = cells
+    assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(PARTS)
+    assert (crashed["part"], crashed["failed"]) == (VICTIM, "ended by SIGSEGV")
+    assert "Fatal Python error: Segmentation fault" in crashed["traceback"]
+    (refused,) = [cell for cell in others if "failed" in cell]
+    assert refused["case"] == "two ranks by nccl"  # which this machine lacks
+    by_case = {cell.get("case"): cell for cell in others}
+    for layout in LAYOUTS:
+        assert by_case[f"{layout}, gloo"]["value"].startswith("losses differ by ")
+    assert "error: rank 1 (" in by_case["rank 1 killed, gloo"]["value"]
+    step = by_case["tost-base, 4 × 64 tokens, compiled, DeepSpeed"]
+    assert sum(seconds for seconds, _ in step["classes"].values()) == pytest.approx(step["kernel_seconds"])
+    assert {"matrix products", "token mixers", "loss", "optimizer"} <= step["classes"].keys()
+    assert all(by_case[f"{pattern}, 1 × 64 tokens"]["value"].endswith("a plain loop") for pattern in ("A", "DDDA"))
 
-    def with_a_shorter_window(layer, x, info):
-        layer.window -= 1
-        y = formula(layer, x, info)
-        layer.window += 1
-        return y
 
-    right = list(precision_cells.softmax_errors(*call, "float32", [20, 64]))
-    assert [row["tensor"] for row in right if "failed" not in row] == [
-        "output", "gradient of x", "gradient of in_proj.weight", "gradient of out_proj.weight",
-    ]  # fmt: skip
-    monkeypatch.setattr(precision_cells, "_softmax_formula", with_a_shorter_window)
-    assert all("failed" in row for row in precision_cells.softmax_errors(*call, "float32", [20, 64]))
+def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({OTHERS}))\n")
+    words = ["gpu.device=cpu", 'gpu.parts=["training step", "two ranks"]']
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", "OMP_NUM_THREADS": "1"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *steps, ranks = results_of(tmp_path)
+    assert [cell.get("failed") for cell in steps] == [None] * 3
+    assert "plain loop" in steps[0]["case"]
+    assert ranks["failed"] == "not tried: deepspeed is not installed"
 
 
 def test_packed_samples_are_full_of_documents_that_differ_between_batches():
@@ -96,12 +91,6 @@ def test_packed_samples_are_full_of_documents_that_differ_between_batches():
         assert {*range(0, 16 * 1024 + 1, 1024)} < {*ends}
     assert one.tokens.shape == one.labels.shape == (1, 16 * 1024)
     assert one.cu_seqlens.tolist() != other.cu_seqlens.tolist()
-
-
-def test_compilation_in_the_first_call_is_not_measured():
-    durations = iter([SLOW_CALL_S])
-    seconds, _ = measured(lambda: time.sleep(next(durations, 0)), "cpu")
-    assert seconds < SLOW_CALL_S / 2
 
 
 HANGING = """
@@ -124,30 +113,32 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     began, held, test = tmp_path / "began", tmp_path / "held", tmp_path / "test_hanging.py"
     test.write_text(HANGING.format(held=str(held), began=str(began)))
     monkeypatch.setenv("PYTEST_ADDOPTS", str(test))
+    gpu.OUTPUTS.mkdir(parents=True)
     return began, held
 
 
 def assert_ended_and_stored(held: Path) -> None:
     with held.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # waits for each process that has it
-    (output,) = Path("benchmarks/results").glob("gpu_*.tests.txt")
-    assert "::test_that_hangs" in output.read_text()
+    assert "::test_that_hangs" in gpu.output_file("tests").read_text()
 
 
-def test_tests_that_hang_are_ended_at_the_time_limit(hanging: tuple[Path, Path]):
+def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
     began, held = hanging
-    for limit_s in (4, 16, 64):  # until it is long enough for pytest to start
-        (cell,) = operator_tests(GpuBenchmarkConfig(), "cpu", time.monotonic() + limit_s)
-        assert f"not finished after {limit_s} s: no test ran; see benchmarks/results/gpu_" in cell["failed"]
+    for limit_s in (16, 64, 256):  # until it is long enough for the tests to start
+        (cell,) = gpu.run_part("tests", "cpu", limit_s)
+        assert cell["failed"] == f"over {limit_s} s"
         if began.exists():
             break
+    assert "test_hanging.py" in cell["traceback"]  # of the hanging test
+    assert "in gpu_tests" in cell["traceback"]  # of the process that waited for it
     assert_ended_and_stored(held)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_tests_end_when_the_benchmark_is_interrupted(hanging: tuple[Path, Path], signum: signal.Signals):
+def test_a_part_ends_when_the_benchmark_is_interrupted(hanging: tuple[Path, Path], signum: signal.Signals):
     began, held = hanging
-    command = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", 'gpu.parts=["operator tests"]']
+    command = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", 'gpu.parts=["tests"]']
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as benchmark:
         while not began.exists():
@@ -170,31 +161,49 @@ def test_missing_packages_are_named_with_the_way_to_bring_them():
     assert f"pip download -d wheels --only-binary=:all: --python-version {version} torch triton" in line
 
 
-def test_without_a_gpu_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"set gpu\.device=cpu"):
+def test_without_a_gpu_the_error_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(TostError, match=r"^gpu\.device = cuda: .*set gpu\.device=cpu"):
         gpu.main(None, GpuBenchmarkConfig())
 
 
-def test_a_part_ends_at_the_time_limit_and_at_a_failure():
-    def cells():
-        yield {"case": "first"}
-        raise MemoryError("no more\nof it")
-
-    late = time.monotonic() - 1
-    assert [cell["failed"] for cell in gpu._guarded(cells(), late)] == ["not begun: gpu.budget_minutes is over"]
-    measured = list(gpu._guarded(cells(), time.monotonic() + 60))
-    assert [cell.get("failed") for cell in measured] == [None, "MemoryError: no more"]
-    assert "in cells" in measured[1]["traceback"]
-    assert gpu.row({"part": "loss", **measured[1]})["value"] == "MemoryError: no more"
-
-
-def test_an_error_that_loses_the_device_names_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_after_its_budget_no_part_begins_and_earlier_results_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("benchmarks.gpu_parts.context_is_lost", lambda device: True)
-    config = load_config(GpuBenchmarkConfig, None, [*SMALL, 'gpu.parts=["loss", "decoding"]'])
-    with pytest.raises(TostError, match=r"gpu\.parts='\[\"decoding\"\]'"):
-        gpu.main(None, config)
+    gpu.main(None, validate(GpuBenchmarkConfig, {"gpu": {"budget_minutes": 0.1}}, "test"))
+    assert capsys.readouterr().out.count("not begun: gpu.budget_minutes is over") == len(PARTS)
+    path = results_file("gpu", "some GPU")
+    path.parent.mkdir(exist_ok=True)
+    cells = [{"part": part, "value": "1"} for part in ("decoding", "loss", "tests")]
+    path.write_text(json.dumps({"cells": cells}))
+    assert gpu.cells_of_other_parts(path, ["tests", "device"]) == cells[:2]
+
+
+def test_each_kernel_is_counted_in_one_class():
+    names = {
+        "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN": "matrix products",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>": "matrix products",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash>": "attention",
+        "memberships_backward_kernel": "token mixers",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "token mixers",
+        "triton_per_fused_native_layer_norm_0": "norms and pointwise, compiled",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "norms and pointwise",
+        "loss_kernel": "loss",
+        "Memcpy DtoH (Device -> Pinned)": "copies and fills",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "others",
+    }
+    found = by_class([(name, 2.0**n, n + 1) for n, name in enumerate(names)])
+    for name in set(names.values()):
+        numbers = [n for n, other in enumerate(names.values()) if other == name]
+        assert found[name] == (sum(2.0**n for n in numbers), sum(n + 1 for n in numbers)), name
+
+
+def test_losses_that_differ_fail():
+    assert "failed" not in compared([6.0, 5.0], [6.0, 5.004])
+    assert compared([6.0, 5.0], [6.0, 5.006])["failed"] == "losses differ by 1.2e-03"
+    assert "failed" in compared([6.0, float("nan")], [6.0, 5.0])
 
 
 def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

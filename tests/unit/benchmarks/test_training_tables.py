@@ -1,8 +1,10 @@
 """The tables of benchmarks.training."""
 
+import pytest
 import torch
 
 from benchmarks.measure import markdown_table
+from benchmarks.plain import plain_loss
 from benchmarks.training import (
     COMPILED,
     LOOP,
@@ -14,11 +16,10 @@ from benchmarks.training import (
     engine_text,
     step_row,
 )
-from benchmarks.training_cells import _published_loss
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig
 from tost_lm.pretrain.tiled import TiledLM
-from tost_lm.testing import assert_close
+from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 SHAPE = {"layers": 2, "heads": 4, "width": 256, "vocab_size": 256, "tokens": 1000}
 
@@ -65,9 +66,12 @@ def test_the_engine_is_described_by_fractions_of_a_step():
     assert engine_text({"failed": "over 5 s"}) == "failed: over 5 s"
 
 
-def test_the_transcription_of_the_published_formulas_has_the_loss_of_the_model():
+@pytest.mark.parametrize(("pattern", "relative"), [("T", 1e-12), ("TA", 1e-12), ("TD", FLOAT32_REORDERED)])
+def test_the_plain_formulas_have_the_loss_of_the_model(pattern: str, relative: float):
+    """The formula of the delta rule, in fla-core, is computed in float32."""
     torch.manual_seed(0)
-    model = TiledLM(ModelConfig(layers=2, heads=2, width=8, vocab_size=16, max_positions=12, layer_scale=1.0)).double()
+    shape = {"layers": 2, "heads": 2, "width": 8, "vocab_size": 16, "max_positions": 12, "layer_scale": 1.0}
+    model = TiledLM(ModelConfig(pattern=pattern, **shape)).double()  # pyright: ignore[reportArgumentType]
     torch.nn.init.normal_(model.get_parameter("blocks.0.mixer.denom_bias"))
     tokens_BT = torch.randint(16, (2, 12))
-    assert_close(_published_loss(model, tokens_BT, tokens_BT), model(tokens_BT, labels=tokens_BT).loss, 1e-12)
+    assert_close(plain_loss(model, tokens_BT, tokens_BT), model(tokens_BT, labels=tokens_BT).loss, relative)
