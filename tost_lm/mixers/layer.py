@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from tost_lm.ops.positions import SequenceInfo
 
-
 ROOM_TOKENS = 256
 """Tokens between two copies of a state that grows in decoding. It is also the most memory that is never used."""
 
