@@ -175,8 +175,8 @@ OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
     ("parallel", "bfloat16", "of_the_norm"),
     [
         (ParallelConfig(zero_stage=0), False, OF_THE_NORM),
-        (ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM),
-        (ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}),
+        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
     ],
     ids=["float32", "two sequence ranks", "bfloat16"],
 )
