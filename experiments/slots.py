@@ -122,7 +122,7 @@ class SlotState(NamedTuple):
 
 
 class SlotMixer(TokenMixer):
-    State = SlotState
+    State, FIXED_STATE = SlotState, True
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
 
     def __init__(self, config: ModelConfig):

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from launches import launch, no_fault
 from test_stopped_runs import curve, saved_steps
@@ -61,6 +62,7 @@ def inject_at(at_rank: int, number: int, fault: Callable[[Any], None], rank: int
         before_step(number, fault)
 
 
+@pytest.mark.quick
 def test_all_ranks_skip_an_infinity_of_one_rank(workplace: Path, times: Times, record_fault: RecordFault):
     for count in range(times(5)):
         for fault, reason in ((infinite_loss, "loss is "), (infinite_gradient, "gradient norm is ")):

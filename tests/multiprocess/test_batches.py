@@ -23,6 +23,8 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.step import build_batches, tiling_of, train_step
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 
+pytestmark = pytest.mark.quick
+
 STEPS = 3
 POSITION_ENDS = [8, 16, T]
 

@@ -66,10 +66,11 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool, optimizer: str) -
 @pytest.mark.parametrize(
     ("ranks", "settings", "bfloat16", "optimizer"),
     [
-        (2, {"zero_stage": 0}, False, "muon"),  # and AdamW for parameters that are no matrices
+        # and AdamW for parameters that are no matrices
+        pytest.param(2, {"zero_stage": 0}, False, "muon", marks=pytest.mark.quick),
         (2, {"zero_stage": 2}, False, "adamw"),
-        (2, {"zero_stage": 1}, True, "adamw"),
-        (2, {"zero_stage": 3, "tensor": 2}, False, "adamw"),
+        pytest.param(2, {"zero_stage": 1}, True, "adamw", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 3, "tensor": 2}, False, "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_skips_alike_and_nothing_changes(

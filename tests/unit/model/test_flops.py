@@ -15,6 +15,8 @@ from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import flops_per_token, parameters, peak_flops
 
+pytestmark = pytest.mark.quick
+
 B, T = 2, 12
 
 

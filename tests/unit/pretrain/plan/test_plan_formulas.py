@@ -15,6 +15,8 @@ from tost_lm.pretrain.plan import memory as plan_memory
 from tost_lm.pretrain.plan.memory import Moment, checkpoint_bytes, moments
 from tost_lm.pretrain.plan.settings import PlanConfig
 
+pytestmark = pytest.mark.quick
+
 CHECKOUT = Path(__file__).parents[4]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
 DELTA = CHECKOUT / "configs/pretrain/delta_350m.toml"
