@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 import torch
 from torch.cuda import nccl
 
-from benchmarks import measure, model_cells, operator_cells
+from benchmarks import measure, operator_cells
 from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
 from benchmarks.gpu_two_ranks import SHOW_S, two_ranks
 from benchmarks.measure import in_units, interleaved_seconds, median_seconds, peak_extra_bytes
@@ -35,10 +35,12 @@ from benchmarks.plain import plain_loop, plain_loss
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.inference.decoding import decoder
 from tost_lm.mixers.delta import fla
 from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
-from tost_lm.model import ModelConfig
+from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import flops_per_token, peak_flops
+from tost_lm.model.streaming import prefill
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.pretrain.step import Outcome, train_step
@@ -69,6 +71,8 @@ SIZES = {
 LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS = 3
 PACKED_BATCHES = 8
+MAX_POSITIONS = 16_384
+"""Of the decoding model: more than its measurement takes."""
 CLASSES = {
     "copies and fills": r"^Mem|aten::(copy_|zero_|fill_|clone)",
     "norms and pointwise, compiled": r"^triton_|cpp_fused",
@@ -308,11 +312,19 @@ def _require_equal(device: str, ours: float, theirs: float) -> None:
 
 def decoding(device: str) -> Cells:
     """One token at a time for one sequence. A way to decode is a line of `ways`."""
-    sizes, settings = SIZES[device], _model(device, "tost-base").model_dump()
-    eager, _ = model_cells.decoding_call(
-        device, sizes.tokens - 1, "bfloat16", {"settings": settings, "attention": None}
-    )
-    ways: dict[str, Callable[[], object]] = {"eager": eager}
+    sizes = SIZES[device]
+    prompt = sizes.tokens - 1
+    model = TostLM(_model(device, "tost-base", max_positions=MAX_POSITIONS)).to(device, torch.bfloat16).eval()
+    state = prefill(model, [torch.randint(model.config.vocab_size, (1, prompt), device=device)]).state
+    assert state is not None
+    step, token_1 = decoder(model, state), torch.zeros(1, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def eager() -> torch.Tensor:
+        return model(token_1[:, None], state=state).logits
+
+    in_place = "as a graph" if device == "cuda" else "in place"
+    ways: dict[str, Callable[[], object]] = {"eager": eager, in_place: lambda: step(token_1)}
     for name, call in ways.items():
         seconds = median_seconds(lambda call=call: [call() for _ in range(sizes.decoded)], device) / sizes.decoded
         profile = profiler(device)
@@ -321,7 +333,7 @@ def decoding(device: str) -> Cells:
         stop(profile, device)
         busy, calls = _sums(kernels_in(profile, device))
         yield {
-            "case": f"tost-base, a token after {sizes.tokens - 1:,}, {name}", "value": _ms(seconds),
+            "case": f"tost-base, a token after {prompt:,}, {name}", "value": _ms(seconds),
             "beside": f"kernels {_ms(busy)} in {calls:,} calls", "seconds": seconds, "kernel_seconds": busy,
             "launches": calls,
         }  # fmt: skip

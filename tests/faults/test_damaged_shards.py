@@ -63,6 +63,7 @@ def is_refused(batches: TrainingBatches, step: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_shard_that_changed_before_the_start(workplace: Path, folder: Path):
     shard = folder / "train_00000.bin"
     flip_a_bit(shard)

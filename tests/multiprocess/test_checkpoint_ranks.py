@@ -58,6 +58,7 @@ def stop_and_resume(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> li
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora: Corpora):
     # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
     layouts = {
@@ -87,6 +88,7 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
     return [in_turn(trainee, until, until) for trainee in trainees]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpora):
     float32, bfloat16, tensor = (
         Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16", model={} if name == "bfloat16" else DELTA)
@@ -122,6 +124,7 @@ def train_waiting_for_saves(trainee: Trainee) -> list[str]:
     return newest
 
 
+@pytest.mark.quick
 def test_one_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_used(
     tmp_path: Path, corpora: Corpora, record_fault: RecordFault
 ):

@@ -147,8 +147,8 @@ def drills(tensor: int, cases: list[Case]) -> list[Errors]:
 @pytest.mark.parametrize(
     ("ranks", "tensor", "cases"),
     [
-        (1, 1, [(0, False)]),
-        (2, 1, [(0, False), (1, False), (1, True), (2, False), (3, False)]),
+        pytest.param(1, 1, [(0, False)], marks=pytest.mark.quick),
+        pytest.param(2, 1, [(0, False), (1, False), (1, True), (2, False), (3, False)], marks=pytest.mark.slow),
         (4, 1, [(0, False)]),
     ],
 )

@@ -17,6 +17,7 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
     assert report.with_result("fails") == ([] if mutation is None else [RANKS])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("letter", "settings"),
     [

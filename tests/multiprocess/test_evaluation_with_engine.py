@@ -84,6 +84,7 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
     return all_measured
 
 
+@pytest.mark.slow
 def test_four_ranks_score_as_one_process(folder: Path):
     assert_measured_as_one_process([{"sequence": 2, "zero_stage": 3}], folder, bfloat16=False)
 

@@ -82,7 +82,8 @@ def on_this_rank(
     return outputs.index_copy(1, torch.arange(split.start, split.end), y), final
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.quick), 4, 5, 6, 7, 8])
 def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
     first, *others = run_on_ranks(compare_with_one_process, ranks)
     assert len(first) == 3 * 12

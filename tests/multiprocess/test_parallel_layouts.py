@@ -24,10 +24,12 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
 
 
 # Every pair of axes, and every stage with each axis; tests/full has all layouts.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
-        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", DELTA),
+        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}),
+        pytest.param(1, 2, (0, 2), "sgd", DELTA, marks=pytest.mark.quick),
         (2, 2, (1, 3), "adamw", DELTA), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
     ],
 )  # fmt: skip
@@ -40,6 +42,7 @@ def test_four_ranks_train_as_one_process(
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
 def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
     for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
@@ -69,6 +72,7 @@ def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
     return [(name, record.weights[name], p.detach()) for name, p in named.items()]
 
 
+@pytest.mark.quick
 def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit():
     for weights in run_on_ranks(train_with_muon_and_with_torch, 4):
         for name, ours, theirs in weights:

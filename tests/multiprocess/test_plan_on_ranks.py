@@ -28,9 +28,9 @@ TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        ("sequence", {"pattern": "TA"}),
-        ("tensor", {"pattern": "SA"}),
-        ("sequence", {"pattern": "TA", **OTHER_FORMS}),
+        pytest.param("sequence", {"pattern": "TA"}, marks=pytest.mark.slow),
+        pytest.param("tensor", {"pattern": "SA"}, marks=pytest.mark.slow),
+        pytest.param("sequence", {"pattern": "TA", **OTHER_FORMS}, marks=pytest.mark.slow),
         ("sequence", {"pattern": "DA"}),
         ("tensor", {"pattern": "DA"}),
     ],
@@ -59,8 +59,8 @@ def test_memory_of_gradients_in_bfloat16_until_they_are_added():
 @pytest.mark.parametrize(
     ("pattern", "layer_scale", "memory"),
     [
-        ("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
-        ("TS", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        pytest.param("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
+        pytest.param("TS", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         ("TA", 0.1, {"activation_checkpointing": "mixers"}),
         ("SA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
         ("DA", 0.0, {"activation_checkpointing": "full"}),
@@ -82,11 +82,11 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
 @pytest.mark.parametrize(
     ("pattern", "window", "memory"),
     [
-        ("TA", 30, {"tile_tokens": 100}),
-        ("SA", 30, {"tile_tokens": 100}),
+        pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
+        pytest.param("SA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
         ("SA", 0, {"tile_tokens": 100}),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
-        ("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}),
+        pytest.param("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ("AS", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
         ("AS", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
         ("DS", 0, {"tile_tokens": 100}),
@@ -102,6 +102,7 @@ def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
         assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})

@@ -13,7 +13,7 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.pretrain.hooks import SpikeGuard
+from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.step import Outcome, train_step
 from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import run_on_ranks
@@ -66,10 +66,11 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool, optimizer: str) -
 @pytest.mark.parametrize(
     ("ranks", "settings", "bfloat16", "optimizer"),
     [
-        (2, {"zero_stage": 0}, False, "muon"),  # and AdamW for parameters that are no matrices
+        # and AdamW for parameters that are no matrices
+        pytest.param(2, {"zero_stage": 0}, False, "muon", marks=pytest.mark.quick),
         (2, {"zero_stage": 2}, False, "adamw"),
-        (2, {"zero_stage": 1}, True, "adamw"),
-        (2, {"zero_stage": 3, "tensor": 2}, False, "adamw"),
+        pytest.param(2, {"zero_stage": 1}, True, "adamw", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 3, "tensor": 2}, False, "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_skips_alike_and_nothing_changes(

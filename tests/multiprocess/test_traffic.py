@@ -71,7 +71,7 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     return [(sent.kind, sent.bytes) for sent in forward.sent], [(sent.kind, sent.bytes) for sent in backward.sent]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
 def test_a_slot_layer_sends_keys_and_sums_forward_and_their_gradients_backward_whatever_the_length(ranks: int):
     cases = [
         Case(tokens=1024, pattern="S"),
@@ -89,7 +89,7 @@ def test_a_slot_layer_sends_keys_and_sums_forward_and_their_gradients_backward_w
             assert backward == sizes[::-1] * case.layers, case
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
 def test_a_tssa_layer_sends_its_statistics_four_times_whatever_the_length_and_the_ranks(ranks: int):
     cases = [
         Case(tokens=1024),
@@ -107,7 +107,7 @@ def test_a_tssa_layer_sends_its_statistics_four_times_whatever_the_length_and_th
             assert total == STATISTICS_BYTES * case.layers * case.sequences, case
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
     """First its own row, a slice of the columns to each rank, then its slice of the results of each rank."""
     cases = [
@@ -133,7 +133,7 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
             assert [sum(sizes) for sizes in second] == [ranks * size for size in expected]
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_delta_layers_pass_states_on_whatever_the_length_and_the_ranks(ranks: int):
     """After two all-to-alls of the convolution; the backward in reverse. The last rank passes no state on."""
     cases = [
@@ -167,6 +167,7 @@ def test_recomputation_sends_nothing_where_what_was_received_is_kept(run: Any, c
     assert sorted(backward) == sorted(never[1] + forward)
 
 
+@pytest.mark.quick
 def test_a_softmax_layer_gathers_keys_and_values_and_scatters_their_gradients():
     tokens, ranks = 1024, 4
     [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]

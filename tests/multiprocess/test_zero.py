@@ -40,7 +40,13 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
 
 
 # What the tests of checkpoints do not resume; tests/full has all stages.
-@pytest.mark.parametrize(("layout", "bfloat16"), [({"zero_stage": 2}, False), ({"tensor": 2, "zero_stage": 3}, True)])
+@pytest.mark.parametrize(
+    ("layout", "bfloat16"),
+    [
+        pytest.param({"zero_stage": 2}, False, marks=pytest.mark.quick),
+        pytest.param({"tensor": 2, "zero_stage": 3}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_resuming_is_not_having_stopped_to_the_bit(layout: dict[str, int], bfloat16: bool):
     assert_resumed_to_the_bit([layout], bfloat16)
 
@@ -74,6 +80,7 @@ def curves_of_layouts(bfloat16: bool) -> list[Curve]:
     return [train_steps(engine, "adamw", range(5)) for engine in engines]
 
 
+@pytest.mark.slow
 def test_bfloat16_training_stays_near_float32():
     wide, narrow = (torch.tensor(run_on_ranks(curves_of_layouts, 2, choice)[0]) for choice in (False, True))
     assert not torch.equal(wide, narrow)
@@ -95,7 +102,10 @@ def curves_in_buckets(layouts: list[ParallelConfig], bfloat16: bool) -> list[tup
     return found
 
 
-@pytest.mark.parametrize(("stages", "bfloat16"), [((1, 2, 3), False), ((2, 3), True)])
+@pytest.mark.parametrize(
+    ("stages", "bfloat16"),
+    [pytest.param((1, 2, 3), False, marks=pytest.mark.quick), pytest.param((2, 3), True, marks=pytest.mark.slow)],
+)
 def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bfloat16: bool):
     """Gradients of two ranks, whose sum has no order, are then reduced during the last backward."""
     layouts = [ParallelConfig(zero_stage=stage) for stage in stages]  # pyright: ignore[reportArgumentType]
@@ -129,13 +139,16 @@ def differing_settings(stage: int, bfloat16: bool, settings: list[dict[str, Any]
     return found
 
 
-SETTINGS: list[tuple[int, int, bool, list[dict[str, Any]]]] = [
+SETTINGS = [
     (2, 1, False, [
         {"reduce_bucket_size": 5000, "overlap_comm": False},
         {"allgather_bucket_size": 5000, "contiguous_gradients": False},
         {"reduce_scatter": False, "allgather_partitions": False},
     ]),
-    (2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}]),
+    pytest.param(
+        2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}],
+        marks=pytest.mark.slow,
+    ),
     (2, 2, False, [
         {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
         {"overlap_comm": False, "allgather_partitions": False},

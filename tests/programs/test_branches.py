@@ -54,6 +54,7 @@ def place(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "place", symlinks=True)
 
 
+@pytest.mark.quick
 def test_a_branch_is_a_run_that_never_stopped(place: Path):
     branch = [*WSD, f"train.branch_from={TRUNK}"]
     assert f"branching from {TRUNK}, data continued" in train(place, "branch", *branch, "run.stop_at_step=6")
@@ -65,6 +66,7 @@ def test_a_branch_is_a_run_that_never_stopped(place: Path):
     assert len(event["manifest_sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_a_branch_has_its_own_parallel_layout(place: Path):
     layout = ["parallel.tensor=2", "parallel.zero_stage=3"]
     train(place, "branch", *WSD, f"train.branch_from={TRUNK}", *layout, ranks=4)
@@ -72,6 +74,7 @@ def test_a_branch_has_its_own_parallel_layout(place: Path):
         assert found == pytest.approx(expected, rel=64 * FLOAT32_REORDERED)  # a peak of the gradient norm amplifies it
 
 
+@pytest.mark.slow
 def test_other_data_starts_at_its_beginning(place: Path):
     write_corpus(place / "other.jsonl", documents=20, words=200)
     (place / "other.toml").write_text(

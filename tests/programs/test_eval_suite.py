@@ -41,6 +41,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_interrupted_resumes_and_writes_one_table(trained: Path):
     """The first program fails after its first protocol. Ctrl-C ends the second one after its first cell."""
     home = trained / "runs/tiny/eval"

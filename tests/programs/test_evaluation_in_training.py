@@ -59,6 +59,7 @@ def weights(workplace: Path, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.quick
 def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: Path, words: list[str]):
     output = run("tost train", *words, cwd=workplace)
     assert [(row["step"], row["protocol"]) for row in rows(workplace)] == [
@@ -79,6 +80,7 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
     assert weights(workplace, "tiny") == weights(workplace, "without")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.sequence=2"])
 def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
     words = [*words, layout, "memory.mlp_tile_tokens=8", "evaluation.batch_tokens=100", "run.timeout_seconds=60"]

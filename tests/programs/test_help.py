@@ -11,6 +11,8 @@ from forked import CHECKOUT, ENVIRONMENT
 
 from tost_lm.cli.main import MODULES
 
+pytestmark = pytest.mark.quick
+
 GROUPS = ("tost", "tost prepare", "tost eval")
 BENCHMARKS = [
     f"python -m benchmarks.{path.stem}"

@@ -96,6 +96,7 @@ def test_each_lost_rank_is_named_once_and_restarted_ranks_rendezvous(tmp_path: P
     assert not re.search(r"^\[rank|^frame #|terminate called", log.read_text(), re.MULTILINE), log.read_text()
 
 
+@pytest.mark.slow
 def test_after_a_network_cut_both_sides_end_and_name_what_they_lost(
     tmp_path: Path, request: pytest.FixtureRequest, record_fault: Callable[[str, int, str], None]
 ):

@@ -78,6 +78,7 @@ def test_the_plan_counts_the_plugin(folder: Path):
     )
 
 
+@pytest.mark.quick
 def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
     (trained / "marker").unlink()
     step = "runs/tiny/checkpoints/step_00000002"
@@ -143,6 +144,7 @@ def test_python_imports_the_file_and_an_export_has_it(trained: Path):
     run("tost generate", "theirs", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS="gated_ema.py")
 
 
+@pytest.mark.slow
 def test_real_interpreters_train_and_evaluate(folder: Path):
     def tost(*words: str, **environment: str) -> str:
         command = [sys.executable, "-m", "tost_lm.cli.main", *words]

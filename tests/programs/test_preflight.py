@@ -47,6 +47,7 @@ def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
     assert snapshot(workplace) == before
 
 
+@pytest.mark.quick
 def test_training_with_different_settings_on_one_node_is_refused_on_both(workplace: Path):
     words = ["optim.lr=2e-2", "run.log_every=3"]
     for node in start_nodes((workplace, []), (workplace, words), program="tost train"):

@@ -66,6 +66,7 @@ def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path):
     assert "| converted from | Olmo, OLMo-Hybrid of the Hugging Face library |" in card
 
 
+@pytest.mark.slow
 def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     """Without a GPU, too, where the kernels of fla-core that transformers chooses do not run."""
     write_qwen3_5(workplace / "Qwen")

@@ -9,6 +9,8 @@ from programs import refusal, run, snapshot
 
 from tost_lm.testing import FLOAT32_REORDERED
 
+pytestmark = pytest.mark.quick
+
 UNLIMITED = ["model.positions=none", "model.tssa.denom_bias=head"]
 SECOND_PHASE = [
     "run.toml", *UNLIMITED, "train.initial_weights=models/first", "train.seq_len=256", "train.steps=4",

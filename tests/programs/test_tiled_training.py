@@ -22,6 +22,7 @@ def validated(workplace: Path, name: str) -> list[float]:
     return [loss for row in rows for loss in json.loads(row)["loss_by_position"]]
 
 
+@pytest.mark.quick
 def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workplace: Path):
     words = ["run.toml", "validation.every=6", "validation.sequences=4", "data.packing=best-fit"]
     said = run("tost train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)

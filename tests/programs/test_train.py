@@ -126,6 +126,7 @@ def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, neve
     assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=3073", cwd=workplace)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
     run("tost train", "run.toml", "run.stop_at_step=6", cwd=workplace, ranks=2)
     words = ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]
@@ -249,6 +250,7 @@ def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_compiled_run_resumes_to_the_bit_and_learns_what_an_eager_run_learns(workplace: Path):
     words = ["run.toml", "train.steps=4", "checkpoint.interval=2", "train.compile=true"]
     cache = str(workplace / "compiled")

@@ -131,6 +131,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.quick
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     LINES.filter(lambda rows: any(map(bytes.strip, rows))),
@@ -202,6 +203,7 @@ def test_too_long_documents_are_refused(tmp_path, monkeypatch):
     assert "a text is longer than" in refusal(corpus(tmp_path / "a.parquet"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_truncated_file_is_named(tmp_path, name):
     whole = FORMATS[name](["".join(random.Random(n).choices("abcdefgh", k=2000)) for n in range(100)])

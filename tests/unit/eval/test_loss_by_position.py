@@ -22,6 +22,8 @@ from tost_lm.report.protocols import extrapolation_chart, length_extrapolation
 from tost_lm.report.record import RunRecord
 from tost_lm.testing import FLOAT32_REORDERED
 
+pytestmark = pytest.mark.quick
+
 UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 

@@ -18,6 +18,8 @@ from tost_lm.eval.protocols.interface import GPT2_SAMPLE, is_gpt2_tokenizer
 from tost_lm.eval.protocols.perplexity import detokenized_wikitext, pages, wikitext_rows
 from tost_lm.inference.likelihood import Likelihoods
 
+pytestmark = pytest.mark.quick
+
 EOT, WINDOW = 0, 16
 
 

@@ -17,6 +17,8 @@ from tost_lm.inference.likelihood import (
 )
 from tost_lm.testing import FLOAT32_REORDERED
 
+pytestmark = pytest.mark.quick
+
 VOCAB = 40
 
 

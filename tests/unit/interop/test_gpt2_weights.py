@@ -38,6 +38,7 @@ def change(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("activation", "gelu", "others"),
     [("gelu_new", "tanh", {}), ("gelu", "exact", {"n_inner": 20, "layer_norm_epsilon": 1e-2})],

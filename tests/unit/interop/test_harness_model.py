@@ -112,6 +112,7 @@ def test_rolling_windows_are_the_harness_s(make_export):
     np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("batch_size", [1, "3", "auto", "auto:4"])
 def test_scores_do_not_depend_on_the_batch(make_export, batch_size):
     folder, pairs = str(make_export()), [("No", "."), ("", TEXT[:20]), (TEXT[:40], " it")]

@@ -118,6 +118,7 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
     assert requests(run) == requests(tmp_path / "hf") == requests(tmp_path / "theirs")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "model", [{"pattern": "TA"}, {"pattern": "SA"}, {"pattern": "DA"}, {**OTHER_FORMS, "heads": 4}]
 )

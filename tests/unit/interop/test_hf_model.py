@@ -125,6 +125,7 @@ def test_initial_weights_have_the_distributions_of_tostlm():
     assert model.lm_head.weight is model.model.embedding.weight
 
 
+@pytest.mark.quick
 @KNOWN
 def test_logits_and_loss_equal_tostlm(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)
@@ -175,6 +176,7 @@ def test_cached_generation_equals_uncached(settings: dict[str, Any], options: di
             assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **options), uncached)
 
 
+@pytest.mark.quick
 @KNOWN
 def test_left_padded_rows_equal_single_rows(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)

@@ -22,6 +22,8 @@ from tost_lm.interop.card import model_card
 from tost_lm.interop.hf import export
 from tost_lm.pretrain.settings import PretrainConfig
 
+pytestmark = pytest.mark.quick
+
 SHA256 = "a" * 64
 
 

@@ -75,6 +75,7 @@ def build_ours(theirs: Any) -> TostLM:
     return model
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_logits_and_decoded_tokens_are_those_of_transformers(shape: str):

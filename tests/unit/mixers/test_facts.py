@@ -8,6 +8,8 @@ from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.registry import FACTS, MixerSettings, mixer_class
 from tost_lm.model import ModelConfig
 
+pytestmark = pytest.mark.quick
+
 SETTINGS = [
     {},
     {"bias": True, "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 2, "qk_norm": True}},

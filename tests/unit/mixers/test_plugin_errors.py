@@ -17,6 +17,8 @@ from tost_lm.mixers.registry import FACTS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import parameters
 
+pytestmark = pytest.mark.quick
+
 (EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
 SHAPE = {"layers": 2, "heads": 2, "width": 16, "vocab_size": 40, "max_positions": 16, "positions": "none"}
 MARKER = "from pathlib import Path\nPath('marker').touch()\n"

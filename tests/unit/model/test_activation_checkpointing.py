@@ -61,6 +61,7 @@ def assert_same(less: dict[str, Any], model: dict[str, Any] | None = None, **inp
         assert_close(found[name], value, 1e-12, name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("less", LESS)
 def test_loss_state_and_every_gradient_are_the_same(less: dict[str, Any]):
     rows, row = drawn_tokens(), drawn_tokens(1)

@@ -80,7 +80,15 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    ("pattern", "settings"), [("T", {}), ("S", {}), ("A", {}), ("TSA", {}), ("A", other_forms(window=5)), ("D", {})]
+    ("pattern", "settings"),
+    [
+        pytest.param("T", {}, marks=pytest.mark.quick),
+        ("S", {}),
+        ("A", {}),
+        ("TSA", {}),
+        ("A", other_forms(window=5)),
+        ("D", {}),
+    ],
 )
 def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):
     expected = loss_and_gradients(drawn_model(pattern, **settings), ROWS[rows], with_states=False)
@@ -112,7 +120,9 @@ def test_other_documents_and_other_tokens_need_no_new_graph():
     assert graphs() == 6
 
 
-@pytest.mark.parametrize("less", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 7}])
+@pytest.mark.parametrize(
+    "less", [{"activation_checkpointing": "full"}, pytest.param({"mlp_tile_tokens": 7}, marks=pytest.mark.slow)]
+)
 def test_blocks_that_are_computed_again_have_the_same_gradients(less: dict[str, Any]):
     expected = loss_and_gradients(drawn_model("TSA"), {}, with_states=False)
     model = compile_blocks(apply_activation_checkpointing(drawn_model("TSA"), **less))
@@ -195,6 +205,7 @@ def waiting_passes() -> int:
     return sum(isinstance(x, registered._Pass) for x in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_what_a_handle_stands_for_is_freed_with_it():
     torch.compiler.reset()
     gc.collect()  # models of other tests
@@ -207,12 +218,14 @@ def test_what_a_handle_stands_for_is_freed_with_it():
     assert (len(registered._OBJECTS), waiting_passes()) == before
 
 
+@pytest.mark.slow
 def test_a_whole_model_may_be_compiled_with_breaks_between_its_blocks():
     model = drawn_model("TSA")
     expected = model(TOKENS_BT, labels=TOKENS_BT).loss
     assert_close(torch.compile(model, backend="aot_eager")(TOKENS_BT, labels=TOKENS_BT).loss, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_decoded_token_has_the_same_state():
     for pattern in ("T", "S", "A"):
         eager, model = drawn_model(pattern).float(), compile_blocks(drawn_model(pattern).float())
@@ -230,6 +243,7 @@ def test_the_softmax_of_tensor_ranks_is_not_left_out_of_a_graph():
         compile_blocks(model)(TOKENS_BT)
 
 
+@pytest.mark.slow
 def test_code_in_a_folder_that_others_can_write_is_not_used(tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "USER": "me", "LOGNAME": "me"}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)

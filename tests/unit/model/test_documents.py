@@ -13,6 +13,8 @@ from tost_lm.errors import ConfigError
 from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model import LMState, ModelConfig, TostLM
 
+pytestmark = pytest.mark.quick
+
 LENGTHS = [5, 1, 17, 9]
 VOCAB = 19
 KINDS = {

@@ -20,6 +20,8 @@ from tost_lm.model.flops import flops_per_token, parameters, peak_flops
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 
+pytestmark = pytest.mark.quick
+
 B, T = 2, 12
 
 

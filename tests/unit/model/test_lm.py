@@ -7,6 +7,8 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
 
+pytestmark = pytest.mark.quick
+
 
 def config(**settings) -> ModelConfig:
     small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 16, "layer_scale": 1.0}

@@ -47,6 +47,7 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
     return output.nats[0], output.state
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tile_tokens", [1, 7, 40, 120, 121, 1000])
 @pytest.mark.parametrize(
     "settings",

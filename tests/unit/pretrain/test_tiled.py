@@ -12,6 +12,8 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.pretrain.tiled import tiled_loss
 from tost_lm.testing import assert_as_accurate, assert_close
 
+pytestmark = pytest.mark.quick
+
 V, T = 17, 22
 DOCUMENTS = torch.tensor([0, 3, 4, 11, 22], dtype=torch.int32)
 

@@ -74,6 +74,7 @@ def train_until_killed() -> None:
     signal.pause()
 
 
+@pytest.mark.quick
 def test_a_run_that_was_killed_and_resumed_is_one_run(folder: Path):
     environment = {
         **os.environ,

@@ -84,6 +84,7 @@ def layer_report(letter: str, **settings: Any) -> Report:
     return check(layer_adapter(letter, config))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings",
     [
@@ -99,6 +100,7 @@ def test_tssa_conforms(settings: dict[str, Any]):
     assert report.with_result("not offered") == [RANKS, WINDOW]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("settings", [{}, {"slots": {"per_head": 1, "value_size": 3}, "bias": True}], ids=str)
 def test_slot_memory_conforms(settings: dict[str, Any]):
     report = layer_report("S", **settings)
@@ -106,6 +108,7 @@ def test_slot_memory_conforms(settings: dict[str, Any]):
     assert report.with_result("not offered") == [RANKS, WINDOW]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings",
     [{}, {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}}, {"softmax": {"window": 1, "rope_theta": 0.0}}],

@@ -51,6 +51,7 @@ class SlotMixer(TokenMixer):
 
     State = SlotState
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
+    FIXED_STATE = True
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()

@@ -28,8 +28,8 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 if TYPE_CHECKING:
     from tost_lm.data.loader import Corpora
-    from tost_lm.pretrain.hooks import Evaluation
     from tost_lm.pretrain.start import StartPoint
+    from tost_lm.pretrain.validation import Evaluation
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -62,7 +62,7 @@ def main(path: Path, config: PretrainConfig) -> None:
         config = config.with_context_of(read_model_config(start.weights_from))
     check_vocabulary(config, corpora)
     evaluation = find_evaluation(config, corpora)
-    from tost_lm.pretrain.loop import train
+    from tost_lm.pretrain.train import train
 
     if train(config, corpora, start, graceful_stop, evaluation):
         sys.exit(EXIT_STOPPED)

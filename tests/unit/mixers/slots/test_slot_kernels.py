@@ -84,10 +84,12 @@ class Call:
     "call",
     [
         pytest.param(Call(0, (1,), 1, 16, 16, packed=False), id="one token"),
-        pytest.param(Call(1, (17, 17), 1, 5, 9, packed=False), id="rows, odd sizes"),
+        pytest.param(Call(1, (17, 17), 1, 5, 9, packed=False), id="rows, odd sizes", marks=pytest.mark.quick),
         pytest.param(Call(2, (1, 18, 34), 1, 16, 28), id="documents"),
         pytest.param(Call(3, (17,), 1, 35, 70), id="many slots and channels"),
-        pytest.param(Call(4, (16, 32), 2, 3, 1, fresh=True), id="empty state, full chunks, two heads"),
+        pytest.param(
+            Call(4, (16, 32), 2, 3, 1, fresh=True), id="empty state, full chunks, two heads", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_outputs_states_and_gradients_are_those_of_pytorch_in_float64(call: Call):
@@ -135,6 +137,7 @@ def test_bfloat16_values_cost_one_rounding():
         )
 
 
+@pytest.mark.slow
 def test_a_nan_reaches_only_later_tokens_of_its_document():
     draw = lambda: Call(7, (3, 34, 2), 1, 5, 6)
     clean = draw().run(triton)

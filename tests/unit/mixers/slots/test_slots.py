@@ -12,6 +12,8 @@ from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_naive
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 
+pytestmark = pytest.mark.quick
+
 H, S, V = 3, 5, 7
 OFFSETS = [0, 1, 70, 71, 150, 200]
 

@@ -15,7 +15,7 @@ from tost_lm.mixers.tssa.naive import Membership, TssaState
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 MEMBERSHIPS = get_args(Membership)
-pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("chunks_of_32_tokens")]
 
 
 def gradients(call: Call, f) -> list[Tensor]:

@@ -16,6 +16,8 @@ from tost_lm.pretrain.plan import memory as plan_memory
 from tost_lm.pretrain.plan.memory import Moment, checkpoint_bytes, moments
 from tost_lm.pretrain.plan.settings import PlanConfig
 
+pytestmark = pytest.mark.quick
+
 CHECKOUT = Path(__file__).parents[4]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
 HYBRID = CHECKOUT / "configs/pretrain/owt_hybrid_base.toml"

@@ -22,6 +22,8 @@ from tost_lm.pretrain.plan.activations import load_of
 from tost_lm.pretrain.plan.memory import parameters_per_rank
 from tost_lm.pretrain.plan.settings import PlanConfig
 
+pytestmark = pytest.mark.quick
+
 RECORD = json.loads((CHECKOUT / "benchmarks/results/gpu_nvidia-h200.json").read_text())
 CELLS = [cell for cell in RECORD["cells"] if "case" in cell]
 C, V, LAYERS, TOKENS = 768, 50304, 12, 12 * 1024
