@@ -16,7 +16,7 @@ from tost_lm.interop.card import model_card
 from tost_lm.mixers.registry import FACTS
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
-from tost_lm.optim.optimizers import build_optimizer
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
@@ -68,7 +68,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
         compile_blocks(model)
     return build_engine(
         model,
-        build_optimizer(model, config.optim),
+        optimizer_of(config.optim).build(model, config.optim),
         mesh,
         config.parallel,
         micro_batch_size=config.train.micro_batch_size,

@@ -13,6 +13,7 @@ from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import NAMES_FILES, Section, require_local
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_deepspeed, obstacle_to_tensor_ranks
 from tost_lm.parallel.timeouts import Timeouts
@@ -324,13 +325,9 @@ class PretrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _muon_has_whole_matrices(self) -> "PretrainConfig":
-        for setting, needed in (("tensor", 1), ("zero_stage", 0)):
-            if self.optim.kind == "muon" and (found := getattr(self.parallel, setting)) != needed:
-                raise ValueError(
-                    f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} {found} '
-                    f'divides them: set parallel.{setting} = {needed} or optim.kind = "adamw"'
-                )
+    def _optimizer_fits_ranks(self) -> "PretrainConfig":
+        if obstacle := optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage):
+            raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
