@@ -71,7 +71,7 @@ LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS = 3
 PACKED_BATCHES = 8
 MAX_POSITIONS = 16_384
-"""Of the decoding model: more than its measurement takes."""
+"""Positions of the decoding model, more than its measurement takes."""
 CLASSES = {
     "copies and fills": r"^Mem|aten::(copy_|zero_|fill_|clone)",
     "norms and pointwise, compiled": r"^triton_|cpp_fused",

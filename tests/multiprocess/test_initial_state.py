@@ -28,7 +28,7 @@ from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
 from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.parallel.zero import draw_weights
-from tost_lm.pretrain.loop import build_training_engine
+from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
 

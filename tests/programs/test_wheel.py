@@ -45,8 +45,7 @@ EXTRAS = {
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
     "tost_lm.parallel.graceful_stop": {"psutil"},
-    "tost_lm.pretrain.hooks": {"psutil"},
-    "tost_lm.pretrain.loop": {"psutil"},
+    "tost_lm.pretrain.train": {"psutil"},
     "tost_lm.pretrain.step": {"psutil"},
 }
 """Prefixes of modules that cannot be imported without a package of an extra."""

@@ -164,6 +164,13 @@ class Metrics:
             f"{figure} ± {error}"
         )
 
+    def skipped(self, step: int, reason: str, batch: int) -> None:
+        """Record that step `step`, whose tokens are batch number `batch` of the data, was not applied."""
+        sequences = self._config.train.global_batch_size
+        samples = [batch * sequences, (batch + 1) * sequences - 1]
+        self.log(f"step {step} skipped: {reason}; samples {samples[0]}-{samples[1]}")
+        self.event(step, "skipped", why=reason, samples=samples)
+
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Record an event, such as a skipped step or a resume."""
         _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
@@ -202,6 +209,7 @@ class NullMetrics:
     def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None: ...
     def validation(self, row: dict[str, Any]) -> None: ...
     def evaluation(self, row: dict[str, Any]) -> None: ...
+    def skipped(self, step: int, reason: str, batch: int) -> None: ...
     def event(self, step: int, kind: str, **fields: Any) -> None: ...
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -8,7 +8,7 @@ import torch
 
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig
-from tost_lm.pretrain.loop import set_matmul_precision, use_deterministic_kernels
+from tost_lm.pretrain.engine import set_matmul_precision, use_deterministic_kernels
 
 CUDA = torch.device("cuda")
 

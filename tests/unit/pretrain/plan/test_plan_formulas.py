@@ -8,6 +8,7 @@ import pytest
 
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.pretrain.commands.plan import changed_tokens, model_rows, run
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
@@ -145,11 +146,11 @@ def test_muon_keeps_one_momentum_of_each_matrix():
     assert (at("at the loss", *muon[1:]).optimizer, at("at the loss", *muon).optimizer) == (8 * N, 8 * N - 4 * matrices)
     assert (checkpoint_bytes(adamw), checkpoint_bytes(config)) == (12 * N, 12 * N - 4 * matrices)
     assert plan_fit.host_bytes(config) == checkpoint_bytes(config)
-    assert (plan.adamw_bytes(adamw), plan.adamw_bytes(config)) == (28 * N, 28 * N - 8 * matrices)
+    assert (plan.update_bytes(adamw), plan.update_bytes(config)) == (28 * N, 28 * N - 8 * matrices)
     # Five iterations; of an MLP's matrix two products are four times as long.
-    assert plan.muon_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
+    assert plan.update_flops(config) == 12 * 5 * 2 * (3 * 2 * 768**3 + (2 * 4 + 1) * 2 * 768**3)
     assert plan.step_seconds(config).optimizer - plan.step_seconds(adamw).optimizer == pytest.approx(
-        plan.muon_flops(config) / (989.4e12 * 0.7) - 8 * matrices / (3350e9 * 0.85 * plan.ADAMW), rel=1e-6
+        plan.update_flops(config) / (989.4e12 * 0.7) - 8 * matrices / (3350e9 * 0.85 * ADAMW.bandwidth), rel=1e-6
     )
     layouts = {(other.parallel.tensor, other.parallel.zero_stage) for _, other in plan_fit.alternatives(config)}
     assert layouts == {(1, 0)}

@@ -15,6 +15,7 @@ from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
 from tost_lm.mixers.softmax.facts import SOFTMAX
 from tost_lm.model import TostLM
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.pretrain.commands.plan import time_rows
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan.activations import load_of
@@ -113,7 +114,7 @@ def test_fractions_of_the_bandwidth_of_a_copy():
     assert 25 * 6 * C * (TOKENS - 8192) / (longer - shorter) / COPY == pytest.approx(plan.CONVERSION, rel=0.05)
     adamw, _ = kernels(LONG_STEP, "FusedAdam")
     parameters = parameters_per_rank(planned(*STEPS[LONG_STEP]))
-    assert 28 * parameters / adamw / COPY == pytest.approx(plan.ADAMW, rel=0.05)
+    assert 28 * parameters / adamw / COPY == pytest.approx(ADAMW.bandwidth, rel=0.05)
 
 
 def update_in_loops(config: PlanConfig) -> tuple[float, int]:
@@ -121,7 +122,7 @@ def update_in_loops(config: PlanConfig) -> tuple[float, int]:
     with torch.device("meta"):
         tensors = len(list(TostLM(config.model).parameters()))
     operations, n = 4 * tensors + 20, parameters_per_rank(config)
-    per_number = 6 + 12 + 4 + 8 + 6 + 4 + 28 / plan.ADAMW
+    per_number = 6 + 12 + 4 + 8 + 6 + 4 + 28 / ADAMW.bandwidth
     return n * per_number / COPY + operations * plan.KERNEL_SECONDS, operations
 
 
