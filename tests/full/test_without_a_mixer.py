@@ -38,10 +38,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.rmtree(folder / "tost_lm/mixers/delta")
     (folder / "tost_lm/interop/olmo_hybrid.py").unlink()
-    for name, its_lines in (("mixers/registry", r"mixers\.delta|DeltaSettings"), ("interop/load", "import read_olmo")):
+    for name, its_text in (
+        ("mixers/registry", r".*(mixers\.delta|DeltaSettings).*\n|DELTA, "),
+        ("interop/registry", ', "olmo_hybrid"'),
+    ):
         path = folder / f"tost_lm/{name}.py"
-        lines = [line for line in path.read_text().splitlines() if not re.search(its_lines, line)]
-        path.write_text("\n".join(lines).replace("DELTA, ", ""))
+        path.write_text(re.sub(its_text, "", path.read_text()))
     return folder
 
 
