@@ -153,6 +153,8 @@ class Metrics:
         loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
         steps = f"{row['step']}/{self._config.train.steps}"
         self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
+        for name, of_corpus in row.get("loss_by_corpus", {}).items():
+            self.log(f"step {steps}  validation loss {'none' if of_corpus is None else f'{of_corpus:.4f}'}  {name}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard
