@@ -19,7 +19,7 @@ from tost_lm.eval.suite_settings import ContextConfig
 from tost_lm.inference.protocol_names import COPYING, MANY_SHOT_SEEN, PASSAGES
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig, learning_rate
 
 SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8
@@ -88,7 +88,7 @@ def train(model: TostLM, task: Task, length: int, steps: int, batch_size: int, l
     config = validate(
         OptimConfig, {"lr": lr, "min_lr": lr / 10, "warmup_steps": 20, "weight_decay": 0.0}, "the training"
     )
-    optimizer, device = build_adamw(model, config), next(model.parameters()).device
+    optimizer, device = ADAMW.build(model, config), next(model.parameters()).device
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, config)

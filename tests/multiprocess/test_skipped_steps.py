@@ -13,7 +13,7 @@ from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.pretrain.hooks import SpikeGuard
+from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.step import Outcome, train_step
 from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import run_on_ranks

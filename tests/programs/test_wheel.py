@@ -41,13 +41,11 @@ EXTRAS = {
     "tost_lm.ops.cross_entropy_triton": {"triton"},
     "tost_lm.ops.triton_tokens": {"triton"},
     "tost_lm.mixers.tssa.numba_phases": {"numba"},
-    "tost_lm.mixers.slots.triton": {"triton"},
     "tost_lm.mixers.tssa.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
     "tost_lm.parallel.graceful_stop": {"psutil"},
-    "tost_lm.pretrain.hooks": {"psutil"},
-    "tost_lm.pretrain.loop": {"psutil"},
+    "tost_lm.pretrain.train": {"psutil"},
     "tost_lm.pretrain.step": {"psutil"},
 }
 """Prefixes of modules that cannot be imported without a package of an extra."""

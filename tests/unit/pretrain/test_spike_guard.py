@@ -6,7 +6,7 @@ import pytest
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.errors import TrainingError
-from tost_lm.pretrain.hooks import WINDOW, SpikeGuard
+from tost_lm.pretrain.spikes import WINDOW, SpikeGuard
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,6 @@ OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
         {"tssa": {"membership": "energy-mean", "denom_bias": "head"}, "bias": True},
         {"tssa": {"membership": "uniform", "denom_bias": "none"}},
     ],
-    "S": [{"slots": {"per_head": 1, "value_size": 3}, "bias": True}],
     "D": [
         {"delta": {"qk_heads": 1, "value_heads": 2, "qk_size": 5, "value_size": 3, "beta_to_two": beta_to_two}}
         for beta_to_two in (False, True)
