@@ -81,6 +81,7 @@ def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     assert nats["Olmo"] == pytest.approx(nats["models/olmo"], rel=FLOAT32_REORDERED)
 
 
+@pytest.mark.slow
 def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path):
     run("tost train", "empty.toml", *TRAINED, "run.name=whole", cwd=workplace)
     tiles = ["run.name=tiles", "memory.tile_tokens=32", "parallel.sequence=2"]

@@ -91,14 +91,13 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
-TIERS = {
-    "niah_single_3@own-words": pytest.mark.quick,
-    **dict.fromkeys((f"niah_{x}@own-words" for x in ("multikey_2", "multikey_3", "multivalue")), pytest.mark.slow),
-}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TIERS.get(name, ())) for name in RETRIEVAL_TASKS if name != NEEDLE]
+    "name",
+    [
+        pytest.param("niah_single_3@own-words", marks=pytest.mark.quick),
+        *(name for name in RETRIEVAL_TASKS if name not in (NEEDLE, "niah_single_3@own-words")),
+    ],
 )
 def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
     task, other = make_task(name), make_task(name, seed=1)
