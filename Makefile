@@ -24,23 +24,21 @@ demo: env
 clean-demo:
 	rm -rf data/embedded data/passages runs/demo runs/recall
 
-# Shows in five minutes that the installation works: tests/quick.txt lists what it runs. With three workers two cores are
-# seldom idle.
+# Shows in five minutes that the installation works: the tests marked quick. With three workers two cores are seldom idle.
 test: env
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --budget 5 $(PYTEST) @tests/quick.txt
+	$(BIN)/python -m pytest -m quick -n 3 --dist loadfile --no-loadscope-reorder --budget 5 $(PYTEST)
 
 test-all: test test-rest
 
 # Runs what `make test` leaves out, without the slow tests.
 test-rest: env
-	$(BIN)/python -m pytest --rest -n 3 --dist loadfile --no-loadscope-reorder --budget 10 $(PYTEST) \
+	$(BIN)/python -m pytest -m "not quick and not slow" -n 3 --dist loadfile --no-loadscope-reorder --budget 10 $(PYTEST) \
 	  tests/golden tests/multiprocess tests/faults tests/programs tests/unit
 
-# Also runs tests/slow.txt and the tests that take minutes each, injects every fault as often as docs/faults.md says, and
-# prints its table.
-test-full: test-all
-	$(BIN)/python -m pytest -vv --full tests/full tests/faults tests/unit/data/test_shards.py \
-	  tests/programs/test_lost_rank.py @tests/slow.txt
+# All tests, also the slow ones and those of tests/full, which take minutes each. It injects every fault as often as
+# docs/faults.md says, and prints its table.
+test-full: env
+	$(BIN)/python -m pytest -vv --full
 
 # Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
 release-check: env

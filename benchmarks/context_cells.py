@@ -13,7 +13,7 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig, learning_rate
 from tost_lm.tasks.answers import model_scorer, score_cell
 from tost_lm.tasks.context import CountedQueries, ManyShot
@@ -85,7 +85,7 @@ def train(model: TostLM, task: Queries, length: int, steps: int, batch_size: int
     config = validate(
         OptimConfig, {"lr": lr, "min_lr": lr / 10, "warmup_steps": 20, "weight_decay": 0.0}, "the training"
     )
-    optimizer, device = build_adamw(model, config), next(model.parameters()).device
+    optimizer, device = ADAMW.build(model, config), next(model.parameters()).device
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, config)

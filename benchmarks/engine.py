@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
@@ -47,7 +47,7 @@ def engine_of(
         return PlainEngine(model, optim, Mesh(alone, alone, alone, alone, torch.device(device), alone), bfloat16)
     mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
     return build_engine(
-        model, build_adamw(model, optim), mesh, ParallelConfig(),
+        model, ADAMW.build(model, optim), mesh, ParallelConfig(),
         micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ class PlainEngine:
 
     def __init__(self, model: nn.Module, optim: OptimConfig, mesh: Mesh, bfloat16: bool) -> None:
         self.module, self.mesh, self._grad_clip = model, mesh, optim.grad_clip
-        self.optimizer = build_adamw(model, optim)
+        self.optimizer = ADAMW.build(model, optim)
         self._weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._masters = self._weights
         if bfloat16:

@@ -29,7 +29,7 @@ from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, prefe
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.parallel.zero import draw_weights
-from tost_lm.pretrain.loop import build_training_engine
+from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.step import tiling_of, train_step
 from tost_lm.pretrain.tiled import Tiling
@@ -39,7 +39,7 @@ LAYOUTS = {
     "ZeRO 1": {"zero_stage": 1}, "ZeRO 2": {"zero_stage": 2}, "ZeRO 3": {"zero_stage": 3},
     "tensor 2": {"tensor": 2}, "sequence 2": {"sequence": 2},
 }  # fmt: skip
-MODEL = {"pattern": "TSA", "layers": 3, "heads": 4, "width": 256, "vocab_size": 512, "layer_scale": 1.0}
+MODEL = {"pattern": "TDA", "layers": 3, "heads": 4, "width": 256, "vocab_size": 512, "layer_scale": 1.0}
 STEPS, ROWS, MICRO_BATCH, T = 3, 4, 2, 128
 KILLED_AT = 3
 TIMEOUTS = {"cuda": Timeouts(heartbeat=30.0), "cpu": Timeouts()}

@@ -58,13 +58,6 @@ def contexts_in_turns(
     return {"seconds": [seconds[str(tokens)] for tokens in lengths], "state_bytes": sizes}
 
 
-def decoding_call(
-    device: str, tokens: int, dtype: str, rival: dict[str, Any]
-) -> tuple[Callable[[], object], LMState | None]:
-    """Decoding of one token after a context, and the state before it."""
-    return _prepared(_model(rival, device, dtype), DECODING, tokens, rival)
-
-
 def _repeat(call: Callable[[], object], times: int) -> None:
     for _ in range(times):
         call()

@@ -12,7 +12,7 @@ from benchmarks.measure import call_seconds
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, start_world
@@ -137,7 +137,7 @@ def _training_step(mesh: Mesh, model: Mapping[str, Any], seq_len: int) -> Callab
     optim = OptimConfig()
     sharded = _model(model, mesh)
     engine = build_engine(
-        sharded, build_adamw(sharded, optim), mesh, ParallelConfig(zero_stage=1),
+        sharded, ADAMW.build(sharded, optim), mesh, ParallelConfig(zero_stage=1),
         micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=False,
     )  # fmt: skip
     tiling = tile(mesh, seq_len)

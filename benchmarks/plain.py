@@ -23,7 +23,7 @@ from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
 from tost_lm.ops.precision import MASS_FLOOR
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.pretrain.tiled import TiledLM
 
@@ -37,7 +37,7 @@ def plain_loop(settings: ModelConfig, device: str, seed: int = 0) -> Callable[[L
     with torch.device(device):
         model = TiledLM(settings)
     optim = OptimConfig()
-    optimizer = build_adamw(model, optim)
+    optimizer = ADAMW.build(model, optim)
 
     def step(loss_of: LossOf, batch: MicroBatch) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

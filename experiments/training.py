@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.errors import TrainingError
-from tost_lm.optim.optimizers import build_optimizer
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, learning_rate
 
 SAVE_EVERY_S = 600.0
@@ -34,7 +34,7 @@ def train(
     Raises:
         TrainingError: a loss is not finite.
     """
-    optimizer, first, losses, seconds = build_optimizer(model, optim), 0, list[float](), 0.0
+    optimizer, first, losses, seconds = optimizer_of(optim).build(model, optim), 0, list[float](), 0.0
     if saved and saved.is_file():
         state = torch.load(saved, weights_only=True)
         model.load_state_dict(state["model"])

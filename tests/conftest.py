@@ -1,4 +1,4 @@
-"""Environment of all tests, the tests that `make test` leaves out, time budgets, and the reasons of skipped tests."""
+"""Environment of all tests, what `-m quick` imports, time budgets, and the reasons of skipped tests."""
 
 import os
 import signal
@@ -16,10 +16,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow dow
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 
-QUICK = Path(__file__).with_name("quick.txt")
-"""The list of `make test`: files, functions and cases, a line each."""
-SLOW = Path(__file__).with_name("slow.txt")
-"""The list that only `make test-full` runs: about five seconds or more each."""
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 FAULTS = pytest.StashKey[list[tuple[str, int, str]]]()
 
@@ -29,7 +25,6 @@ _durations: list[tuple[float, str]] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="inject faults as often as the table in docs/faults.md says")
-    parser.addoption("--rest", action="store_true", help="leave out what tests/quick.txt and tests/slow.txt list")
     parser.addoption(
         "--budget", type=float, metavar="MINUTES", help="on 2 quiet cores; printed, and CI fails beyond twice as much"
     )
@@ -40,16 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[FAULTS] = []
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--rest"):
-        listed = {line for file in (QUICK, SLOW) if file.is_file() for line in file.read_text().splitlines()}
-        config.hook.pytest_deselected(items=[item for item in items if not listed.isdisjoint(names_of(item))])
-        items[:] = [item for item in items if listed.isdisjoint(names_of(item))]
-
-
-def names_of(item: pytest.Item) -> tuple[str, str, str]:
-    """The test, its function and its file, as the lists may name it."""
-    return item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m quick` imports only files that have a quick test: importing all takes a minute."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return "mark.quick" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedded_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of short texts of the embedded corpus, by the demo's vocabulary."""
     corpus = {"source": "embedded", "max_characters": 20000, "valid_fraction": 0.2}
-    return built(tmp_path_factory.mktemp("embedded"), corpus, {"vocab_size": 4096, "sample_bytes": 500000}, {})
+    return built(tmp_path_factory.mktemp("embedded"), corpus, {"vocab_size": 2048, "sample_bytes": 500000}, {})
 
 
 def built(folder: Path, corpus: dict[str, Any], tokenizer: dict[str, Any], shards: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ import psutil
 from tost_lm.testing.ranks import PRELOADED
 
 HANG_S = 240.0
-PRELOADED.extend(["launches", "tost_lm.pretrain.commands.train", "tost_lm.pretrain.loop", "tost_lm.data.loader"])
+PRELOADED.extend(["launches", "tost_lm.pretrain.commands.train", "tost_lm.pretrain.train", "tost_lm.data.loader"])
 
 
 class Launch:

@@ -69,6 +69,7 @@ def test_an_evaluation_that_cannot_write_its_result_is_refused_before_it_scores(
         evaluate.main([Path("runs/tiny")], load_config(EvalConfig, None, ["tasks=['heldout']"]))
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(
     workplace: Path, small_disk: Path, uninterrupted: Path, times: Times, record_fault: RecordFault
 ):
@@ -99,6 +100,7 @@ def test_a_full_disk_loses_nothing(
     )
 
 
+@pytest.mark.slow
 def test_an_async_save_that_fails_ends_the_run(
     workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault
 ):

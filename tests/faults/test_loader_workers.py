@@ -118,7 +118,7 @@ def test_a_silent_worker_ends_a_run_of_one_rank_after_the_timeout(
     record_fault("a silent loader worker, one rank", 1, "named after the heartbeat timeout")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_run_of_one_rank_that_waits_for_data_stops_gracefully(workplace: Path, signum: signal.Signals):
     with launch(workplace, 1, *ENDLESS, inject=hung_read) as running:
         running.until(lambda: is_waiting(running))
@@ -128,6 +128,7 @@ def test_a_run_of_one_rank_that_waits_for_data_stops_gracefully(workplace: Path,
         assert curve(workplace / "runs/tiny")[-1][0] == HUNG
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_ranks_that_wait_for_data(workplace: Path, record_fault: RecordFault):
     with launch(workplace, 2, *ENDLESS, inject=hung_read) as running:
         running.until(lambda: is_waiting(running))
@@ -141,6 +142,7 @@ def test_a_second_ctrl_c_ends_ranks_that_wait_for_data(workplace: Path, record_f
     record_fault("Ctrl-C while waiting for data", 2, outcome)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_rank_whose_worker_has_stopped(workplace: Path):
     with launch(workplace, 1, *ENDLESS) as running:
         running.until(lambda: running.step() > 3 and worker_of(running, 0))

@@ -24,6 +24,7 @@ RecordFault = Callable[[str, int, str], None]
 TIMEOUT_S = 5.0
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_with_its_last_step(
     workplace: Path, times: Times, record_fault: RecordFault, pace: Any
 ):
@@ -52,10 +53,9 @@ def test_a_stopped_rank_is_named_with_its_last_step(
     record_fault("hang (SIGSTOP)", count, f"named with its last step, after at most {longest:.1f} s ({limit})")
 
 
-@pytest.mark.parametrize("phase", ["training", "validation"])
-def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pace: Any, phase: str):
+def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pace: Any):
     words = ["launch.ranks=2", f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000"]
-    words += ["validation.every=1", "validation.sequences=400"] if phase == "validation" else []
+    words += ["validation.every=1", "validation.sequences=400"]
     command = [sys.executable, "-m", "tost_lm.cli.main", "train", "run.toml", *words]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with subprocess.Popen(
@@ -63,7 +63,7 @@ def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pac
     ) as launcher:
         try:
             deadline, beats = time.monotonic() + HANG_S, {}
-            while 1 not in beats or beats[1].phase != phase or beats[1].step < 2:
+            while 1 not in beats or beats[1].phase != "validation" or beats[1].step < 2:
                 beats = read_heartbeats(workplace / "runs/tiny/heartbeats")
                 assert launcher.poll() is None
                 assert time.monotonic() < deadline
@@ -88,6 +88,7 @@ def worker_of(running: Launch, rank: int) -> psutil.Process | None:
     return workers[0] if workers else None
 
 
+@pytest.mark.slow
 def test_a_killed_loader_worker_ends_the_run(
     workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault, pace: Any
 ):
@@ -112,6 +113,7 @@ def test_a_killed_loader_worker_ends_the_run(
     record_fault("a loader worker killed", times(5), f"an error within {slowest:.1f} s; the batch order is unchanged")
 
 
+@pytest.mark.quick
 def test_out_of_memory_names_the_settings_to_change(workplace: Path, times: Times, record_fault: RecordFault):
     words = ("model.width=256", "train.micro_batch_size=4096", "train.global_batch_size=4096")
     for count in range(times(5)):

@@ -33,6 +33,7 @@ def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_torchrun_finishes_a_run_with_twenty_killed_ranks(
     workplace: Path, record_fault: Callable[[str, int, str], None]

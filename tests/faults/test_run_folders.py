@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 from launches import launch, train
 from test_stopped_runs import assert_same_run, saved_steps
 
@@ -19,6 +20,7 @@ RecordFault = Callable[[str, int, str], None]
 ENDLESS = "train.steps=100000"
 
 
+@pytest.mark.quick
 def test_a_launch_under_another_name_of_the_folder_is_refused(workplace: Path, record_fault: RecordFault):
     runs = workplace / "runs"
     (runs / "real").mkdir(parents=True)
@@ -39,6 +41,7 @@ def test_a_launch_under_another_name_of_the_folder_is_refused(workplace: Path, r
     record_fault("two launches on two names of one run folder", 2, "the second is refused")
 
 
+@pytest.mark.slow
 def test_a_launch_whose_lock_file_is_removed_ends_before_it_writes_beside_another(
     workplace: Path, uninterrupted: Path, record_fault: RecordFault
 ):
@@ -72,6 +75,7 @@ def without_locks(stale_s: float, rank: int) -> None:
     run_lock.BEAT_S, run_lock.STALE_S = 0.2, stale_s
 
 
+@pytest.mark.slow
 def test_without_locks_an_owner_file_protects_the_run_folder(
     workplace: Path, uninterrupted: Path, record_fault: RecordFault
 ):
@@ -117,6 +121,7 @@ def test_a_launch_whose_owner_file_was_taken_over_saves_nothing_more(workplace: 
     assert (workplace / "runs/.tiny.owner").read_text().startswith("host other")
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_moved_ends_the_run(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
     runs = workplace / "runs"
     for _ in range(2):

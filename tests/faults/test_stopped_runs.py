@@ -44,6 +44,7 @@ def assert_same_run(run_folder: Path, expected: Path, steps: int = 300) -> None:
     assert tensors(expected, steps)
 
 
+@pytest.mark.quick
 def test_ranks_killed_at_random(workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault):
     draws, count, step, saved = random.Random(1), times(5), 0, 0
     for _ in range(count):
@@ -69,6 +70,7 @@ def test_ranks_killed_at_random(workplace: Path, uninterrupted: Path, times: Tim
 DEMO = Path(__file__).parents[2] / "configs/pretrain/demo.toml"
 
 
+@pytest.mark.slow
 def test_a_demo_of_delta_layers_killed_in_the_middle(tmp_path: Path, embedded_shards: Path, record_fault: RecordFault):
     """Three delta layers, then one of full attention."""
     (tmp_path / "run.toml").write_bytes(DEMO.read_bytes())
@@ -97,6 +99,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 def test_preemption_loses_no_step(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
     words = ("validation.every=3", "validation.sequences=4", "train.steps=300")
     reached = 0
@@ -124,6 +127,7 @@ def test_preemption_loses_no_step(workplace: Path, uninterrupted: Path, record_f
 MANY_MICRO_BATCHES = ("model.width=128", "model.layers=4", "train.micro_batch_size=1", "run.name=slow")
 
 
+@pytest.mark.slow
 def test_a_stop_in_a_step_abandons_it_after_a_micro_batch(workplace: Path, record_fault: RecordFault):
     words = (*MANY_MICRO_BATCHES, "train.global_batch_size=100", "train.steps=2")
     train(workplace, 2, *words)
@@ -151,6 +155,7 @@ def test_a_stop_in_a_validation_ends_it_after_a_micro_batch(workplace: Path, rec
     record_fault("preemption in the middle of a validation", 1, "exit code 75; the validation is not recorded")
 
 
+@pytest.mark.slow
 def test_a_first_ctrl_c_saves_and_a_second_ends_at_once(
     workplace: Path, uninterrupted: Path, record_fault: RecordFault
 ):
@@ -185,6 +190,7 @@ def slow_saves(rank: int) -> None:
     writer.publish_checkpoint = publish_late
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_kept(workplace: Path, times: Times, record_fault: RecordFault):
     started = time.monotonic()
     train(workplace, 2, "train.steps=1", "run.name=short")
@@ -238,6 +244,7 @@ def test_a_wall_clock_that_jumps_does_not_change_the_time_limit(workplace: Path,
     record_fault("the wall clock jumps by a day", 2, "the time limit is kept")
 
 
+@pytest.mark.quick
 def test_a_second_launch_is_refused_and_the_first_continues(workplace: Path, times: Times, record_fault: RecordFault):
     with launch(workplace, 2, "train.steps=100000") as first:
         first.until(lambda: first.step() > 3)
@@ -256,14 +263,3 @@ def test_a_second_launch_is_refused_and_the_first_continues(workplace: Path, tim
     with launch(workplace, 2, "train.steps=100000") as third:  # a stale lock is ignored
         third.until(lambda: third.step() > before)
     record_fault("two launches on one run folder", times(5), "the second is refused; a stale lock is ignored")
-
-
-@pytest.mark.parametrize("stops", [[7, 8, 150]])
-def test_stopping_and_resuming_three_times(
-    workplace: Path, uninterrupted: Path, stops: list[int], record_fault: RecordFault
-):
-    for stop in stops:
-        train(workplace, 2, f"run.stop_at_step={stop}")
-    train(workplace, 2)
-    assert_same_run(workplace / "runs/tiny", uninterrupted)
-    record_fault("stop and resume", len(stops), "losses, weights and optimizer bit-exact")

@@ -8,14 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from launches import launch, no_fault
 from test_stopped_runs import curve, saved_steps
 
 from tost_lm.files import read_rows
 from tost_lm.parallel import zero
-from tost_lm.pretrain import loop
-from tost_lm.pretrain.hooks import Validation
+from tost_lm.pretrain import train
+from tost_lm.pretrain.validation import Validation
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
@@ -23,7 +24,7 @@ RecordFault = Callable[[str, int, str], None]
 
 def before_step(number: int, fault: Callable[[Any], None]) -> None:
     """Call `fault(engine)` in this rank right before training step `number`, counted from 1 in this launch."""
-    train_step, steps = loop.train_step, 0
+    train_step, steps = train.train_step, 0
 
     def step(engine: Any, *arguments: Any) -> Any:
         nonlocal steps
@@ -32,7 +33,7 @@ def before_step(number: int, fault: Callable[[Any], None]) -> None:
             fault(engine)
         return train_step(engine, *arguments)
 
-    loop.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
+    train.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def infinite_loss(engine: Any) -> None:
@@ -61,6 +62,7 @@ def inject_at(at_rank: int, number: int, fault: Callable[[Any], None], rank: int
         before_step(number, fault)
 
 
+@pytest.mark.quick
 def test_all_ranks_skip_an_infinity_of_one_rank(workplace: Path, times: Times, record_fault: RecordFault):
     for count in range(times(5)):
         for fault, reason in ((infinite_loss, "loss is "), (infinite_gradient, "gradient norm is ")):

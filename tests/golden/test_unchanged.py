@@ -26,7 +26,7 @@ def of_processors() -> list[Path]:
     return sorted(RESULTS.glob("*.json"))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [RANKS[0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in RANKS[1:])])
 def test_training_is_unchanged(ranks: int):
     """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""
     (results, same_processor), found = stored(), trained(ranks)
@@ -41,6 +41,7 @@ def test_training_is_unchanged(ranks: int):
             assert_as_accurate(torch.tensor(ours), torch.tensor(theirs), torch.tensor(truth).double(), name)
 
 
+@pytest.mark.slow
 def test_runs_of_the_program_are_unchanged():
     """On another processor, differences are at most a multiple of those between two processors with stored results."""
     (results, same_processor), found = stored(), trained_by_programs()

@@ -27,7 +27,7 @@ from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.pretrain.loop import build_writer
+from tost_lm.pretrain.engine import build_writer
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
 

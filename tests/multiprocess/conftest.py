@@ -7,7 +7,7 @@ import torch
 from tost_lm.testing.ranks import PRELOADED
 
 # Most modules of these tests import them: a third of a second for every rank.
-PRELOADED += ["pytest", "tost_lm.parallel.apply", "tost_lm.parallel.zero", "tost_lm.pretrain.loop"]
+PRELOADED += ["pytest", "tost_lm.parallel.apply", "tost_lm.parallel.zero", "tost_lm.pretrain.train"]
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -12,6 +12,8 @@ from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.agreement import all_gather_object, name_ranks, require_agreement, settings_as_facts
 from tost_lm.testing import run_on_ranks
 
+pytestmark = pytest.mark.quick
+
 HOST = socket.gethostname()
 LONG = "Ωж𝄞\u0000" * 5000
 

@@ -25,6 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "benchmarks"
 
 
+@pytest.mark.slow
 def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

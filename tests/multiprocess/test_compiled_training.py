@@ -45,6 +45,7 @@ def train_and_count(layout: ParallelConfig, run: dict[str, Any]) -> tuple[Record
     return record, graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "run"),
     [

@@ -91,11 +91,15 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
     return all_measured
 
 
-def test_four_ranks_score_as_one_process(folder: Path):
-    assert_measured_as_one_process([{"sequence": 2, "zero_stage": 3}], folder, bfloat16=False)
-
-
-def assert_measured_as_one_process(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layouts", "bfloat16"),
+    [
+        ([{"sequence": 2, "zero_stage": 3}, {"zero_stage": 3}], False),
+        ([{"tensor": 2, "sequence": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}], True),
+    ],
+)
+def test_four_ranks_score_as_one_process(folder: Path, layouts: list[dict[str, int]], bfloat16: bool):
     first, *others = run_on_ranks(measure_on, 4, layouts, folder, bfloat16)
     assert others == [first] * 3
     for measured in first:

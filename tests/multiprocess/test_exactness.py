@@ -21,7 +21,6 @@ from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 
-MIXES = [(1, 4), (2, 2)]  # each axis in groups of 2 and of 4, alone and with the other; tests/full has more
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "energy-mean, nothing by position": {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"},
@@ -91,14 +90,23 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
     return [*record, whole({name: p.detach() for name, p in model.named_parameters()}, model, mesh)]
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), MIXES)
-def test_training_equals_one_process(tensor: int, sequence: int):
-    # Gradients are compared, not only what an optimizer makes of them: one for each model will do.
-    optimizers = ("adamw", "sgd", "adamw", "sgd" if tensor > 1 else "muon", "sgd")
-    assert_training_equals_one_process(tensor, sequence, list(zip(MODELS, optimizers, strict=True)))
+MIXED = ("adamw", "sgd", "adamw", "sgd", "sgd")  # gradients are compared, too: one for each model will do
 
 
-def assert_training_equals_one_process(tensor: int, sequence: int, cases: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "optimizers"),
+    [
+        (2, 2, MIXED),
+        pytest.param(1, 4, ("muon",) * 5, marks=pytest.mark.slow),
+        *(
+            pytest.param(*axes, (optimizer,) * 5, marks=pytest.mark.slow)
+            for axes in [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+            for optimizer in ("sgd", "adamw")
+        ),
+    ],
+)
+def test_training_equals_one_process(tensor: int, sequence: int, optimizers: tuple[str, ...]):
+    cases = list(zip(MODELS, optimizers, strict=True))
     expected = [train_alone(*case) for case in cases]
     for found in run_on_ranks(train_on_ranks, tensor * sequence, tensor, sequence, cases):
         for name, (*steps, weights), (*expected_steps, expected_weights) in zip(cases, found, expected, strict=True):
@@ -144,11 +152,13 @@ def train_packed_on_mesh(name: str, mesh: Mesh, lengths: tuple[int, ...], recomp
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "sequence", "lengths"),
     [
         ("hybrid", 1, 4, (2, 1, 16, 7)), ("hybrid", 2, 2, ()),
-        ("hybrid", 1, 2, (25, 1)), ("delta", 1, 4, (2, 1, 16, 7)), ("delta", 2, 2, (25, 1)),
+        pytest.param("hybrid", 1, 2, (25, 1), marks=pytest.mark.quick),
+        pytest.param("delta", 1, 4, (2, 1, 16, 7), marks=pytest.mark.quick), ("delta", 2, 2, (25, 1)),
     ],
 )  # fmt: skip
 def test_packed_documents_cross_ranks(name: str, tensor: int, sequence: int, lengths: tuple[int, ...]):

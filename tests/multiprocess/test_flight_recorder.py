@@ -61,7 +61,14 @@ def watched(fault: Callable[[], None], folder: Path) -> None:
         os._exit(2)
 
 
-@pytest.mark.parametrize("fault", [rank_1_hangs, rank_1_dies, rank_1_dies_and_the_others_hang])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(rank_1_hangs, marks=pytest.mark.slow),
+        pytest.param(rank_1_dies, marks=pytest.mark.quick),
+        rank_1_dies_and_the_others_hang,
+    ],
+)
 def test_every_surviving_rank_dumps_its_last_collectives(fault: Callable[[], None], tmp_path: Path):
     with pytest.raises(RuntimeError) as report:
         run_on_ranks(watched, 3, fault, tmp_path)

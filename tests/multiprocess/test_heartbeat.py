@@ -193,6 +193,7 @@ def steps_shorter_than_the_timeout(folder: Path) -> str:
     return heartbeat.last.phase
 
 
+@pytest.mark.slow
 def test_a_run_longer_than_the_timeout_is_not_ended(tmp_path: Path):
     assert run_on_ranks(steps_shorter_than_the_timeout, 2, tmp_path) == ["training"] * 2
 
@@ -277,6 +278,7 @@ def attempt(killed: int, port: int) -> float:
     return total.item()
 
 
+@pytest.mark.quick
 def test_restarted_ranks_join_each_other_and_not_the_dead_ones(store: TCPStore):
     for killed in (0, 1, 2):
         with pytest.raises(RuntimeError) as report:

@@ -28,14 +28,14 @@ from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
 from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.parallel.zero import draw_weights
-from tost_lm.pretrain.loop import build_training_engine
+from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
 
 SEED = 5
 KINDS: tuple[Literal["model"], Literal["optimizer"]] = ("model", "optimizer")
 FEW_BYTES = 4096  # messages of gloo, /proc/self/io
-MODEL = {"layers": 3, "heads": 4, "width": 32, "vocab_size": 64, "max_positions": 26, "pattern": "TSA", "bias": True}
+MODEL = {"layers": 3, "heads": 4, "width": 32, "vocab_size": 64, "max_positions": 26, "pattern": "TDA", "bias": True}
 # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
 LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 0}, {}, {"zero_stage": 3}, {"dtype": "bfloat16"}, {"tensor": 2, "zero_stage": 2},
@@ -104,6 +104,7 @@ def start_and_resume(layouts: list[dict[str, Any]], checkpoint: Path) -> list[tu
     return found
 
 
+@pytest.mark.slow
 def test_one_seed_and_one_checkpoint_give_the_same_bits_under_every_parallel_layout(checkpoint: Path):
     for found in run_on_ranks(start_and_resume, 4, LAYOUTS, checkpoint):
         assert found == [([], [])] * len(LAYOUTS)
@@ -140,6 +141,7 @@ def read_on_two_nodes(checkpoint: Path) -> Reading:
     return Reading(after - before, is_right, error)
 
 
+@pytest.mark.quick
 def test_each_byte_is_read_once_per_node_and_a_flipped_one_is_found_by_all(checkpoint: Path):
     files = [checkpoint / name for kind in KINDS for name in shard_entries(checkpoint, kind)]
     size = sum(file.stat().st_size for file in files)

@@ -10,12 +10,14 @@ from torch import Tensor
 from training_on_layouts import LR, Record, T, build_model, train_on_layout
 
 from tost_lm.config import validate
-from tost_lm.optim.optimizers import UnroundedOnCPU
+from tost_lm.optim.muon_with_adamw import UnroundedOnCPU
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
 GRAD_CLIP = 0.5
 DELTA = {"pattern": "TDA"}
+AXES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+"""Tensor and sequence ranks; the rest of four are data ranks."""
 
 
 def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, **model: Any) -> list[Record]:
@@ -23,23 +25,26 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
     return [train_on_layout(layout, optimizer, GRAD_CLIP, **model) for layout in layouts]
 
 
-# Every pair of axes, and every stage with each axis; tests/full has all layouts.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
-        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}), (1, 2, (0, 2), "sgd", DELTA),
-        (2, 2, (1, 3), "adamw", DELTA), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+        pytest.param(1, 2, (0, 2), "sgd", DELTA, marks=pytest.mark.quick),
+        (2, 2, (1, 3), "adamw", DELTA),
+        (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+        *((*axes, (0, 1, 2, 3), optimizer, {}) for axes in AXES for optimizer in ("sgd", "adamw")),
     ],
-)  # fmt: skip
+)
 def test_four_ranks_train_as_one_process(
     tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
 ):
     layout = {"tensor": tensor, "sequence": sequence}
-    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer):
+    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
 def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
     for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
@@ -69,6 +74,7 @@ def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
     return [(name, record.weights[name], p.detach()) for name, p in named.items()]
 
 
+@pytest.mark.quick
 def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit():
     for weights in run_on_ranks(train_with_muon_and_with_torch, 4):
         for name, ours, theirs in weights:

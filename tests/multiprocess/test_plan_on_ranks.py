@@ -24,28 +24,25 @@ FEW_NUMBERS = 128
 TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 
 
-# tests/full has each model on the other axis.
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        ("sequence", {"pattern": "TA"}),
-        ("tensor", {"pattern": "SA"}),
-        ("sequence", {"pattern": "TA", **OTHER_FORMS}),
-        ("sequence", {"pattern": "DA"}),
-        ("tensor", {"pattern": "DA"}),
+        *((axis, {"pattern": "DA"}) for axis in ("sequence", "tensor")),
+        *(
+            pytest.param(axis, {"pattern": "TA", **forms}, marks=pytest.mark.slow)
+            for axis in ("sequence", "tensor")
+            for forms in ({}, OTHER_FORMS)
+        ),
     ],
 )
 def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, Any]):
-    assert_as_planned(axis, model)
-
-
-def assert_as_planned(axis: str, model: dict[str, Any]) -> None:
     settings = settings_of(**SMALL, **model, parallel={axis: RANKS})
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
 
 
+@pytest.mark.slow
 def test_memory_of_gradients_in_bfloat16_until_they_are_added():
     settings = settings_of(
         width=768, layers=8, heads=12, vocab_size=512, tokens=16, micro_batch=1, micro_batches=2, dtype="bfloat16",
@@ -59,10 +56,10 @@ def test_memory_of_gradients_in_bfloat16_until_they_are_added():
 @pytest.mark.parametrize(
     ("pattern", "layer_scale", "memory"),
     [
-        ("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
-        ("TS", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
+        pytest.param("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
+        pytest.param("TD", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         ("TA", 0.1, {"activation_checkpointing": "mixers"}),
-        ("SA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+        ("DA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
         ("DA", 0.0, {"activation_checkpointing": "full"}),
         ("DA", 0.0, {"activation_checkpointing": "mixers"}),
         ("DA", 0.0, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
@@ -75,21 +72,25 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
-    if pattern == "TS":
+    if pattern == "TD":
         assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
 @pytest.mark.parametrize(
     ("pattern", "window", "memory"),
     [
-        ("TA", 30, {"tile_tokens": 100}),
-        ("SA", 30, {"tile_tokens": 100}),
-        ("SA", 0, {"tile_tokens": 100}),
+        pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
+        pytest.param("DA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
+        ("DA", 0, {"tile_tokens": 100}),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
-        ("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}),
-        ("AS", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
-        ("AS", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
-        ("DS", 0, {"tile_tokens": 100}),
+        pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        ("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
+        pytest.param(
+            "AD",
+            0,
+            {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
@@ -98,13 +99,14 @@ def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
-    if pattern == "SA":
+    if pattern == "DA":
         assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
-    settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
+    settings = settings_of(**TINY, heads=8, pattern="T", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     for module in (plan, plan_activations):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
@@ -115,10 +117,10 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
         assert [one.sent for one in found] == [by_kind(on_ranks[rank]) for rank in (0, 3)]
 
 
-@pytest.mark.parametrize("tile_tokens", [256, 100])
+@pytest.mark.parametrize("tile_tokens", [pytest.param(256, marks=pytest.mark.slow), 100])
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
-    settings = settings_of(**TINY, heads=8, pattern="DS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
+    settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     for module in (plan, plan_activations, delta_facts):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)

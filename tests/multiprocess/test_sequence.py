@@ -82,7 +82,13 @@ def whole_lengths(call: Call) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "tensor", "backend"), [(4, 1, "numba"), (2, 2, "chunked"), (1, 4, "numba"), (2, 2, "triton")]
+    ("sequence", "tensor", "backend"),
+    [
+        pytest.param(4, 1, "numba", marks=pytest.mark.quick),
+        pytest.param(2, 2, "chunked", marks=pytest.mark.quick),
+        (1, 4, "numba"),
+        pytest.param(2, 2, "triton", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_equal_one_call(sequence: int, tensor: int, backend: str):
     dtype = torch.float64

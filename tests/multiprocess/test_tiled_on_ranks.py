@@ -23,7 +23,7 @@ from tost_lm.testing import Traffic, assert_close, run_on_ranks
 WINDOW = 7
 MODELS: list[dict[str, Any]] = [
     {"pattern": "TTA", "softmax": {"window": WINDOW}},
-    {"pattern": "SST", "tssa": {"denom_bias": "head"}},
+    {"pattern": "DDT", "tssa": {"denom_bias": "head"}},
     {
         "pattern": "TA",
         "layers": 2,
@@ -71,7 +71,10 @@ def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
     return record
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 2), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"),
+    [(1, 2), (2, 1), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(2, 2), (1, 4)])],
+)
 def test_float64(tensor: int, sequence: int):
     tokens, labels = packed_batch()
     found = run_on_ranks(tiled_on_ranks, tensor * sequence, tensor, sequence)
@@ -98,6 +101,7 @@ def train_in_stages(
 
 
 # All of them accumulate micro-batches.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "stages", "optimizer", "grad_clip"),
     [({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP), ({"sequence": 2, "tensor": 2}, (2,), "adamw", 0.0)],
@@ -123,7 +127,7 @@ def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str,
     return tuple(counted)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.quick), 2])
 def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
     for whole_rows, tiles in run_on_ranks(reductions, 2, stage):
         assert whole_rows == tiles

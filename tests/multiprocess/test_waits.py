@@ -1,5 +1,5 @@
-"""Where a training step waits for the device: each place where Python reads a value of a tensor, copies one from the
-host's memory, or DeepSpeed synchronizes the device."""
+"""Where a training step and a decoding step wait for the device: each place where Python reads a value of a tensor,
+copies one from the host's memory, or DeepSpeed synchronizes the device."""
 
 import traceback
 from collections import Counter
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doc_pages import blocks_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,14 +19,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from training_on_layouts import BATCH, VOCAB, T, build_engine
 
+from tost_lm.config import validate
 from tost_lm.data.loader import Batch
 from tost_lm.data.prefetch import micro_batches
+from tost_lm.inference.decoding import Decoder, decoder
+from tost_lm.inference.generation import Sampling, generate
+from tost_lm.mixers.plugins import run_plugin
+from tost_lm.mixers.registry import FACTS
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.streaming import prefill
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import Tiling, tile
 from tost_lm.testing import run_on_ranks
 
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "multinomial"}
 COPIES_TO_HOST = {"tolist", "numpy", "cpu"}
 COPIES_OF_VALUES = {"tensor", "as_tensor", "asarray"}
 NO_WAIT = {
@@ -37,7 +45,6 @@ NO_WAIT = {
     "numba_phases.py:<listcomp>": "of the path of CPUs",
     "numba_phases.py:_sums": "of the path of CPUs",
     "numba_phases.py:_score_scale": "of the path of CPUs",
-    "chunks.py:__init__": "of the path of CPUs: whether slots read a NaN",
     "prefetch.py:<genexpr>": "from memory that the loader has pinned",
     "prefetch.py:_cu_seqlens": "the ends of documents, a host tensor",
     "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",
@@ -106,12 +113,12 @@ def copies_recorded(record: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> dict[str, int]:
-    """How often a step waits in each place, after two steps with other batches."""
+@contextmanager
+def waits_counted() -> Iterator[dict[str, int]]:
+    """How often the code waits in each place."""
     from deepspeed.accelerator import get_accelerator
 
     places: Counter[str] = Counter()
-    columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
 
     def record() -> None:
         frames = (x for x in reversed(traceback.extract_stack()[:-1]) if Path(x.filename).name not in BETWEEN)
@@ -120,6 +127,15 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
         if place not in NO_WAIT:
             places[place] += 1
 
+    with pytest.MonkeyPatch.context() as patch, Reads(record), copies_recorded(record):
+        patch.setattr(get_accelerator(), "synchronize", record)
+        yield places
+
+
+def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> dict[str, int]:
+    """The waits of a step, after two steps with other batches."""
+    columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
+
     def step(number: int) -> None:
         tokens, labels, ends = batch(number)
         here = Batch(tokens[..., columns], labels[..., columns], ends)
@@ -127,8 +143,7 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
 
     for number in range(2):  # DeepSpeed's throughput timer starts with the third step
         step(number)
-    with pytest.MonkeyPatch.context() as patch, Reads(record), copies_recorded(record):
-        patch.setattr(get_accelerator(), "synchronize", record)
+    with waits_counted() as places:
         step(2)
     return dict(places)
 
@@ -159,8 +174,8 @@ OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
     ("parallel", "bfloat16", "of_the_norm"),
     [
         (ParallelConfig(zero_stage=0), False, OF_THE_NORM),
-        (ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM),
-        (ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}),
+        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
     ],
     ids=["float32", "two sequence ranks", "bfloat16"],
 )
@@ -181,6 +196,41 @@ def waits_with_the_throughput_timer() -> dict[str, int]:
 def test_synchronizations_by_deepspeed_are_recorded():
     (waits,) = run_on_ranks(waits_with_the_throughput_timer, 1)
     assert waits == {"step.py:train_step": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
+
+
+@pytest.fixture
+def pattern(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The letter of a mixer; E: of the plugin that a tutorial writes."""
+    if request.param == "E":
+        (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+        (tmp_path / "gated_ema.py").write_text(text)
+        run_plugin(tmp_path / "gated_ema.py")
+    yield request.param
+    FACTS.pop("E", None)
+
+
+SETTINGS = [
+    {"softmax": {"window": 8}},
+    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 1, "qk_norm": True}},
+    {"positions": "none", "softmax": {"rope_theta": 0.0}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("pattern", [*FACTS, "E"], indirect=True)
+def test_the_second_decoding_step_waits_for_nothing_but_its_token(pattern: str, settings: dict[str, Any]):
+    """It is the code that is captured on a GPU, so the steps after it are equal."""
+    shape = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "layer_scale": 1.0}
+    model = TostLM(validate(ModelConfig, {"pattern": pattern, **shape, **settings}, "test")).eval()
+    output = prefill(model, [torch.zeros(1, 5, dtype=torch.int64)])
+    assert output.state is not None
+    assert isinstance(decoder(model, output.state), Decoder)
+    ids = generate(model, output, 9, Sampling(0.8, top_k=5), None, VOCAB)
+    next(ids)  # of the prompt
+    next(ids)
+    with waits_counted() as places:
+        next(ids)
+    assert places == {"generation.py:read": 1}
 
 
 class _CopiesBackward(torch.autograd.Function):

@@ -143,7 +143,7 @@ def line_of(fault: Callable[[], None], notes: Path, raised_on: list[int], is_los
     ("fault", "lost"),
     [
         (rank_0_dies, 0),
-        (rank_1_dies_in_the_backward, 1),
+        pytest.param(rank_1_dies_in_the_backward, 1, marks=pytest.mark.quick),
         (rank_2_dies_and_the_error_is_wrapped, 2),
         (rank_1_dies_in_a_second_use, 1),
     ],
@@ -191,6 +191,7 @@ def test_an_error_of_two_ranks_is_printed_by_one(printed_here: bool | None, prin
     assert run_on_ranks(rank_1_fails_later_with_the_error_of_rank_0, 2, printed_here) == printed
 
 
+@pytest.mark.quick
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):
     line, _ = line_of(rank_1_stops, tmp_path, [0, 2])
     assert re.fullmatch(r"rank 1 \(.+, pid \d+\) was lost: it does not answer", line)

@@ -39,14 +39,16 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
     return [stop_and_resume(layout, bfloat16) for layout in layouts]
 
 
-# What the tests of checkpoints do not resume; tests/full has all stages.
-@pytest.mark.parametrize(("layout", "bfloat16"), [({"zero_stage": 2}, False), ({"tensor": 2, "zero_stage": 3}, True)])
-def test_resuming_is_not_having_stopped_to_the_bit(layout: dict[str, int], bfloat16: bool):
-    assert_resumed_to_the_bit([layout], bfloat16)
-
-
-def assert_resumed_to_the_bit(layouts: list[dict[str, int]], bfloat16: bool) -> None:
-    validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "stages", "bfloat16"),
+    [
+        pytest.param(1, (2,), False, marks=pytest.mark.quick),
+        *((tensor, *case) for tensor in (1, 2) for case in [((0, 1, 2, 3), False), ((1, 3), True)]),
+    ],
+)
+def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, stages: tuple[int, ...], bfloat16: bool):
+    validated = [validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test") for stage in stages]
     for outcomes in run_on_ranks(stop_and_resume_each, 2, validated, bfloat16):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
@@ -74,6 +76,7 @@ def curves_of_layouts(bfloat16: bool) -> list[Curve]:
     return [train_steps(engine, "adamw", range(5)) for engine in engines]
 
 
+@pytest.mark.slow
 def test_bfloat16_training_stays_near_float32():
     wide, narrow = (torch.tensor(run_on_ranks(curves_of_layouts, 2, choice)[0]) for choice in (False, True))
     assert not torch.equal(wide, narrow)
@@ -95,7 +98,10 @@ def curves_in_buckets(layouts: list[ParallelConfig], bfloat16: bool) -> list[tup
     return found
 
 
-@pytest.mark.parametrize(("stages", "bfloat16"), [((1, 2, 3), False), ((2, 3), True)])
+@pytest.mark.parametrize(
+    ("stages", "bfloat16"),
+    [pytest.param((1, 2, 3), False, marks=pytest.mark.quick), pytest.param((2, 3), True, marks=pytest.mark.slow)],
+)
 def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bfloat16: bool):
     """Gradients of two ranks, whose sum has no order, are then reduced during the last backward."""
     layouts = [ParallelConfig(zero_stage=stage) for stage in stages]  # pyright: ignore[reportArgumentType]
@@ -129,13 +135,16 @@ def differing_settings(stage: int, bfloat16: bool, settings: list[dict[str, Any]
     return found
 
 
-SETTINGS: list[tuple[int, int, bool, list[dict[str, Any]]]] = [
+SETTINGS = [
     (2, 1, False, [
         {"reduce_bucket_size": 5000, "overlap_comm": False},
         {"allgather_bucket_size": 5000, "contiguous_gradients": False},
         {"reduce_scatter": False, "allgather_partitions": False},
     ]),
-    (2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}]),
+    pytest.param(
+        2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}],
+        marks=pytest.mark.slow,
+    ),
     (2, 2, False, [
         {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
         {"overlap_comm": False, "allgather_partitions": False},
@@ -206,7 +215,9 @@ def short_and_long_steps(layouts: list[dict[str, int]]) -> list[tuple[list[Curve
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, [{}]), (2, [{}, {"sequence": 2}, {"tensor": 2}])])
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, [{}]), pytest.param(2, [{}, {"sequence": 2}, {"tensor": 2}], marks=pytest.mark.slow)]
+)
 def test_steps_in_few_launches_are_those_of_deepspeed(ranks: int, layouts: list[dict[str, int]]):
     """With two micro-batches on one rank, clipping, and a skipped step. DeepSpeed adds up squares in float32."""
     for outcome in run_on_ranks(short_and_long_steps, ranks, layouts):
@@ -272,7 +283,7 @@ def misaligned(stages: list[int], bfloat16: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stages", "bfloat16"), [([1, 2], False), ([1, 2], True)])
+@pytest.mark.parametrize(("stages", "bfloat16"), [pytest.param([1, 2], False, marks=pytest.mark.slow), ([1, 2], True)])
 def test_large_parameters_begin_where_gpus_load_16_bytes(stages: list[int], bfloat16: bool):
     assert run_on_ranks(misaligned, 2, stages, bfloat16) == [[]] * 2
 

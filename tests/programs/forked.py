@@ -20,7 +20,7 @@ from tost_lm.testing.ranks import PRELOADED
 CHECKOUT = Path(__file__).parents[2]
 OWN = {"PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 ENVIRONMENT = {**os.environ, **OWN}
-PRELOADED += ["pytest", "tost_lm.pretrain.loop", "tost_lm.inference.likelihood"]
+PRELOADED += ["pytest", "tost_lm.pretrain.train", "tost_lm.inference.likelihood"]
 LIMIT_S = 280  # just below the timeout of a test
 
 

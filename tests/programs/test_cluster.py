@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S
-from programs import run
+from programs import curve, run
 from two_hosts import INTERFACE, two_hosts
 
 import tost_lm
@@ -29,11 +29,6 @@ ACTIVATED = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
 NODE = {"NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "2", "MASTER_ADDR": "node-0"}
-
-
-def curve(workplace: Path) -> list[tuple]:
-    rows = [json.loads(line) for line in (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 def exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
@@ -61,6 +56,7 @@ def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(workplace: Path, one_host: Path):
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
     master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
@@ -73,6 +69,7 @@ def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(workplace: Path, o
     assert curve(workplace) == curve(one_host)
 
 
+@pytest.mark.quick
 def test_two_hosts_train_as_one_and_communicate_over_their_network(workplace: Path, one_host: Path):
     logs = [workplace / "host0.txt", workplace / "host1.txt"]
     with two_hosts() as hosts:
@@ -92,6 +89,7 @@ def test_two_hosts_train_as_one_and_communicate_over_their_network(workplace: Pa
     assert min(received) > 12 * 4 * tost_lm.load(workplace / "runs/tiny").parameter_count()
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: Path):
     node = {**ACTIVATED, **NODE, "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [LAUNCH, "run.toml", "train.steps=100000"]
@@ -139,6 +137,7 @@ def ends(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(launcher.returncode, text) for launcher, text in zip(launchers, errors, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
     with two_nodes("run.toml", "train.steps=100000", "run.timeout_seconds=20", cwd=workplace) as launchers:
         deadline = time.monotonic() + LIMIT_S
@@ -154,6 +153,7 @@ def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
     assert (workplace / "lost").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
     with two_nodes("run.toml", "data.folder=nowhere", cwd=workplace) as launchers:
         (code, error), other = ends(launchers)

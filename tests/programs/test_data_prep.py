@@ -24,6 +24,7 @@ def config(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     write_corpus(tmp_path / "corpus.jsonl", documents=3000, words=300)
     out = tmp_path / "out"

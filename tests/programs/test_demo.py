@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from forked import CHECKOUT, ENVIRONMENT
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def demo(in_ci: bool) -> Path:

@@ -41,6 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     pages.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("block", FIRST_BLOCKS, ids=lambda block: block.page)
 def test_the_first_block_of_a_page_runs(block: Block, pages: Pages):
     block.skip_if_something_is_missing()

@@ -38,6 +38,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_interrupted_resumes_and_writes_one_table(trained: Path):
     """The second task has a file of another format. Ctrl-C ends the third one after its first cell."""
     home = trained / "runs/tiny/eval"

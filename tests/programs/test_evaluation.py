@@ -50,6 +50,7 @@ def results(folder: Path, protocol: str) -> dict:
     return json.loads((folder / protocol / "results.json").read_text())
 
 
+@pytest.mark.quick
 def test_results_add_up_and_files_exist(evaluated: Path):
     home = evaluated / "runs/tiny"
     heldout = results(home, HELDOUT)
@@ -68,6 +69,7 @@ def test_results_add_up_and_files_exist(evaluated: Path):
     assert (home / "report.md").read_text().startswith("# ")
 
 
+@pytest.mark.slow
 def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     for program, words in (COMMANDS[0], COMMANDS[2]):
@@ -81,6 +83,7 @@ def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     assert results(copy / "runs/tiny", SAMPLE)["text"]
 
 
+@pytest.mark.quick
 def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     home = copy / "runs/tiny"
     alone = results(home, HELDOUT)
@@ -269,6 +272,7 @@ def test_damaged_shards_and_settings_are_rejected(copy: Path):
         assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", *words, cwd=copy)
 
 
+@pytest.mark.quick
 def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Path):
     shutil.copytree(prepared / "out/shards", copy / "shards")
     shard = copy / "shards/valid_00000.bin"
@@ -288,6 +292,7 @@ def test_an_export_has_its_own_results(copy: Path):
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_partial_result(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports

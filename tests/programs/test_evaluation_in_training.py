@@ -59,6 +59,7 @@ def weights(workplace: Path, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.quick
 def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: Path, words: list[str]):
     output = run("tost train", *words, cwd=workplace)
     assert [(row["step"], row["protocol"]) for row in rows(workplace)] == [
@@ -108,6 +109,7 @@ def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     assert [row["protocol"] for row in rows(workplace)] == list(HEADLINES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.sequence=2"])
 def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
     words = [

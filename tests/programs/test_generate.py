@@ -42,6 +42,7 @@ def test_output_is_the_prompt_and_the_generated_text(folder: Path, prompt: str):
     assert output.startswith(f"{prompt}{text}\nstate after the prompt of {1 + len(tokenizer.encode(prompt))} tokens: ")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_no_control_characters_of_the_prompt(folder: Path):
     reader, terminal = pty.openpty()
     prompt = "a\x1b]0;b\x07\tc\r\x9bd"

@@ -40,6 +40,7 @@ def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_no_other_machine_can_connect_to_a_launch_or_its_ranks(workplace: Path):
     with launched("train", "run.toml", *LONG, cwd=workplace) as process:
         wait_for_a_step(process, workplace)
@@ -94,6 +95,7 @@ def test_a_killed_rank_ends_the_launch_with_one_line(workplace: Path):
     assert re.fullmatch(rf"error: rank 1 \(.*, pid {rank.pid}\) was lost: .*\n", errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -70,6 +70,7 @@ def harness(place: Path, out: str, ranks: int = 0) -> tuple[dict[str, Any], list
     return json.loads(results.read_text()), [-float(total) for total, _ in answers[0]], answers[1]
 
 
+@pytest.mark.slow
 def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
     results, nats, texts = harness(place, "alone")
     run("tost eval", "export", LAMBADA, "sets.lambada_openai=documents.jsonl", cwd=place)
@@ -86,7 +87,9 @@ def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        (PROGRAM, ["--model_args", "pretrained=nowhere"], "nowhere: no such folder"),
+        pytest.param(
+            PROGRAM, ["--model_args", "pretrained=nowhere"], "nowhere: no such folder", marks=pytest.mark.slow
+        ),
         (QUICK, ["--batch_size", "2"], "pretrained is missing"),
         (QUICK, ["--model_args", "pretrained=export", "--apply_chat_template"], "tost_lm has no chat template"),
         (

@@ -8,6 +8,8 @@ import pytest
 from forked import Forked
 from programs import run
 
+pytestmark = pytest.mark.slow
+
 NOT_A_FILE = "must be a regular file, not a pipe or a device"
 TRAIN = ["tost train", "run.toml", "train.steps=3"]
 CASES = [

@@ -47,6 +47,7 @@ def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
     assert snapshot(workplace) == before
 
 
+@pytest.mark.quick
 def test_training_with_different_settings_on_one_node_is_refused_on_both(workplace: Path):
     words = ["optim.lr=2e-2", "run.log_every=3"]
     for node in start_nodes((workplace, []), (workplace, words), program="tost train"):
@@ -58,7 +59,7 @@ def test_training_with_different_settings_on_one_node_is_refused_on_both(workpla
     assert not (workplace / "runs").exists()
 
 
-@pytest.mark.parametrize("program", ["tost train", "tost preflight"])
+@pytest.mark.parametrize("program", [pytest.param("tost train", marks=pytest.mark.slow), "tost preflight"])
 def test_nodes_with_different_code_are_refused(program: str, workplace: Path, tmp_path_factory):
     """The package of the second node differs in one line."""
     package = tmp_path_factory.mktemp("other") / "tost_lm"

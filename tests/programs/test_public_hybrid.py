@@ -66,6 +66,7 @@ def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path):
     assert "| converted from | Olmo, OLMo-Hybrid of the Hugging Face library |" in card
 
 
+@pytest.mark.slow
 def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     """Without a GPU, too, where the kernels of fla-core that transformers chooses do not run."""
     write_qwen3_5(workplace / "Qwen")
@@ -80,6 +81,7 @@ def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     assert nats["Olmo"] == pytest.approx(nats["models/olmo"], rel=FLOAT32_REORDERED)
 
 
+@pytest.mark.slow
 def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path):
     run("tost train", "empty.toml", *TRAINED, "run.name=whole", cwd=workplace)
     tiles = ["run.name=tiles", "memory.tile_tokens=32", "parallel.sequence=2"]

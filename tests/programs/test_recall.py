@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from programs import interrupt, run
 
 TINY = """
@@ -27,6 +28,7 @@ batch_size = 2
 """
 
 
+@pytest.mark.slow
 def test_results_of_trained_models_remain_after_an_interruption(tmp_path: Path):
     (tmp_path / "mqar.toml").write_text(TINY)
     stored = tmp_path / "runs/mqar/eval/mqar@zoology/results.json"

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from programs import run
+
+pytestmark = pytest.mark.quick
 
 SECRET = "planted3f9a"
 FORMS = ("https:", f"me:{SECRET}@host", f"token={SECRET}", f"sig={SECRET}", f"Bearer {SECRET}", f"hf_{SECRET * 3}")

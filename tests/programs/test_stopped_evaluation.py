@@ -89,7 +89,7 @@ def terminate(task: str, words: list[str], folder: Path, started: str, signaled:
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*list(TASKS)[:-1], pytest.param("needle", marks=pytest.mark.slow)])
 def test_sigterm_ends_one_process_with_one_line(copy: Path, task: str):
     words, started = TASKS[task]
     before = snapshot(copy / "runs").keys()
@@ -117,6 +117,7 @@ def test_sigterm_to_one_rank_ends_both(copy: Path, task: str, layout: str):
     terminate(task, [*words, layout], copy, started, [1], ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signaled", [[0], [0, 1]])
 def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled: list[int]):
     """The copies of the model measure cells of different lengths, so they call the model different numbers of times."""
@@ -142,7 +143,7 @@ def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[st
     return output, {key: value for key, value in results.items() if key not in ("seconds", "xxh3")}
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, tensor: int, sequence: int):
     """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
     (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: sequence * 70_000])

@@ -12,6 +12,8 @@ from forked import CHECKOUT, Forked
 from tost_lm.cli.main import MODULES, SYNONYMS, source_of
 from tost_lm.version import VERSION
 
+pytestmark = pytest.mark.quick
+
 OWN_ARGUMENTS = ("lm-eval", "recipes", "tasks")  # no settings
 
 

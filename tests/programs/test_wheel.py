@@ -41,13 +41,11 @@ EXTRAS = {
     "tost_lm.ops.cross_entropy_triton": {"triton"},
     "tost_lm.ops.triton_tokens": {"triton"},
     "tost_lm.mixers.tssa.numba_phases": {"numba"},
-    "tost_lm.mixers.slots.triton": {"triton"},
     "tost_lm.mixers.tssa.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},
     "tost_lm.parallel.graceful_stop": {"psutil"},
-    "tost_lm.pretrain.hooks": {"psutil"},
-    "tost_lm.pretrain.loop": {"psutil"},
+    "tost_lm.pretrain.train": {"psutil"},
     "tost_lm.pretrain.step": {"psutil"},
 }
 """Prefixes of modules that cannot be imported without a package of an extra."""
@@ -246,6 +244,7 @@ def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_modules_without_an_extra_are_importable(built: Built, python: Path, tmp_path: Path):
     files = [name for name in built.sources if name.endswith(".py")]
     modules = sorted(name.removesuffix("/__init__.py").removesuffix(".py") for name in files)
@@ -259,6 +258,7 @@ def test_modules_without_an_extra_are_importable(built: Built, python: Path, tmp
     assert not unexpected
 
 
+@pytest.mark.slow
 def test_the_wheel_loads_scores_and_generates_without_the_checkout(
     python: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -277,6 +277,7 @@ def test_the_wheel_loads_scores_and_generates_without_the_checkout(
     )  # from the docstring in the sources
 
 
+@pytest.mark.slow
 def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/demo").symlink_to(folder)
@@ -285,6 +286,7 @@ def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Pat
     assert (tmp_path / "models/tuned/manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tmp_path: Path):
     errors = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
     assert errors == [

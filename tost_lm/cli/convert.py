@@ -6,6 +6,7 @@
     tost convert tost_cab_small_12_p16.pth convert.folder=models/vision
     tost convert runs/base convert.folder=models/theirs convert.to=authors
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid
+    tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, a checkpoint of the released
 vision code, or a folder of the Hugging Face library with GPT-2 or OLMo-Hybrid. The result is a model folder, which
@@ -18,17 +19,22 @@ train.py resumes and evaluates the result (init_from=resume); the optimizer's mo
 sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With
 convert.to=olmo-hybrid the result is a folder that OlmoHybridForCausalLM.from_pretrained reads, with the tokenizer if it
 came from a tokenizer.json. The model must have the form of OLMo-Hybrid, at any size.
+
+With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
+checkpoints. Such a mean of checkpoints at a constant learning rate often has a lower loss than each of them.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import Field, model_validator
 
-from tost_lm.config import Section, read_toml, run_program, validate
+from tost_lm.config import Section, run_program
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_file
+from tost_lm.interop.registry import Target
 from tost_lm.version import VERSION
 
 
@@ -37,13 +43,20 @@ class ConversionConfig(Section):
 
     folder: Path
     """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
-    to: Literal["ours", "authors", "olmo-hybrid"] = "ours"
+    to: Target = "ours"
     """`ours`: to a model folder. From a run or a model: `authors`: to a ckpt.pt; `olmo-hybrid`: to OLMo-Hybrid."""
     tokenizer: Path | None = None
     """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or else GPT-2's."""
 
+    mean_of: int | None = Field(default=None, gt=1)
+    """To a model folder with the mean of the weights in this many checkpoints of a run, the newest."""
+
     @model_validator(mode="after")
-    def _tokenizer_is_used(self) -> "ConversionConfig":
+    def _target_fits_source(self) -> "ConversionConfig":
+        if self.mean_of and (self.tokenizer or self.to != "ours"):
+            raise ValueError(
+                "convert.mean_of: reads a run and writes a model folder; leave convert.to and tokenizer out"
+            )
         if self.to != "ours" and self.tokenizer:
             raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
         return self
@@ -59,8 +72,8 @@ def main(path: Path, config: ConvertConfig) -> None:
     conversion = config.convert
     if conversion.folder.exists():
         raise ConfigError(f"{conversion.folder}: exists already; give another convert.folder")
-    convert = {"ours": _to_ours, "authors": _to_authors, "olmo-hybrid": _to_olmo_hybrid}
-    for line in convert[conversion.to](path, conversion):
+    convert = _mean if conversion.mean_of else _to_ours if conversion.to == "ours" else _from_ours
+    for line in convert(path, conversion):
         print(line)
 
 
@@ -68,26 +81,25 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
     from tost_lm.extra.vision.interop import released_weights
-    from tost_lm.interop.authors import AuthorsModel, from_authors
     from tost_lm.interop.card import model_card
     from tost_lm.interop.gpt2 import CONFIG, weight_files
-    from tost_lm.interop.load import read_foreign, read_their_tokenizer, read_tokenizer_folder
+    from tost_lm.interop.load import format_of, read_tokenizer_folder
     from tost_lm.interop.torch_file import read_torch_file
 
-    stored = read_torch_file(source) if source.is_file() else None
-    if (of_vision := released_weights(stored)) is not None:
+    if source.is_file() and (of_vision := released_weights(read_torch_file(source))) is not None:
         return _vision_to_ours(source, of_vision, conversion)
-    foreign = read_foreign(source) if stored is None else from_authors(source, stored)
+    foreign = format_of(source)
     if foreign is None:
         hint = " or, for a model folder, another convert.to" if source.is_dir() else ""
         raise CheckpointError(
             f"{source}: not a ckpt.pt and no folder of the Hugging Face library, with {CONFIG}; give one of these{hint}"
         )
-    config, weights = foreign[:2]
+    found = foreign.read(source)
+    config, weights = found.config, found.weights
     if conversion.tokenizer:
         tokenizer = read_tokenizer_folder(conversion.tokenizer)
     else:
-        tokenizer = read_their_tokenizer(source) if source.is_dir() else None
+        tokenizer = foreign.read_tokenizer(source)
         if tokenizer is None and config.vocab_size <= RANKS:
             raise ConfigError(
                 f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
@@ -98,31 +110,23 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "
             f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
         )
-    theirs = foreign if isinstance(foreign, AuthorsModel) else None
-    kind = None if theirs else "GPT-2" if config.pattern == "A" else "OLMo-Hybrid"
-
-    record: dict[str, Any] = {
-        "source": str(source),
-        "format": f"{kind} of the Hugging Face library" if kind else "ckpt.pt of the released code (arXiv 2412.17810)",
-        "sha256": {path.name: sha256_file(path) for path in ([source] if theirs else weight_files(source))},
-        "tost_lm": VERSION,
-    }
-    if theirs:
-        record |= {"iterations": theirs.iterations, "nats_per_token": theirs.best_nats}
+    record = _record(source, foreign.title, [source] if source.is_file() else weight_files(source))
+    if found.iterations is not None:
+        record |= {"iterations": found.iterations, "nats_per_token": found.best_nats}
 
     def write_others(folder: Path) -> None:
-        if theirs and theirs.moments:
-            write_tensors(folder / shard_name("optimizer", 0, 1), theirs.moments)
-            Progress(theirs.iterations, theirs.updates, tokenizer_sha256=tokenizer.sha256).write(folder)
+        if found.moments:
+            write_tensors(folder / shard_name("optimizer", 0, 1), dict(found.moments))
+            Progress(found.iterations or 0, found.updates, tokenizer_sha256=tokenizer.sha256).write(folder)
         (folder / CONVERSION).write_text(json.dumps(record, indent=1))
         (folder / CARD).write_text(model_card(folder, conversion.folder.name))
 
     write_checkpoint(conversion.folder, config, weights, tokenizer, write_others)
     trained = ""
-    if theirs:
-        nats = "" if theirs.best_nats is None else f", {theirs.best_nats:.4f} nats per token of their validation set"
-        optimizer = "with" if theirs.moments else "without"
-        trained = f" after {theirs.iterations:,} iterations{nats}; {optimizer} the optimizer's moments"
+    if found.iterations is not None:
+        nats = "" if found.best_nats is None else f", {found.best_nats:.4f} nats per token of their validation set"
+        optimizer = "with" if found.moments else "without"
+        trained = f" after {found.iterations:,} iterations{nats}; {optimizer} the optimizer's moments"
     count = sum(weight.numel() for name, weight in weights.items() if name != "positions.weight")
     return [
         f"{source}: {config.layers} layers, {config.layer_kinds}; width {config.width}, {config.heads} heads, "
@@ -139,12 +143,7 @@ def _vision_to_ours(source: Path, found: dict[str, Any], conversion: ConversionC
     if conversion.tokenizer:
         raise ConfigError(f"convert.tokenizer {conversion.tokenizer}: {source} is an image classifier; leave it out")
     config, weights = from_released(source, found)
-    record: dict[str, Any] = {
-        "source": str(source),
-        "format": "checkpoint of the released vision code (arXiv 2412.17810)",
-        "sha256": {source.name: sha256_file(source)},
-        "tost_lm": VERSION,
-    }
+    record = _record(source, "checkpoint of the released vision code (arXiv 2412.17810)", [source])
 
     def write_record(folder: Path) -> None:
         (folder / CONVERSION).write_text(json.dumps(record, indent=1))
@@ -157,43 +156,55 @@ def _vision_to_ours(source: Path, found: dict[str, Any], conversion: ConversionC
     ]
 
 
-def _to_authors(source: Path, conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import SETTINGS, StoredTensors, is_classifier, read_model_config
-    from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
-    from tost_lm.data.tokenizers import find_tokenizer
-    from tost_lm.extra.vision.interop import to_released
-    from tost_lm.interop.authors import to_authors, write_authors
-    from tost_lm.optim.settings import OptimConfig
-
-    checkpoint = find_checkpoint(source)
-    weights = StoredTensors(checkpoint, "model")
-    if is_classifier(checkpoint):
-        write_authors(conversion.folder, to_released(weights))
-        return [f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for the released vision code"]
-    recorded = checkpoint / SETTINGS
-    optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
-    theirs = to_authors(read_model_config(checkpoint), weights, step_of(checkpoint) or 0, optim)
-    tokenizer = find_tokenizer(checkpoint)
-    write_authors(conversion.folder, theirs)
-    return [
-        f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for init_from=resume of the released train.py",
-        f"a ckpt.pt holds no tokenizer; its ids are those of {tokenizer}",
-    ]
+def _record(source: Path, title: str, files: list[Path]) -> dict[str, Any]:
+    sha256 = {path.name: sha256_file(path) for path in files}
+    return {"source": str(source), "format": title, "sha256": sha256, "tost_lm": VERSION}
 
 
-def _to_olmo_hybrid(source: Path, conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import CONVERSION, StoredTensors, read_model_config
-    from tost_lm.checkpointing.run_folder import find_checkpoint
+def _mean(run_folder: Path, conversion: ConversionConfig) -> list[str]:
+    import torch
+
+    from tost_lm.checkpointing.format import (
+        CARD,
+        CONVERSION,
+        MANIFEST,
+        StoredTensors,
+        read_model_config,
+        write_checkpoint,
+    )
+    from tost_lm.checkpointing.run_folder import newest_checkpoints
     from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
-    from tost_lm.interop.olmo_hybrid import write_olmo_hybrid
+    from tost_lm.interop.card import model_card
+
+    assert conversion.mean_of is not None
+    folders = newest_checkpoints(run_folder, conversion.mean_of)
+    stored = [StoredTensors(folder, "model") for folder in folders]
+    weights = {name: torch.stack([one[name].double() for one in stored]).mean(0).float() for name in stored[0]}
+    files = {folder.name: sha256_file(folder / MANIFEST) for folder in folders}
+    title = f"mean of the weights after {', '.join(files)}"
+    record = {"source": str(run_folder), "format": title, "sha256": files, "tost_lm": VERSION}
+
+    def write_others(folder: Path) -> None:
+        (folder / CONVERSION).write_text(json.dumps(record, indent=1))
+        (folder / CARD).write_text(model_card(folder, conversion.folder.name))
+
+    tokenizer = read_tokenizer(find_tokenizer(folders[-1]))
+    write_checkpoint(conversion.folder, read_model_config(folders[-1]), weights, tokenizer, write_others)
+    return [f"{run_folder}: {title}", f"written to {conversion.folder}: tost generate {conversion.folder}"]
+
+
+def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
+    from tost_lm.checkpointing.format import StoredTensors, is_classifier
+    from tost_lm.checkpointing.run_folder import find_checkpoint
+    from tost_lm.extra.vision.interop import to_released
+    from tost_lm.interop.authors import write_authors
 
     checkpoint = find_checkpoint(source)
-    config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
-    tokenizer = read_tokenizer(path)
-    weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
-    write_olmo_hybrid(conversion.folder, config, weights, tokenizer, as_read)
-    written = f"{checkpoint}: written to {conversion.folder} for OlmoHybridForCausalLM.from_pretrained"
-    return [written, f"its ids are those of {path}"]
+    if conversion.to == "authors" and is_classifier(checkpoint):
+        write_authors(conversion.folder, to_released(StoredTensors(checkpoint, "model")))
+        return [f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for the released vision code"]
+    written_by = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORMAT
+    return written_by.write(conversion.folder, checkpoint)
 
 
 def run() -> NoReturn:

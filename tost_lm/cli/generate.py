@@ -53,10 +53,13 @@ def main(path: Path, config: GenerateConfig) -> None:
         model = ranks.load(subject)
         prompt_ids = ids_of(tokenizer, file.blocks() if file else [sample.prompt])
         output = prefill(model, in_tiles(prompt_ids, TILE_TOKENS))
+        assert output.state is not None
+        prompt_tokens, bytes_of_state = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
         name = str(subject.checkpoint)
         continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop, name)
+        del output  # decoding has a copy of its state
         print_text(prompt)
         generation_started = time.monotonic()
         text_path = subject.results_path(SAMPLE).with_name("text.txt")
@@ -66,8 +69,6 @@ def main(path: Path, config: GenerateConfig) -> None:
     if ranks.rank > 0:
         return
 
-    assert output.state is not None
-    prompt_tokens, bytes_of_state = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
     print(f"\nstate after the prompt of {prompt_tokens:,} tokens: {bytes_of_state:,} bytes")
     results = {
         "prompt": prompt,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import decode_ids
 from tost_lm.errors import CheckpointError, ConfigError, TostError
+from tost_lm.inference.decoding import decoder
 from tost_lm.model import LMOutput, LMState
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
@@ -73,6 +74,8 @@ class Sampling(NamedTuple):
 
 
 GREEDY = Sampling()
+NOT_FINITE = -1
+"""The id that stands for logits of which one is not finite: one read per token tells both."""
 
 
 class Continuation(Iterator[str]):
@@ -171,22 +174,33 @@ def generate(
 
     def choose_finite(logits_BV: Tensor) -> Tensor:
         logits_BV = logits_BV[:, :vocab_size]
-        if not logits_BV.isfinite().all():
-            raise CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
-        return choose(logits_BV)
+        finite_B1 = logits_BV.isfinite().all(1, keepdim=True)
+        return choose(logits_BV.where(finite_B1, 0)).where(finite_B1[:, 0], NOT_FINITE)
 
-    ids = (int(next_B.item()) for next_B in continuations(model, output, tokens, choose_finite))
+    def read(next_B: Tensor) -> int:
+        if (i := int(next_B.item())) == NOT_FINITE:
+            raise CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
+        return i
+
+    ids = map(read, continuations(model, output, tokens, choose_finite))
     return takewhile(lambda i: i != stop_id, ids)
 
 
 @torch.no_grad()
 def continuations(model: LanguageModel, output: LMOutput, tokens: int, choose: Choose) -> Iterator[Tensor]:
     """Yield the next id of each sequence [B], `tokens` times, from the model's output on the tokens before."""
-    for done in range(1, tokens + 1):
-        next_B = choose(output.logits[:, -1])
+    if tokens == 0:
+        return
+    next_B = choose(output.logits[:, -1])
+    yield next_B
+    if tokens == 1:
+        return
+    assert output.state is not None
+    decode = decoder(model, output.state)
+    del output  # the memory of its state
+    for _ in range(tokens - 1):
+        next_B = choose(decode(next_B))
         yield next_B
-        if done < tokens:
-            output = model(next_B[:, None], state=output.state)
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
@@ -202,16 +216,21 @@ def sampler(sampling: Sampling, generator: torch.Generator) -> Choose:
         shifted_BV = logits_BV.float() - logits_BV.float().amax(dim=-1, keepdim=True)
         probabilities_BV = torch.softmax(shifted_BV / sampling.temperature, dim=-1)
         if sampling.top_k is None and sampling.top_p == 1:
-            return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
+            return _draw(probabilities_BV, generator)
         kept_Bk, ids_Bk = probabilities_BV.topk(min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
         kept_Bk = kept_Bk / kept_Bk.sum(-1, keepdim=True)
         if sampling.top_p < 1:
             before_Bk = kept_Bk.cumsum(-1) - kept_Bk  # 0 for the most likely id, which always stays
             kept_Bk = kept_Bk.where(before_Bk < sampling.top_p, 0)
-        drawn_B1 = torch.multinomial(kept_Bk, 1, generator=generator)
-        return ids_Bk.gather(1, drawn_B1)[:, 0]
+        return ids_Bk.gather(1, _draw(kept_Bk, generator)[:, None])[:, 0]
 
     return choose
+
+
+def _draw(weights_Bk: Tensor, generator: torch.Generator) -> Tensor:
+    """An index per row, [B], with a probability in proportion to its weight: that of torch.multinomial, which on a GPU
+    waits to check the weights."""
+    return (weights_Bk / torch.empty_like(weights_Bk).exponential_(generator=generator)).argmax(-1)
 
 
 def until(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:

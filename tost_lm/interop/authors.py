@@ -13,12 +13,15 @@ Their train.py saves ckpt.pt by torch.save, a dictionary of:
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tost_lm.config import leaves, validate
+from tost_lm.checkpointing.format import SETTINGS, StoredTensors, read_model_config
+from tost_lm.checkpointing.run_folder import step_of
+from tost_lm.config import leaves, read_toml, validate
+from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import (
@@ -33,6 +36,7 @@ from tost_lm.interop.gpt2 import (
     match_weights,
     read_sizes,
 )
+from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
 from tost_lm.optim.settings import OptimConfig
@@ -55,33 +59,14 @@ NO_LOSS = 1e9
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AuthorsModel(NamedTuple):
-    """The content of a ckpt.pt."""
-
-    config: ModelConfig
-    weights: dict[str, Tensor]
-    """float32, by our names."""
-    iterations: int
-    best_nats: float | None
-    """Nats per token of their validation set; None: not measured."""
-    moments: dict[str, Tensor]
-    """AdamW's moments, float32, by the labels of our checkpoints (`exp_avg/NAME`); empty: none that fit the weights."""
-    updates: int
-    """AdamW's step count."""
-
-
-def read_authors(path: Path) -> AuthorsModel:
+def read_authors(path: Path) -> ForeignModel:
     """Read a ckpt.pt without running anything in it.
 
     Raises:
         CheckpointError: it is damaged or not such a checkpoint, or its weights do not fit its sizes.
         ConfigError: its sizes are inconsistent.
     """
-    return from_authors(path, read_torch_file(path))
-
-
-def from_authors(path: Path, stored: Any) -> AuthorsModel:
-    """The model in the content of a ckpt.pt; `path` is named in messages. Raises as `read_authors`."""
+    stored = read_torch_file(path)
     for key in ("model", "model_args"):
         if not isinstance(stored, dict) or not isinstance(stored.get(key), dict):
             raise CheckpointError(f"{path}: not a checkpoint of the released code: it has no dictionary {key!r}")
@@ -94,7 +79,7 @@ def from_authors(path: Path, stored: Any) -> AuthorsModel:
     weights = {name: _squeezed(name, weight) for name, weight in theirs.items()}
     moments, updates = _read_moments(stored.get("optimizer"), found, weights)
     iterations, nats = _number(stored.get("iter_num")) or 0, _number(stored.get("best_val_loss"))
-    return AuthorsModel(config, weights, int(iterations), None if nats == NO_LOSS else nats, moments, updates)
+    return ForeignModel(config, weights, int(iterations), None if nats == NO_LOSS else nats, moments, updates)
 
 
 def to_authors(
@@ -218,3 +203,21 @@ def _squeezed(name: str, tensor: Tensor) -> Tensor:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     return float(value) if is_number else None
+
+
+def _write(folder: Path, checkpoint: Path) -> list[str]:
+    recorded = checkpoint / SETTINGS
+    optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
+    weights = StoredTensors(checkpoint, "model")
+    theirs = to_authors(read_model_config(checkpoint), weights, step_of(checkpoint) or 0, optim)
+    tokenizer = find_tokenizer(checkpoint)
+    write_authors(folder, theirs)
+    return [
+        f"{checkpoint}: written to {folder / 'ckpt.pt'} for init_from=resume of the released train.py",
+        f"a ckpt.pt holds no tokenizer; its ids are those of {tokenizer}",
+    ]
+
+
+FORMAT = ForeignFormat(
+    "ckpt.pt of the released code (arXiv 2412.17810)", None, read_authors, lambda source: None, _write
+)

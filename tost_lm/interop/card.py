@@ -21,6 +21,7 @@ from tost_lm.markdown import escape, format_result, table
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, warmup_steps
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.redaction import redact_text, redact_tree
@@ -193,10 +194,9 @@ def _layout(training: _Training, world_size: int) -> str:
 
 
 def _optimizer(optim: OptimConfig) -> str:
-    kind = "AdamW" if optim.kind == "adamw" else "Muon for the matrices of blocks, AdamW for the rest"
     return (
-        f"{kind}, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}, gradient clipping "
-        f"{optim.grad_clip or 'none'}"
+        f"{optimizer_of(optim).description}, betas {optim.beta1:g} and {optim.beta2:g}, weight decay "
+        f"{optim.weight_decay:g}, gradient clipping {optim.grad_clip or 'none'}"
     )
 
 

@@ -20,6 +20,7 @@ from tost_lm.data.tokenizers import Gpt2Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import regular_file
+from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.model import ModelConfig, TostLM
 
 NAMES = {
@@ -57,7 +58,7 @@ FIXED = {
 CONFIG = "config.json"
 
 
-def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def read_gpt2(folder: Path) -> ForeignModel:
     """The settings and the weights [float32, by our names] of GPT-2 in a folder.
 
     Raises:
@@ -80,11 +81,13 @@ def read_gpt2(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     )
     found = _read_weights(folder)
     theirs = match_weights(folder, config, found, lambda name, shape: shape[::-1] if _is_transposed(name) else shape)
-    return config, {name: weight.T.contiguous() if _is_transposed(name) else weight for name, weight in theirs.items()}
+    return ForeignModel(
+        config, {name: weight.T.contiguous() if _is_transposed(name) else weight for name, weight in theirs.items()}
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights of GPT-2 in a folder."""
+    """The files with the weights in a folder of the Hugging Face library."""
     return sorted(folder.glob("model*.safetensors"))
 
 
@@ -244,3 +247,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: damaged: not a JSON object; copy it again")
     return tree
+
+
+FORMAT = ForeignFormat("GPT-2 of the Hugging Face library", "gpt2", read_gpt2, read_gpt2_tokenizer)

@@ -2,11 +2,11 @@
 
 import json
 import pickle
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.reading import load as load_ours
@@ -15,10 +15,10 @@ from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokeniz
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import regular_file
-from tost_lm.interop.authors import AuthorsModel, read_authors
-from tost_lm.interop.gpt2 import CONFIG, read_gpt2, read_gpt2_tokenizer, read_settings
-from tost_lm.interop.olmo_hybrid import read_olmo_hybrid, read_olmo_tokenizer
-from tost_lm.model import ModelConfig, TostLM
+from tost_lm.interop.gpt2 import CONFIG, read_settings
+from tost_lm.interop.interface import ForeignFormat
+from tost_lm.interop.registry import MODULES
+from tost_lm.model import TostLM
 
 
 def load(path: str | Path, device: str = "cpu") -> TostLM:
@@ -32,12 +32,13 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
         CheckpointError: no such model, or a file is damaged.
         ConfigError: the sizes of a ckpt.pt or of a model of the Hugging Face library are inconsistent.
     """
-    foreign = read_foreign(Path(path))
+    foreign = format_of(Path(path))
     if foreign is None:
         return load_ours(path, device)
+    found = foreign.read(Path(path))
     with torch.device("meta"):
-        model = TostLM(foreign[0])
-    model.to_empty(device="cpu").load_state_dict(foreign[1])
+        model = TostLM(found.config)
+    model.to_empty(device="cpu").load_state_dict(found.weights)
     return model.to(device).eval()
 
 
@@ -49,9 +50,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: the tokenizer is missing or damaged; a ckpt.pt has none.
     """
     source = Path(path)
-    if not _is_foreign(source):
+    foreign = format_of(source)
+    if foreign is None:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
-    tokenizer = read_their_tokenizer(source) if source.is_dir() else None
+    tokenizer = foreign.read_tokenizer(source)
     if tokenizer is None:
         raise DataError(
             f"{source}: no tokenizer; make a model folder with tost convert {source} "
@@ -60,36 +62,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def read_foreign(source: Path) -> tuple[ModelConfig, dict[str, Tensor]] | AuthorsModel | None:
-    """Settings and weights of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
+def format_of(source: Path) -> ForeignFormat | None:
+    """The format of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
 
     Raises:
-        CheckpointError: it is damaged, or of another kind.
-        ConfigError: its sizes are inconsistent.
+        CheckpointError: no format has the `model_type` of the folder.
     """
-    if not _is_foreign(source):
+    is_file = source.is_file()
+    if not is_file and (not (source / CONFIG).is_file() or (source / MANIFEST).is_file()):
         return None
-    return (read_olmo_hybrid if _is_olmo(source) else read_gpt2)(source) if source.is_dir() else read_authors(source)
-
-
-def read_their_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of the Hugging Face library; None if there is none.
-
-    Raises:
-        CheckpointError: its model is not supported.
-        DataError: it differs from GPT-2's, or is not lossless.
-    """
-    return read_olmo_tokenizer(folder) if _is_olmo(folder) else read_gpt2_tokenizer(folder)
-
-
-def _is_olmo(folder: Path) -> bool:
-    """Whether the model is OLMo-Hybrid, not GPT-2. Raises CheckpointError if it is neither."""
-    kind = read_settings(folder).get("model_type", "gpt2")
-    if kind not in ("gpt2", "olmo_hybrid"):
-        raise CheckpointError(
-            f"{folder / CONFIG}: unsupported model_type: {kind!r}; give a model with 'gpt2' or 'olmo_hybrid'"
-        )
-    return kind == "olmo_hybrid"
+    kind = None if is_file else read_settings(source).get("model_type", "gpt2")
+    formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
+    if found := [one for one in formats if one.model_type == kind]:
+        return found[0]
+    known = " or ".join(repr(one.model_type) for one in formats if one.model_type)
+    raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with {known}")
 
 
 def read_tokenizer_folder(folder: Path) -> Tokenizer:
@@ -131,7 +118,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it would call {module_name}.{global_name}")
-
-
-def _is_foreign(source: Path) -> bool:
-    return source.is_file() or ((source / CONFIG).is_file() and not (source / MANIFEST).is_file())

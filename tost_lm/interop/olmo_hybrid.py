@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tost_lm.checkpointing.format import CONVERSION, StoredTensors, read_model_config
 from tost_lm.config import leaves, validate
-from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
+from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings
+from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.model import ModelConfig
@@ -85,7 +87,7 @@ BLOCKS = {
 """Our parameters of a block, and theirs whose rows follow each other in it; in D layers, those of each key head do."""
 
 
-def read_olmo_hybrid(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def read_olmo_hybrid(folder: Path) -> ForeignModel:
     """The settings and the weights [float32, by our names] of an OLMo-Hybrid model in a folder.
 
     Raises:
@@ -109,7 +111,7 @@ def read_olmo_hybrid(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     for problem in ("missing", "unexpected"):
         if names := sorted(found[f"{problem}_keys"]):
             raise CheckpointError(f"{folder}: {problem} weights: {listed(names)}; copy it again")
-    return config, our_weights(config, model.state_dict())
+    return ForeignModel(config, our_weights(config, model.state_dict()))
 
 
 def read_olmo_tokenizer(folder: Path) -> HfTokenizer | None:
@@ -254,3 +256,17 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, list[str], int, list
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
+
+
+def _write(folder: Path, checkpoint: Path) -> list[str]:
+    config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
+    tokenizer = read_tokenizer(path)
+    weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
+    write_olmo_hybrid(folder, config, weights, tokenizer, as_read)
+    written = f"{checkpoint}: written to {folder} for OlmoHybridForCausalLM.from_pretrained"
+    return [written, f"its ids are those of {path}"]
+
+
+FORMAT = ForeignFormat(
+    "OLMo-Hybrid of the Hugging Face library", "olmo_hybrid", read_olmo_hybrid, read_olmo_tokenizer, _write
+)

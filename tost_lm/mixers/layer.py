@@ -1,12 +1,21 @@
 """The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
 from tost_lm.ops.positions import SequenceInfo
+
+ROOM_TOKENS = 256
+"""Tokens between two copies of a state that grows in decoding. It is also the most memory that is never used."""
+
+
+def room_after(tokens: int, kept: int | None) -> int:
+    """Tokens that such a state has memory for after `tokens` tokens. It keeps the last `kept` of them; None: all."""
+    room = (tokens // ROOM_TOKENS + 1) * ROOM_TOKENS
+    return room if kept is None else min(room, kept)
 
 
 class HeadSoftmax(Protocol):
@@ -57,6 +66,10 @@ class TokenMixer(nn.Module):
     """The state between tiles of training, if it is of another type."""
     OF_HEADS: ClassVar[tuple[str, ...]] = ()
     """Parameters with a row for each head, beside the projections."""
+    FIXED_STATE: ClassVar[bool] = False
+    """Whether a step of one token a row works in place: its new state has the shapes and dtypes of the one before, and
+    it reads no values of tensors and only `position` and `local` of `info`. Decoding is one CUDA graph if all mixers
+    of a model have it."""
     heads: int
     groups: tuple[int, ...] = (1,)
     """Relative sizes of the tensors that `in_proj` computes one after the other, each with channels of all heads."""
@@ -66,6 +79,10 @@ class TokenMixer(nn.Module):
     def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, Any]:
         """Mix the tokens, given the state after earlier tokens; the new state is None unless `info` asks for it."""
         raise NotImplementedError
+
+    def fixed_state(self, state: Any, positions: Sequence[int]) -> Any:
+        """A copy of a state after `positions` tokens of each row, which steps update in place."""
+        return type(state)(*(x.clone() for x in state))
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         """Keep a rank's part of the heads; the projections and `OF_HEADS` are split by the caller.

@@ -5,7 +5,8 @@ The residual stream x is float32 or wider whatever the weights' dtype, as under 
 away what a branch with a small γ adds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +163,36 @@ class LMState(NamedTuple):
     """Number of tokens so far, [N]; rows may differ."""
 
 
+@dataclass
+class FixedState:
+    """The model's state after some tokens of B rows, in memory that a call with one more token a row updates."""
+
+    layers: list[MixerState]
+    """States of mixers with `FIXED_STATE`."""
+    position_B: Tensor
+    """Number of tokens so far, int64; rows may differ."""
+
+    def update(self, layers: Sequence[MixerState]) -> None:
+        """Add a token, after which the layers have these states. Raises ValueError if they have other shapes."""
+        for old, new in zip(self.layers, layers, strict=True):
+            if old is new:
+                continue  # the mixer has updated it
+            for x, y in zip(old, new, strict=True):
+                if (x.shape, x.dtype) != (y.shape, y.dtype):
+                    raise ValueError(
+                        f"{type(old).__name__}: a step changes {x.dtype} {list(x.shape)} to {y.dtype} {list(y.shape)}; "
+                        "set FIXED_STATE = False in its mixer"
+                    )
+                x.copy_(y)
+        self.position_B += 1
+
+    def make_room(self, kept: int | None) -> None:
+        """Copy the states that grow to more memory; they keep the last `kept` tokens, or all."""
+        for i, layer in enumerate(self.layers):
+            if hasattr(layer, "with_room"):
+                self.layers[i] = layer.with_room(kept)
+
+
 class LMOutput(NamedTuple):
     """The output of one call of the model."""
 
@@ -172,7 +203,7 @@ class LMOutput(NamedTuple):
     is_top: Tensor | None
     """Whether no token has a larger logit than the label [B, T], False where it is not counted; None with gradients."""
     state: LMState | None
-    """The state after the last token; None if not requested."""
+    """The state after the last token; None if not requested, or after a step of a `FixedState`."""
     compute_logits: Callable[[], Tensor]
     """Computes the logits. With tensor or sequence ranks, all ranks must call it."""
     z_loss: Tensor | None = None

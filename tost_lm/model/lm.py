@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.registry import mixer_class
-from tost_lm.model.block import Block, LMOutput, LMState, build_norm
+from tost_lm.model.block import Block, FixedState, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
@@ -78,7 +78,7 @@ class TostLM(nn.Module):
         self,
         tokens_BT: Tensor,
         labels: Tensor | None = None,
-        state: LMState | None = None,
+        state: LMState | FixedState | None = None,
         cu_seqlens: Tensor | None = None,
         *,
         label_count: Tensor | float | None = None,
@@ -97,7 +97,8 @@ class TostLM(nn.Module):
         Args:
             tokens_BT: ids, int64.
             labels: [B, T], the token after each token (tokens shifted by one); −100 is not counted.
-            state: the output state of a call on the tokens before these, a row for each document.
+            state: the output state of a call on the tokens before these, a row for each document. A `FixedState` is
+                updated by a call with one token a row, whose length the caller has checked (`check_length`).
             cu_seqlens: int32 [N + 1], offsets of N documents packed into one row (B == 1). They do not influence each
                 other. `state` has N rows, or one for the first document while the others start. None: each row is a
                 document, N = B.
@@ -111,10 +112,13 @@ class TostLM(nn.Module):
             ConfigError: a document is longer than the model's position limit.
             ValueError: cu_seqlens does not fit the tokens, or the state has other rows or is of another model.
         """
-        info = SequenceInfo.of(tokens_BT, state and state.positions, cu_seqlens, shard, output_state)
-        self._check_length(max(info.end_positions))
-        if state is not None:
-            self._check_layers(state)
+        if isinstance(state, FixedState):
+            info = SequenceInfo.of_step(state.position_B)
+        else:
+            info = SequenceInfo.of(tokens_BT, state and state.positions, cu_seqlens, shard, output_state)
+            self.check_length(max(info.end_positions))
+            if state is not None:
+                self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
         x_BTC = x_BTC.to(statistics_dtype(x_BTC))  # see tost_lm.model.block
         position = self._positions_here(info.position)
@@ -137,10 +141,14 @@ class TostLM(nn.Module):
             total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels)
             count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
             loss, z_loss = total / count, z / count
-        ends = info.end_positions[-1:] if output_state == "last" and info.cu_seqlens is not None else info.end_positions
-        state = LMState(tuple(states), ends) if output_state else None
+        new_state = None
+        if isinstance(state, FixedState):
+            state.update(states)
+        elif output_state:
+            last = slice(-1 if output_state == "last" and info.cu_seqlens is not None else None, None)
+            new_state = LMState(tuple(states), info.end_positions[last])
         compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
-        return LMOutput(loss, nats_BT, is_top_BT, state, compute_logits, z_loss)
+        return LMOutput(loss, nats_BT, is_top_BT, new_state, compute_logits, z_loss)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, tile by tile: see `TokenStream`."""
@@ -173,7 +181,8 @@ class TostLM(nn.Module):
                 f"{self.config.pattern!r} with model.layers {self.config.layers}; give a state of this model"
             )
 
-    def _check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
+        """Raises ConfigError if a document of `tokens` tokens is longer than the model's position limit."""
         limit = self.config.position_limit
         if limit is not None and tokens > limit:
             raise ConfigError(

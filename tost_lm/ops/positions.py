@@ -23,7 +23,7 @@ class SequenceInfo:
     """
 
     start_positions: tuple[int, ...]
-    """Tokens of each document before this call, [N]."""
+    """Tokens of each document before this call, [N]; empty in a step (`of_step`)."""
     local: LocalDocuments
     """The documents of this rank's tokens."""
     cu_seqlens: Tensor | None
@@ -81,6 +81,14 @@ class SequenceInfo:
         info = cls(starts, local, cu_seqlens, position, shard, output_state, recurrent=recurrent)
         return replace(info, handle=handle_for(info))
 
+    @classmethod
+    def of_step(cls, position_B: Tensor) -> "SequenceInfo":
+        """SequenceInfo of one token of each row, at positions that are on the device only: no number of the host
+        changes between steps."""
+        local = LocalDocuments.of(None, len(position_B), 1, None)
+        info = cls((), local, None, position_B[:, None], recurrent=True)
+        return replace(info, handle=handle_for(info))
+
     @property
     def wanted_state(self) -> str:
         """`output_state` as an option of an operator; empty: none."""
@@ -99,9 +107,10 @@ class SequenceInfo:
 
     def pad_rows(self, state_N: Tensor | None) -> Tensor | None:
         """A tensor of a state, with rows of zeros for the documents that start in this call."""
-        if state_N is None or len(state_N) == len(self.start_positions):
+        documents = len(self.local.whole_lengths)
+        if state_N is None or len(state_N) == documents:
             return state_N
-        return pad(state_N, (0, 0) * (state_N.dim() - 1) + (0, len(self.start_positions) - len(state_N)))
+        return pad(state_N, (0, 0) * (state_N.dim() - 1) + (0, documents - len(state_N)))
 
     def select_rows(self, state_N: Tensor) -> Tensor:
         """The rows that `output_state` requests, of a tensor of the state after this call."""

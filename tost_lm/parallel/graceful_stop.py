@@ -81,6 +81,44 @@ class GracefulStop:
             self.request("SIGINT")
 
 
+class StopOfRanks:
+    """Stops the ranks of a training run together when one of them has a reason: after a step, or between two
+    micro-batches."""
+
+    def __init__(self, graceful_stop: GracefulStop, ranks: int, save_seconds: Callable[[], float]) -> None:
+        """`save_seconds`: duration [s] of a save."""
+        self._graceful_stop, self._ranks, self._save_seconds = graceful_stop, ranks, save_seconds
+        self._since, self._longest_step = time.monotonic(), 0.0
+
+    def after_step(self) -> str:
+        """The reason of any rank, of which one may be that the time left is too short for a step."""
+        now = time.monotonic()
+        self._longest_step, self._since = max(self._longest_step, now - self._since), now
+        return self.reason(self._longest_step)
+
+    def check(self) -> None:
+        """Called by all ranks between two micro-batches. Raises StopRequestedError."""
+        if reason := self.reason():
+            raise StopRequestedError(reason)
+
+    def while_waiting(self) -> None:
+        """Called by a rank that waits for data. Raises StopRequestedError, but not on several ranks: they wait for this
+        one, until it has data or the watchdog ends them."""
+        if self._ranks == 1:
+            self.check()
+
+    def reason(self, seconds_needed: float = 0.0) -> str:
+        """The reason of any rank, the same on all of them; empty: continue.
+
+        Args:
+            seconds_needed: time [s] until the next call. The save that is in progress and the last save come on top.
+        """
+        from tost_lm.parallel.mesh import max_over_ranks
+
+        here = self._graceful_stop.requested(seconds_needed + 2 * self._save_seconds())
+        return REASONS[max_over_ranks(REASONS.index(here))]
+
+
 def launched_ago() -> float:
     """Time [s] since the start of the launch: a launcher, if there is one, may have started other processes before."""
     import psutil  # of the extra `train`

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.errors import ConfigError
-from tost_lm.optim.optimizers import statistics_of
+from tost_lm.optim.interface import statistics_of
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
 from tost_lm.parallel.settings import ParallelConfig

@@ -154,6 +154,8 @@ class Metrics:
         loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
         steps = f"{row['step']}/{self._config.train.steps}"
         self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
+        for name, of_corpus in row.get("loss_by_corpus", {}).items():
+            self.log(f"step {steps}  validation loss {'none' if of_corpus is None else f'{of_corpus:.4f}'}  {name}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol (the task), headline (the metric that is logged), and the metrics, also
@@ -164,6 +166,13 @@ class Metrics:
         self.log(
             f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} {figure}"
         )
+
+    def skipped(self, step: int, reason: str, batch: int) -> None:
+        """Record that step `step`, whose tokens are batch number `batch` of the data, was not applied."""
+        sequences = self._config.train.global_batch_size
+        samples = [batch * sequences, (batch + 1) * sequences - 1]
+        self.log(f"step {step} skipped: {reason}; samples {samples[0]}-{samples[1]}")
+        self.event(step, "skipped", why=reason, samples=samples)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Record an event, such as a skipped step or a resume."""
@@ -203,6 +212,7 @@ class NullMetrics:
     def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None: ...
     def validation(self, row: dict[str, Any]) -> None: ...
     def evaluation(self, row: dict[str, Any]) -> None: ...
+    def skipped(self, step: int, reason: str, batch: int) -> None: ...
     def event(self, step: int, kind: str, **fields: Any) -> None: ...
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

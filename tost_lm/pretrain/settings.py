@@ -13,6 +13,7 @@ from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import NAMES_FILES, Section, require_local
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_deepspeed, obstacle_to_tensor_ranks
 from tost_lm.parallel.timeouts import Timeouts
@@ -206,7 +207,9 @@ class RunConfig(Section):
     """Where and how the run is executed. It may change between launches, because it does not affect the result."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run folder is runs/NAME."""
+    """The run folder is runs/NAME, or FOLDER/NAME."""
+    folder: Path = Path("runs")
+    """Where the run folders are, for example on a shared file system."""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_every: int = Field(default=10, gt=0)
@@ -322,13 +325,9 @@ class PretrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _muon_has_whole_matrices(self) -> "PretrainConfig":
-        for setting, needed in (("tensor", 1), ("zero_stage", 0)):
-            if self.optim.kind == "muon" and (found := getattr(self.parallel, setting)) != needed:
-                raise ValueError(
-                    f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} {found} '
-                    f'divides them: set parallel.{setting} = {needed} or optim.kind = "adamw"'
-                )
+    def _optimizer_fits_ranks(self) -> "PretrainConfig":
+        if obstacle := optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage):
+            raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
@@ -360,7 +359,7 @@ class PretrainConfig(Section):
 
     @property
     def run_folder(self) -> Path:
-        return Path("runs") / self.run.name
+        return self.run.folder / self.run.name
 
     @property
     def batch_tokens(self) -> int:

@@ -25,7 +25,7 @@ from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
 OTHERS = ("deepspeed", "megatron", "fla", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis")
-VICTIM = "hybrid step"
+VICTIM = "delta step"
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:
@@ -37,6 +37,7 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
     return record["cells"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     words = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", "gpu.budget_minutes=60"]
@@ -68,6 +69,7 @@ def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     assert all(by_case[f"{pattern}, 1 × 64 tokens"]["value"].endswith("a plain loop") for pattern in ("A", "DDDA"))
 
 
+@pytest.mark.slow
 def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({OTHERS}))\n")
     words = ["gpu.device=cpu", 'gpu.parts=["training step", "two ranks"]']
@@ -123,6 +125,7 @@ def assert_ended_and_stored(held: Path) -> None:
     assert "::test_that_hangs" in gpu.output_file("tests").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
     began, held = hanging
     for limit_s in (16, 64, 256):  # until it is long enough for the tests to start
@@ -135,6 +138,7 @@ def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
     assert_ended_and_stored(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_part_ends_when_the_benchmark_is_interrupted(hanging: tuple[Path, Path], signum: signal.Signals):
     began, held = hanging
@@ -161,6 +165,7 @@ def test_missing_packages_are_named_with_the_way_to_bring_them():
     assert f"pip download -d wheels --only-binary=:all: --python-version {version} torch triton" in line
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_error_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -20,6 +20,8 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, TostError
 from tost_lm.model import ModelConfig, TostLM
 
+pytestmark = pytest.mark.quick
+
 CONFIG = validate(
     ModelConfig, {"layers": 1, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "layer_scale": 1.0}, "test"
 )

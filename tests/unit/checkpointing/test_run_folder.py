@@ -20,6 +20,8 @@ from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.quick
+
 
 def steps_left(run: Path, newest: int, **settings: int) -> list[int]:
     prune(step_folder(run, newest), validate(CheckpointConfig, settings, "test"))

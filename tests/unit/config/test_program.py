@@ -11,6 +11,8 @@ from tost_lm import config as program_module
 from tost_lm.config import Section, run_program
 from tost_lm.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 
 class Settings(Section):
     size: int = 3

@@ -20,6 +20,8 @@ from tost_lm.data.tokenizers import Gpt2Tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SPACES, gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.quick
+
 BOOK = SHARED / "books/valid.jsonl.gz"
 
 

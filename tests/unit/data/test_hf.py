@@ -65,6 +65,7 @@ def prep(path: Path, **tokenizer: Any) -> DataPrepConfig:
     return validate(DataPrepConfig, tree, "test")
 
 
+@pytest.mark.quick
 def test_texts_have_the_ids_of_the_library(pair: tuple[HfTokenizer, Pipeline]):
     tokenizer, pipeline = pair
     for text in [*TEXTS, "\n".join(TEXTS * 20), "naïve 漢字 😀\0", ""]:

@@ -52,6 +52,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return SentencePieceTokenizer(train_sentencepiece(texts, 400, symbol_pieces(["  ", " x", "\n "])))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(20))
 def test_blocks_give_the_ids_of_the_whole_text(tokenizer: Tokenizer, seed: int):
     text = text_of(seed, 200)

@@ -16,6 +16,8 @@ from tost_lm.data.shards import Concatenation
 from tost_lm.errors import ConfigError
 from tost_lm.ops.layout import SequenceSplit
 
+pytestmark = pytest.mark.quick
+
 IGNORED, T, BATCH = -100, 20, 8
 LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 PACKINGS: tuple[Packing, ...] = ("concatenated", "best-fit")

@@ -9,6 +9,8 @@ from hand_made import hand_made
 from tost_lm.data.loader import CYCLE, Corpora, Mixture
 from tost_lm.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("weights", [[1.0], [0.5, 0.3, 0.2], [0.7, 0.29995, 0.00005 + 1e-9], [1 / 3] * 3])
 def test_every_cycle_has_the_fractions_and_each_corpus_is_numbered(weights: list[float]):

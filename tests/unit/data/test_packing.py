@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tost_lm.data import samples
 from tost_lm.data.samples import Blocks, PackedSamples, Segments, group_tokens, pack
 
+pytestmark = pytest.mark.quick
+
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 

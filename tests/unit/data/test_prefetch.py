@@ -39,6 +39,7 @@ def read(batches: TrainingBatches, steps: range, workers: int) -> list[tuple[int
         return [(step, [[x if x is None else x.tolist() for x in micro] for micro in micros]) for step, micros in found]
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize("packing", ["concatenated", "best-fit"])
 def test_batches_do_not_depend_on_workers_and_restarts(tmp_path: Path, packing: Packing):

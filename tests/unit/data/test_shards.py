@@ -19,6 +19,8 @@ from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import DataError
 from tost_lm.files import manifest_bytes, manifest_content
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def folder(built: Built, tmp_path: Path) -> Path:

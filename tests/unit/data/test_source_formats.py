@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources import BadRow, Document, count_rows, files, parse, read_blocks, tables
+from tost_lm.data.sources import BadRow, Document, count_rows, parse, read_blocks, tables
+from tost_lm.data.sources import text as text_files
 from tost_lm.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -130,6 +131,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.quick
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     LINES.filter(lambda rows: any(map(bytes.strip, rows))),
@@ -186,7 +188,7 @@ def test_a_text_file_is_one_document_or_one_a_line(tmp_path, kind, compression):
 
 
 def test_too_long_documents_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "ROW_LIMIT", 1000)
+    monkeypatch.setattr(text_files, "ROW_LIMIT", 1000)
     monkeypatch.setattr(tables, "ROW_LIMIT", 1000)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert len(read(corpus(tmp_path))) == 1
@@ -201,6 +203,7 @@ def test_too_long_documents_are_refused(tmp_path, monkeypatch):
     assert "a text is longer than" in refusal(corpus(tmp_path / "a.parquet"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_truncated_file_is_named(tmp_path, name):
     whole = FORMATS[name](["".join(random.Random(n).choices("abcdefgh", k=2000)) for n in range(100)])
@@ -344,7 +347,7 @@ def test_a_control_character_in_an_array_makes_one_bad_row(tmp_path, sign):
     ],
 )
 def test_an_array_with_invalid_json_is_refused_at_the_item(tmp_path, monkeypatch, content, problem, padding):
-    monkeypatch.setattr(files, "READ_BYTES", 1000)
+    monkeypatch.setattr(text_files, "READ_BYTES", 1000)
     file = tmp_path / "a.json"
     file.write_text(content.replace("PAD", padding))
     assert f"{file}{problem}" in refusal(corpus(file)).replace(", item 0: nested", ": nested")
@@ -362,8 +365,8 @@ def test_arrays_are_read_like_the_json_module(tmp_path, items, indent, ascii_onl
     file = tmp_path / "a.json"
     file.write_bytes(b" " + json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "READ_BYTES", read_bytes)
-        patched.setattr(files, "FIRST_BYTES", read_bytes)
+        patched.setattr(text_files, "READ_BYTES", read_bytes)
+        patched.setattr(text_files, "FIRST_BYTES", read_bytes)
         (block,) = read_blocks(corpus(file))
     assert [json.loads(line) for line in block.payload.split(b"\n")] == items
 

@@ -48,6 +48,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]))
 hard_text = st.lists(st.sampled_from([*HARD_CASES, "0", "1", "a", "<", ">"])).map("".join)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", HARD_CASES)
 def test_hard_cases_are_lossless(tokenizer, text):
     ids = tokenizer.encode(text)

@@ -44,6 +44,7 @@ def stop_after(count: int) -> Callable[[BuildProgress], None]:
     return report
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_number_of_workers_does_not_change_the_shards(built: Built, tmp_path, workers):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", workers)
@@ -59,6 +60,7 @@ def test_the_number_of_workers_does_not_change_the_shards(built: Built, tmp_path
     assert len(seen) > 10
 
 
+@pytest.mark.quick
 def test_a_stopped_build_resumes_to_the_same_bytes(built: Built, tmp_path):
     config = prep_config(Path(built.config.corpus.source), tmp_path / "shards")
     seen: list[BuildProgress] = []
@@ -82,6 +84,7 @@ def test_data_after_the_last_commit_is_truncated(built: Built, tmp_path, monkeyp
     assert files(tmp_path / "shards") == files(built.config.shards.folder)
 
 
+@pytest.mark.slow
 def test_a_build_killed_at_20_random_moments_ends_with_the_same_bytes(built: Built, tmp_path):
     """SIGKILL to the reading process; its tokenizing processes must end by themselves."""
     import psutil

@@ -201,6 +201,7 @@ def reader(tokenizer: Tokenizer) -> Scorer:
     return score
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", COUNTED)
 def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer, name: str):
     task, samples = make(name, tokenizer), 150

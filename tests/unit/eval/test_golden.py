@@ -17,6 +17,8 @@ from tost_lm.inference.hugging_face import HuggingFaceLM
 from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.scored import rows_of
 
+pytestmark = pytest.mark.quick
+
 WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
 LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
 PTB = " no it was n't <unk> \n the N dogs ' tails \n"

@@ -19,6 +19,8 @@ from tost_lm.report.record import RunRecord
 from tost_lm.tasks.positions import Lengths, by_position, extrapolation_chart, mean_nats, section
 from tost_lm.testing import FLOAT32_REORDERED
 
+pytestmark = pytest.mark.quick
+
 UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 

@@ -20,6 +20,8 @@ from tost_lm.tasks.perplexity import LastBytes, detokenized_wikitext, pages, wik
 from tost_lm.tasks.scored import GPT2_SAMPLE, Example, is_gpt2_tokenizer
 from tost_lm.tasks.task import Row
 
+pytestmark = pytest.mark.quick
+
 EOT, WINDOW = 0, 16
 
 

@@ -44,6 +44,7 @@ def documents(shards: Shards) -> list[str]:
     return [shards.tokenizer().decode(ids.tolist()) for ids in shards.documents("train")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_overlaps_are_those_of_a_plain_search(shards: Shards, workers: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "TASK_TOKENS", 3000)
@@ -80,6 +81,7 @@ def test_overlaps_are_those_of_a_plain_search(shards: Shards, workers: int, monk
     assert result.totals == {"ours": SetTotals(len(examples), checked, len(expected)), "short": SetTotals(1, 0, 0)}
 
 
+@pytest.mark.quick
 def test_equal_hashes_are_no_match():
     ngrams = SetNgrams({"a": [" ".join(f"w{n}" for n in range(13))]})
     assert ngrams.find(" ".join(f"W{n}" for n in range(13))).tolist() == [0]

@@ -30,6 +30,8 @@ from tost_lm.model import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.testing import FLOAT32_REORDERED
 
+pytestmark = pytest.mark.quick
+
 TINY = {
     "model": {"layers": 2, "heads": 2, "width": 16, "vocab_size": 16, "max_positions": 8, "layer_scale": 0.0},
     "mqar": {"pairs": 2, "seq_len": 8, "vocab_size": 16, "examples": 40},

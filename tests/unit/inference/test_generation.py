@@ -11,6 +11,8 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, state_bytes, until
 from tost_lm.model.streaming import prefill
 
+pytestmark = pytest.mark.quick
+
 PROMPT = [1, 7, 23, 5]
 NO_STOP = 10**6
 PATTERNS = pytest.mark.parametrize("pattern", ["T", "A", "TA"])

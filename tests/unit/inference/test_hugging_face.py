@@ -60,6 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, FLOAT32_REORDERED)])
 def test_scores_equal_a_pass_for_every_token(make, dtype: torch.dtype, relative: float):

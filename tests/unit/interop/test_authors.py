@@ -21,6 +21,8 @@ from tost_lm.interop.authors import read_authors, to_authors, write_authors
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.settings import OptimConfig
 
+pytestmark = pytest.mark.quick
+
 LAYERS, HEADS, WIDTH, BLOCK, VOCAB = 2, 2, 8, 12, 40
 SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": BLOCK}
 BETA1, BETA2 = 0.9, 0.95

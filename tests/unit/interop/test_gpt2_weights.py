@@ -38,13 +38,14 @@ def change(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("activation", "gelu", "others"),
     [("gelu_new", "tanh", {}), ("gelu", "exact", {"n_inner": 20, "layer_norm_epsilon": 1e-2})],
 )
 def test_logits_equal_the_library(tmp_path: Path, activation: str, gelu: str, others: dict[str, Any]):
     theirs = save_theirs(tmp_path, activation_function=activation, **others)
-    config, weights = read_gpt2(tmp_path)
+    config, weights, *_ = read_gpt2(tmp_path)
     assert (config.pattern, config.gelu, config.bias, config.max_positions) == ("A", gelu, True, 12)
     ours = TostLM(config)
     ours.load_state_dict(weights)
@@ -57,7 +58,7 @@ def test_logits_equal_the_library(tmp_path: Path, activation: str, gelu: str, ot
 
 def test_the_two_gelus_differ(tmp_path: Path):
     theirs = save_theirs(tmp_path)
-    config, weights = read_gpt2(tmp_path)
+    config, weights, *_ = read_gpt2(tmp_path)
     ours = TostLM(config.model_copy(update={"gelu": "exact"})).eval()
     ours.load_state_dict(weights)
     tokens = torch.randint(40, (3, 12))
@@ -67,7 +68,7 @@ def test_the_two_gelus_differ(tmp_path: Path):
 
 def test_shards_masks_and_names_without_the_prefix_are_read(tmp_path: Path):
     save_theirs(tmp_path)
-    _, before = read_gpt2(tmp_path)
+    before = read_gpt2(tmp_path).weights
     weights = {
         name.removeprefix("transformer."): weight for name, weight in load_file(tmp_path / "model.safetensors").items()
     }
@@ -76,7 +77,7 @@ def test_shards_masks_and_names_without_the_prefix_are_read(tmp_path: Path):
     (tmp_path / "model.safetensors").unlink()
     for number, some in enumerate((names[:5], names[5:]), 1):
         save_file({name: weights[name] for name in some}, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    _, after = read_gpt2(tmp_path)
+    after = read_gpt2(tmp_path).weights
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     (tmp_path / "model-00001-of-00002.safetensors").unlink()

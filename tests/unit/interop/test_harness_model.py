@@ -113,6 +113,7 @@ def test_rolling_windows_are_the_harness_s(make_export):
     np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("batch_size", [1, "3", "auto", "auto:4"])
 def test_scores_do_not_depend_on_the_batch(make_export, batch_size):
     folder, pairs = str(make_export()), [("No", "."), ("", TEXT[:20]), (TEXT[:40], " it")]
@@ -238,7 +239,7 @@ def test_several_ranks_refuse_a_device_and_a_cache(make_export, monkeypatch):
 
 
 def native(folder: Path, task_name: str, path: Path, tokenizer: Tokenizer) -> dict:
-    """Totals of `tost eval zero-shot`."""
+    """Totals of `tost eval`."""
     task, model = scored(task_name), tost_lm.load(folder)
     examples = task.examples(path, tokenizer, WINDOW)
     rows = [task.row(one, Likelihoods(*score_requests(model, one.requests))) for one in examples]

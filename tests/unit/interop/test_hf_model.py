@@ -23,9 +23,8 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "head", "membership": "energy-mean"}},
-    {"pattern": "SA", "positions": "none", "softmax": {"window": 4}},
     {"pattern": "DA", "positions": "none", "softmax": {"window": 4}},
-    {"pattern": "SA", "positions": "none", **other_forms(window=4), "heads": 4},
+    {"pattern": "DA", "positions": "none", **other_forms(window=4), "heads": 4},
     {"pattern": "TA", "positions": "sinusoidal", "tssa": {"denom_bias": "none"}, "softmax": {"window": 4}},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -72,7 +71,7 @@ LEFT_PADDED[1, :9] = 0
 LEFT_PADDED[2, :4] = 0
 
 
-@pytest.mark.parametrize("preset", [None, "slots-base", "gpt2-base"])
+@pytest.mark.parametrize("preset", [None, "tost-base", "gpt2-base"])
 def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
     model = model_config(preset=preset, softmax={"window": 3, "rope_theta": 500}, bias=True)
     config = TostConfig.of(model, eos_token_id=7)
@@ -86,11 +85,12 @@ def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
 
 
 def test_a_configuration_names_no_preset_and_no_settings_of_parts_that_the_model_lacks(tmp_path):
-    TostConfig.of(model_config(preset="hybrid-base", pattern="SA", context_length=32768)).save_pretrained(tmp_path)
+    model = model_config(preset="tost-base", pattern="DA", positions="none", context_length=32768)
+    TostConfig.of(model).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["context_length"] == 32768
-    assert not {"preset", "max_positions", "tssa", "delta"} & written.keys()
-    assert written["slots"].keys() == {"per_head", "value_size"}
+    assert not {"preset", "max_positions", "tssa"} & written.keys()
+    assert written["delta"].keys() == {"qk_heads", "value_heads", "qk_size", "value_size", "beta_to_two"}
     assert written["softmax"].keys() == {"window", "rope_theta", "kv_heads", "qk_norm"}
 
 
@@ -125,6 +125,7 @@ def test_initial_weights_have_the_distributions_of_tostlm():
     assert model.lm_head.weight is model.model.embedding.weight
 
 
+@pytest.mark.quick
 @KNOWN
 def test_logits_and_loss_equal_tostlm(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)
@@ -175,6 +176,7 @@ def test_cached_generation_equals_uncached(settings: dict[str, Any], options: di
             assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **options), uncached)
 
 
+@pytest.mark.quick
 @KNOWN
 def test_left_padded_rows_equal_single_rows(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)
@@ -229,7 +231,7 @@ def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
         torch.testing.assert_close(logits, expected[:, 11:])
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "softmax": {"window": 4}}, {"pattern": "S"}])
+@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "softmax": {"window": 4}}, {"pattern": "D"}])
 def test_the_cache_does_not_grow(settings: dict[str, Any]):
     model, tokens, cache = (
         make(**settings, positions="none", tssa={"denom_bias": "head"}),

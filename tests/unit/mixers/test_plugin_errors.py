@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from doc_pages import blocks_of
 
 from tost_lm.checkpointing.format import flush_and_hash, publish_checkpoint, read_model_config, write_checkpoint
@@ -16,6 +15,8 @@ from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import FACTS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import parameters
+
+pytestmark = pytest.mark.quick
 
 (EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
 SHAPE = {"layers": 2, "heads": 2, "width": 16, "vocab_size": 40, "max_positions": 16, "positions": "none"}
@@ -62,7 +63,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"E", "gated', '"S", "gated', "the letter S is taken by slot memory; choose another letter"),
+        ('"E", "gated', '"D", "gated', "the letter D is taken by gated delta rule; choose another letter"),
         ('"E", "gated', '"e", "gated', "its letter is 'e'; choose a capital letter"),
         ('"E", "gated', '"EM", "gated', "its letter is 'EM'; choose a capital letter"),
         ("register(EmaFacts(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
@@ -119,10 +120,7 @@ def test_one_line_for_a_plugin_that_fails_in_a_recipe():
         ({"E": {"longest": 3}}, "test: model.plugin_settings.E.longest: input should be greater than or equal to 4"),
         ({"E": {"longst": 9}}, "test: model.plugin_settings.E.longst: unknown key (did you mean longest?)"),
         ({"Z": {"longest": 9}}, "test: model.plugin_settings.Z: no plugin has this letter; name its file in"),
-        (
-            {"S": {"slots": {"per_head": 9}}},
-            "test: model.plugin_settings.S: no plugin has this letter; name its file in",
-        ),
+        ({"D": {"qk_heads": 9}}, "test: model.plugin_settings.D: no plugin has this letter; name its file in"),
         (
             {"E": {"sha256": "0"}},
             "test: model.plugin_settings.E.sha256: the model needs the plugin with SHA-256 0, and",
@@ -190,17 +188,3 @@ def test_a_crafted_checkpoint_runs_nothing():
     with pytest.raises(ConfigError, match=r"invalid model.pattern: 'E'"):
         read_model_config(Path("crafted"))
     assert not Path("marker").exists()
-
-
-def test_one_token_at_a_time_is_one_call():
-    run_plugin(write())
-    torch.manual_seed(0)
-    model = TostLM(config("EA", layer_scale=1.0)).double().eval()
-    tokens_BT = torch.randint(40, (2, 9))
-    with torch.no_grad():
-        whole, state, rows = model(tokens_BT).logits, None, []
-        for t in range(9):
-            output = model(tokens_BT[:, t : t + 1], state=state)
-            rows.append(output.logits)
-            state = output.state
-    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-10, atol=1e-12)

@@ -13,6 +13,8 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.testing import assert_close
 
+pytestmark = pytest.mark.quick
+
 LAYERS, HEADS, WIDTH, VOCAB, T = 2, 4, 16, 17, 7
 FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},

@@ -13,6 +13,8 @@ from tost_lm.config import validate
 from tost_lm.mixers.tssa import layer as tssa
 from tost_lm.model import ModelConfig, TostLM
 
+pytestmark = pytest.mark.quick
+
 LAYERS, HEADS, WIDTH, VOCAB, POSITIONS = 2, 3, 12, 17, 8
 
 

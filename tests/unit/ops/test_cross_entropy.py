@@ -11,6 +11,8 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy, logit
 from tost_lm.sizes import LOGITS_BYTES
 from tost_lm.testing import assert_as_accurate
 
+pytestmark = pytest.mark.quick
+
 
 def _inputs(tokens, channels, words, dtype=torch.float64):
     torch.manual_seed(0)

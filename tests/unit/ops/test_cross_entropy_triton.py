@@ -42,6 +42,7 @@ def run(
     return total.detach(), nats, *torch.autograd.grad(total / 3, (x, weight))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("scale", "z_loss"), [(1.0, 0.1), (100.0, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_is_as_accurate_as_pytorch(backend, dtype: torch.dtype, scale: float, z_loss: float):

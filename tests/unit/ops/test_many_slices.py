@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.testing import assert_close
+
+pytestmark = pytest.mark.quick
 
 SLICES, H, D = 1024, 2, 3
 LENGTHS = tuple(1 + rank % 3 for rank in range(SLICES))

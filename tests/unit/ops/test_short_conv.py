@@ -16,6 +16,8 @@ from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.testing import assert_as_accurate
 
+pytestmark = pytest.mark.quick
+
 
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -4,7 +4,7 @@ import torch
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.optim.optimizers import build_adamw
+from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 
 
@@ -14,7 +14,7 @@ def test_only_matrices_decay():
     for p in model.parameters():
         torch.nn.init.ones_(p)
         p.grad = torch.zeros_like(p)
-    build_adamw(model, OptimConfig(lr=0.5, weight_decay=0.1)).step()
+    ADAMW.build(model, OptimConfig(lr=0.5, weight_decay=0.1)).step()
     decayed = {name for name, p in model.named_parameters() if (p != 1).all()}
     kept = {name for name, p in model.named_parameters() if (p == 1).all()}
     assert decayed == {name for name, p in model.named_parameters() if p.dim() == 2 and "denom_bias" not in name}

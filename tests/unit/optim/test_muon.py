@@ -1,4 +1,6 @@
-"""Which parameters Muon updates, and that both optimizers are torch's."""
+"""Which parameters Muon updates, that both optimizers are torch's, and what any optimizer keeps."""
+
+from typing import get_args
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ import torch
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import block_matrices
-from tost_lm.optim.optimizers import UnroundedOnCPU, build_optimizer, statistics_of
+from tost_lm.optim.interface import optimizer_of, statistics_of
+from tost_lm.optim.muon_with_adamw import UnroundedOnCPU
 from tost_lm.optim.settings import OptimConfig
 
 SHAPE = {"layers": 3, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True, "tied_head": False}
@@ -21,7 +24,7 @@ BY_MUON = {
 def build_model() -> TostLM:
     torch.manual_seed(0)
     # T layers have matrices of another kind: denom_bias by position; S layers: norm.
-    return TostLM(validate(ModelConfig, {**SHAPE, "pattern": "TSA", "tssa": {"denom_bias": "position"}}, "test"))
+    return TostLM(validate(ModelConfig, {**SHAPE, "pattern": "TDA", "tssa": {"denom_bias": "position"}}, "test"))
 
 
 def draw_gradients(model: TostLM, seed: int) -> None:
@@ -33,7 +36,7 @@ def draw_gradients(model: TostLM, seed: int) -> None:
 def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
     ours, theirs = build_model(), build_model()
     config = OptimConfig(kind="muon", weight_decay=0.2, beta1=0.8, beta2=0.9)
-    optimizer = build_optimizer(ours, config)
+    optimizer = optimizer_of(config).build(ours, config)
     named = dict(theirs.named_parameters())
     decayed = [p for name, p in named.items() if p.dim() > 1 and name not in BY_MUON and "denom_bias" not in name]
     others = [p for name, p in named.items() if p.dim() < 2 or "denom_bias" in name]
@@ -51,9 +54,20 @@ def test_both_optimizers_are_torchs_and_follow_one_learning_rate():
         optimizer.step()
     for name, p in ours.named_parameters():
         assert torch.equal(p, named[name]), name
-        kept = {key for key, value in optimizer.state[p].items() if value.dim() > 0}
-        expected = {"momentum_buffer"} if name in BY_MUON else {"exp_avg", "exp_avg_sq"}
-        assert kept == {*statistics_of(optimizer, p)} == expected, name
+        assert statistics_of(optimizer, p) == (("momentum_buffer",) if name in BY_MUON else ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("kind", get_args(OptimConfig.model_fields["kind"].annotation))
+def test_the_state_of_an_optimizer_has_the_stated_names_and_bytes(kind: str):
+    model, config = build_model(), validate(OptimConfig, {"kind": kind}, "test")
+    draw_gradients(model, 0)
+    spec = optimizer_of(config)
+    optimizer = spec.build(model, config)
+    optimizer.step()
+    kept = {p: {key: value for key, value in optimizer.state[p].items() if value.dim()} for p in model.parameters()}
+    assert all(of.keys() == {*statistics_of(optimizer, p)} for p, of in kept.items())
+    numbers = sum(p.numel() for p in kept), sum(p.numel() for n, p in model.named_parameters() if n in BY_MUON)
+    assert sum(value.nbytes for of in kept.values() for value in of.values()) == spec.state_bytes(*numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -64,7 +78,8 @@ def test_on_a_cpu_matrices_are_orthogonalized_in_their_own_dtype(dtype: torch.dt
     weights = {name: p for name, p in model.named_parameters() if name in BY_MUON}
     before, gradients = ({name: x.detach().double().clone() for name, x in of.items()} for of in (
         weights, {name: p.grad for name, p in weights.items() if p.grad is not None}))  # fmt: skip
-    build_optimizer(model, OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)).step()
+    config = OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)
+    optimizer_of(config).build(model, config).step()
     for name, p in weights.items():
         update = gradients[name] / gradients[name].norm()  # the momentum of a first step is a multiple of the gradient
         for _ in range(5):
@@ -86,7 +101,8 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw():
     model = build_model()
     draw_gradients(model, 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    build_optimizer(model, OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)).step()
+    config = OptimConfig(kind="muon", lr=0.1, weight_decay=0.0)
+    optimizer_of(config).build(model, config).step()
     for name, p in model.named_parameters():
         rms = (p.detach() - before[name]).square().mean().sqrt().item()
         # Newton–Schulz leaves singular values between 0.6 and 1.2; AdamW's first update is lr in each element.

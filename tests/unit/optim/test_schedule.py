@@ -9,6 +9,8 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.optim.settings import OptimConfig, learning_rate, obstacle_to_schedule, steps_before_decay, warmup_steps
 
+pytestmark = pytest.mark.quick
+
 CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tost_lm.parallel.watchdog import ANSWERS, GONE, RUNS, HeartbeatRecord, Phase, RankState, verdict
 
+pytestmark = pytest.mark.quick
+
 
 def record(rank: int, step: int = 7, phase: Phase = "training", ago: float = 12.0, pid: int = 100) -> HeartbeatRecord:
     return HeartbeatRecord(rank, "node", pid + rank, step, phase, time.time() - ago)

@@ -13,10 +13,8 @@ import torch
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.model.flops import flops_per_token
-from tost_lm.pretrain.hooks import Run, SpikeGuard, count_skips
 from tost_lm.pretrain.metrics import Metrics
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import Outcome
 
 CPU = torch.device("cpu")
 FOLDER = Path("runs/r")
@@ -127,10 +125,7 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
 def test_a_branch_with_other_data_counts_the_samples_of_that_data():
     progress = Progress(5, 5, data_start=3)
     metrics = Metrics(config(), progress, 1, CPU, branch={"folder": "runs/trunk/checkpoints/step_00000003"})
-    unused: Any = None
-    run = Run(config(), unused, progress, metrics, unused, unused)
-    run.count_step(Outcome(float("inf"), 1.0, "loss is inf"), 1e-3)
-    count_skips(SpikeGuard(None, 10, progress), run)
+    metrics.skipped(6, "loss is inf", 5 - progress.data_start)
     metrics.close()
     branched, skipped = rows("events")
     assert (branched["step"], branched["event"]) == (5, "branched")

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from hand_made import EOT, hand_made
 
@@ -12,6 +13,8 @@ from tost_lm.data.prefetch import prefetched
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.testing import assert_close
+
+pytestmark = pytest.mark.quick
 
 VOCAB, T, MICRO_BATCH = 50, 16, 3
 

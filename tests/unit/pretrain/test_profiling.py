@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from tost_lm.pretrain.loop import Profiler
+from tost_lm.pretrain.profiler import Profiler
 
 
 def train(profiler: Profiler, first: int, last: int) -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.errors import TrainingError
-from tost_lm.pretrain.hooks import WINDOW, SpikeGuard
+from tost_lm.pretrain.spikes import WINDOW, SpikeGuard
+
+pytestmark = pytest.mark.quick
 
 STEADY = tuple((3.0 + 0.01 * (i % 5), 1.0 + 0.1 * (i % 3)) for i in range(WINDOW))
 

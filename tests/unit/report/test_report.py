@@ -322,6 +322,7 @@ def test_hashes_and_environment_are_listed(evaluated, shards):
         assert text in page.text
 
 
+@pytest.mark.quick
 def test_reports_are_reproducible(run_folder):
     def written() -> dict[str, bytes]:
         files = [

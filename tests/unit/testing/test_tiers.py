@@ -1,4 +1,4 @@
-"""Time budgets, skip reasons, environment and lists of tests, as tests/conftest.py handles them, in runs of pytest."""
+"""Time budgets, skip reasons, environment and marked tests, as tests/conftest.py handles them, in runs of pytest."""
 
 import os
 import re
@@ -54,15 +54,16 @@ def test_skipped_tests_are_counted_by_reason_and_the_users_environment_is_kept(t
     assert "0.0 minutes, budget 5" in out
 
 
-def test_the_rest_is_without_quick_and_slow_tests(tmp_path: Path):
-    (tmp_path / "tests").mkdir()
-    quick = ["tests/unit/test_it.py::test_environment", "tests/unit/test_it.py::test_skipped[2]"]
-    (tmp_path / "tests/quick.txt").write_text("\n".join(quick[:1]) + "\n")
-    (tmp_path / "tests/slow.txt").write_text("\n".join(quick[1:]) + "\n")
-    code, out = run_tier(tmp_path, 5, ("1", "passive"), "--rest", "-vv")
+def test_only_files_with_a_quick_test_are_imported(tmp_path: Path):
+    for folder, mark in (("unit", "quick"), ("full", "slow")):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        test = f"import pytest\n\n@pytest.mark.{mark}\ndef test_of_{folder}():\n    pass\n"
+        (tmp_path / f"tests/{folder}/test_{mark}.py").write_text(test)
+    (tmp_path / "tests/full/test_slow.py").open("a").write("\nraise ImportError\n")
+    code, out = run_tier(tmp_path, 5, ("1", "passive"), "-vv", "-m", "quick")
     assert code == 0, out
-    assert "test_skipped[1]" in out
-    assert "1 skipped, 2 deselected" in out
+    assert "test_of_unit PASSED" in out
+    assert "deselected" not in out
 
 
 def test_tests_without_the_files_beside_the_checkout_are_listed(tmp_path: Path):
@@ -73,15 +74,6 @@ def test_tests_without_the_files_beside_the_checkout_are_listed(tmp_path: Path):
     code, out = run_tier(tmp_path, 5, ("1", "passive"), f"--missing={tmp_path / 'missing'}")
     assert code == 0, out
     assert (tmp_path / "missing").read_text() == "tests/unit/test_others.py::test_text\n"
-
-
-def test_every_listed_test_exists_and_is_listed_once():
-    """pytest itself refuses an unknown case of an existing function."""
-    names = [line for name in ("quick.txt", "slow.txt") for line in (TESTS_FOLDER / name).read_text().splitlines()]
-    assert len(set(names)) == len(names)
-    for name in names:
-        file, _, function = name.partition("[")[0].partition("::")
-        assert re.search(rf"^def {function}\b", (CHECKOUT / file).read_text(), re.MULTILINE), name
 
 
 def guarantees() -> Iterator[tuple[str, list[Path]]]:
@@ -97,9 +89,10 @@ def guarantees() -> Iterator[tuple[str, list[Path]]]:
         yield guarantee, named
 
 
+@pytest.mark.quick
 def test_every_guarantee_has_a_quick_test():
     """One of the tests that a row names, unless all of them take minutes."""
-    quick = {CHECKOUT / line.partition("::")[0] for line in (TESTS_FOLDER / "quick.txt").read_text().splitlines()}
+    quick = [path for path in TESTS_FOLDER.rglob("test_*.py") if "mark.quick" in path.read_text()]
     for guarantee, named in guarantees():
         found = any(path == test or path in test.parents for path in named for test in quick)
         assert found or all(TESTS_FOLDER / "full" in (path, *path.parents) for path in named), guarantee

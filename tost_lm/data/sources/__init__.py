@@ -26,31 +26,15 @@ from tost_lm.data.sources.blocks import (
     Block,
     Document,
     Position,
+    Reader,
     SourceBlock,
     blocks_of_rows,
     parse,
     printable,
 )
-from tost_lm.data.sources.files import (
-    CorpusFile,
-    array_blocks,
-    corpus_files,
-    format_of,
-    is_array,
-    left_out_files,
-    line_blocks,
-    text_block,
-)
-from tost_lm.data.sources.tables import (
-    arrow_blocks,
-    arrow_rows,
-    hub_blocks,
-    hub_fingerprint,
-    hub_rows,
-    known_rows,
-    parquet_blocks,
-    parquet_rows,
-)
+from tost_lm.data.sources.files import CorpusFile, corpus_files, left_out_files
+from tost_lm.data.sources.formats import format_of
+from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows, known_rows
 from tost_lm.errors import ConfigError, DataError
 
 __all__ = [
@@ -79,12 +63,7 @@ class Source(NamedTuple):
     where: str
     size: int | None
     """In the unit of `SourceBlock.consumed`; None: unknown."""
-    kind: Literal["lines", "arrow", "text"]
-    unit: Literal["line", "row", "item"]
-    blocks: Callable[[int, int], Iterator[SourceBlock]]
-    """From an offset and a block size in bytes to the blocks."""
-    rows: Callable[[], int] | None = None
-    """Counts the rows, where that is possible without reading all blocks."""
+    reader: Reader
 
 
 def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -102,15 +81,14 @@ def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes
         block = next(blocks, None)
         while block is not None:
             following = next(blocks, None)
-            first_row, first_line = row, line + (source.unit == "line")
+            first_row, first_line = row, line + (source.reader.unit == "line")
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
                 end, consumed = Position(file + 1, 0, row, 0), source.size or 0
             fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
-            yield Block(
-                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, source.unit
-            )
+            kind, unit = source.reader.kind, source.reader.unit
+            yield Block(kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, unit)
             block = following
         offset, line, before = 0, 0, before + (source.size or 0)
     if not row:
@@ -125,8 +103,8 @@ def count_rows(corpus: CorpusConfig) -> int:
     """
     rows = 0
     for source in _sources(corpus):
-        if source.rows:
-            rows += _guarded(source.where, source.rows)
+        if source.reader.rows:
+            rows += _guarded(source.where, source.reader.rows)
         else:
             rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
     return rows
@@ -161,33 +139,21 @@ def _sources(corpus: CorpusConfig) -> list[Source]:
         def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
             return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
 
-        return [Source("embedded", len(rows), "lines", "row", embedded_blocks, lambda: len(rows))]
+        return [Source("embedded", len(rows), Reader("lines", "row", embedded_blocks, lambda: len(rows)))]
     if corpus.source.startswith("hub:"):
-        blocks = partial(hub_blocks, corpus)
-        return [Source(corpus.source, known_rows(corpus), "arrow", "row", blocks, partial(hub_rows, corpus))]
+        reader = Reader("arrow", "row", partial(hub_blocks, corpus), partial(hub_rows, corpus))
+        return [Source(corpus.source, known_rows(corpus), reader)]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
 def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
-    where, path, size = printable(str(file.path)), file.path, file.size
-    match format_of(path):
-        case "text" if corpus.text_documents == "file":
-            return Source(where, size, "text", "line", partial(text_block, path), lambda: 1)
-        case "text":
-            return Source(where, size, "text", "line", partial(line_blocks, path))
-        case "parquet":
-            blocks = partial(parquet_blocks, path, size, corpus.text_field)
-            return Source(where, size, "arrow", "row", blocks, partial(parquet_rows, path))
-        case "arrow":
-            blocks = partial(arrow_blocks, path, size, corpus.text_field)
-            return Source(where, size, "arrow", "row", blocks, partial(arrow_rows, path))
-        case "json" if _guarded(where, lambda: is_array(path)):
-            return Source(where, size, "lines", "item", partial(array_blocks, path))
-    return Source(where, size, "lines", "line", partial(line_blocks, path))
+    where, form = printable(str(file.path)), format_of(file.path)
+    assert form is not None  # corpus_files refuses others
+    return Source(where, file.size, _guarded(where, lambda: form.reader(file.path, file.size, corpus)))
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    blocks = source.blocks(offset, block_bytes)
+    blocks = source.reader.blocks(offset, block_bytes)
     while (block := _guarded(source.where, lambda: next(blocks, None))) is not None:
         yield block
 

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tost_lm.data.settings import CorpusConfig
@@ -90,6 +91,29 @@ class SourceBlock(NamedTuple):
     """Where the next block begins, as `Position.offset`."""
     consumed: int
     """Amount read so far: bytes of a file on disk, rows of other sources."""
+
+
+class Reader(NamedTuple):
+    """How a source is read in blocks."""
+
+    kind: Literal["lines", "arrow", "text"]
+    """Of its blocks, as `Block.kind`."""
+    unit: Literal["line", "row", "item"]
+    blocks: Callable[[int, int], Iterator[SourceBlock]]
+    """From an offset and a block size in bytes to the blocks."""
+    rows: Callable[[], int] | None = None
+    """Counts the rows, where that is possible without reading all blocks."""
+
+
+class CorpusFormat(NamedTuple):
+    """A format of corpus files. Its rows become JSON lines, one column of an Arrow table or plain text."""
+
+    endings: tuple[str, ...]
+    """In lower case."""
+    reader: Callable[[Path, int, CorpusConfig], Reader]
+    """From a file and its size in bytes. It may read the file, and raise what reading raises."""
+    may_be_compressed: bool = False
+    """Whether `text.COMPRESSIONS` may follow the ending."""
 
 
 def blocks_of_rows(

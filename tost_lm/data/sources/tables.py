@@ -5,13 +5,14 @@ The text column is cut into blocks by its bytes.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, SourceBlock, listed, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Reader, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 
 PARQUET_ROWS = 16
@@ -75,6 +76,17 @@ def arrow_rows(path: Path) -> int:
     """Number of rows of an Arrow file or stream; texts are read only if they are compressed."""
     with _arrow_batches(path) as (_, batches):
         return sum(batch.num_rows for batch in batches)
+
+
+def _read_parquet(path: Path, size: int, corpus: CorpusConfig) -> Reader:
+    return Reader("arrow", "row", partial(parquet_blocks, path, size, corpus.text_field), partial(parquet_rows, path))
+
+
+def _read_arrow(path: Path, size: int, corpus: CorpusConfig) -> Reader:
+    return Reader("arrow", "row", partial(arrow_blocks, path, size, corpus.text_field), partial(arrow_rows, path))
+
+
+PARQUET, ARROW = CorpusFormat((".parquet",), _read_parquet), CorpusFormat((".arrow",), _read_arrow)
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:

@@ -56,6 +56,7 @@ class DeltaMixer(TokenMixer):
 
     State = DeltaState
     OF_HEADS = ("conv", "log_rate", "step_bias")
+    FIXED_STATE = True
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()

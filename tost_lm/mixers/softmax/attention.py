@@ -98,9 +98,12 @@ def causal_attention(
         window.
     """
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
-    if T == 1:
-        return _attend_one(q_BHTD, k_BGSD, v_BGSD, window, before_B)
     window = min(window or S, S)
+    if T == 1:
+        visible_BS = None
+        if before_B is not None:
+            visible_BS = torch.arange(S - window, S, device=q_BHTD.device) >= (S - 1 - before_B)[:, None]
+        return attend_one(q_BHTD, k_BGSD[:, :, S - window :], v_BGSD[:, :, S - window :], visible_BS)
     # On a GPU, only the kernels of 16-bit types share keys between heads; others would compute T × T scores.
     grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
     kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
@@ -122,17 +125,12 @@ def causal_attention(
     return torch.cat(ys, 2)
 
 
-def _attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, window: int, before_B: Tensor | None) -> Tensor:
-    """Attention of one token. Heads that share keys are computed as tokens, so that no key is copied."""
-    S = k_BGSD.shape[2]
-    visible = None
-    if before_B is not None:
-        visible = (torch.arange(S, device=q_BH1D.device) >= (S - 1 - before_B)[:, None])[:, None, None]
-    if window and window < S:
-        k_BGSD, v_BGSD = k_BGSD[:, :, -window:], v_BGSD[:, :, -window:]
-        visible = None if visible is None else visible[..., -window:]
+def attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BS: Tensor | None) -> Tensor:
+    """Attention of one token to the visible keys; None: to all. Heads that share keys are computed as tokens, so that
+    no key is copied."""
+    mask = None if visible_BS is None else visible_BS[:, None, None]
     q_BGhD = q_BH1D.squeeze(2).unflatten(1, (k_BGSD.shape[1], -1))
-    return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=visible).flatten(1, 2)[:, :, None]
+    return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
 
 
 class _Tile(torch.autograd.Function):

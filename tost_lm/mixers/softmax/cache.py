@@ -3,16 +3,18 @@
 Shapes: N rows, G heads of keys and values, S earlier tokens, T new tokens, D channels a head.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from tost_lm.mixers.layer import ROOM_TOKENS, room_after
+from tost_lm.ops.layout import to_device
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Each [N, G, S, D]."""
-
-ROOM_TOKENS = 256
-"""Tokens between two copies of the cache. It is also the most memory that is never used."""
 
 
 class KeyValueState(NamedTuple):
@@ -31,8 +33,40 @@ class KeyValueState(NamedTuple):
         return last(self.key, tokens), last(self.value, tokens)
 
 
+class KeyValueSlots(NamedTuple):
+    """Keys and values in decoding, each [N, G, slots, D]. Those of position p are in slot p modulo `slots`, so with a
+    window a token takes the slot of the one that leaves it."""
+
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, state: KeyValueState, positions: Sequence[int], slots: int) -> "KeyValueSlots":
+        """A copy of a state after `positions` tokens of each row. Slots without a token are zeros."""
+        slot_S, end_N1 = torch.arange(slots), torch.tensor(positions)[:, None]
+        last_NS = slot_S + (end_N1 - 1 - slot_S).div(slots, rounding_mode="floor") * slots  # the last position of each
+        index_NS = (last_NS - end_N1 + state.key.shape[2] + 1).clamp(min=0)  # 0: none, where a column is added
+        index_N1S1 = to_device(index_NS, state.key.device)[:, None, :, None]
+        _, G, _, D = state.key.shape
+        return cls(*(pad(x, (0, 0, 1, 0)).gather(2, index_N1S1.expand(-1, G, -1, D)) for x in state))
+
+    def with_room(self, window: int | None) -> "KeyValueSlots":
+        """A copy with more slots, where all have a token and the window is longer."""
+        slots = self.key.shape[2]
+        return KeyValueSlots(*(pad(x, (0, 0, 0, room_after(slots, window) - slots)) for x in self))
+
+    def add(self, position_N1: Tensor, kv: KeysAndValues) -> Tensor:
+        """Add a token of each row, in place. Returns which slots have a token, [N, slots]."""
+        slots = self.key.shape[2]
+        index_NGSD = (position_N1 % slots)[:, None, :, None].expand_as(kv[0])
+        for x, new in zip(self, kv, strict=True):
+            x.scatter_(2, index_NGSD, new)
+        return torch.arange(slots, device=position_N1.device) <= position_N1
+
+
 class _Memory:
-    """Keys and values, [N, G, capacity, D], whose first `filled` tokens are in use.
+    """Keys and values, [N, G, capacity, D], whose first `filled` tokens are in use: memory of states that calls return,
+    as in the cache of the Hugging Face library.
 
     The keys of a state have it as an attribute, so states of one memory stay KeyValueState. Adding tokens changes no
     state: of several that share memory, the longest gets its tokens in place, and the others are copied. So is a state

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
-from tost_lm.mixers.softmax.attention import attend_packed, attend_rows
-from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueState, append, append_in_memory, last
+from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
+from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
+from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, append_in_memory, last
 from tost_lm.mixers.softmax.settings import kv_width
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class SoftmaxMixer(TokenMixer):
     State = KeyValueState
     TileState = KeyValueTiles
+    FIXED_STATE = True
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()
@@ -42,14 +43,20 @@ class SoftmaxMixer(TokenMixer):
         super().split_heads(ranks, softmax)
         self.kv_heads //= ranks
 
+    def fixed_state(self, state: KeyValueState, positions: Sequence[int]) -> KeyValueSlots:
+        return KeyValueSlots.of(state, positions, room_after(max(positions), self.window or None))
+
     def forward(
-        self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | None, info: SequenceInfo
-    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | None]:
+        self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None, info: SequenceInfo
+    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
         q, k, v = self.project(x_BTC, info)
         if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
             return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), tiles
+        if isinstance(state, KeyValueSlots):
+            y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
+            return self.out_proj(y_BH1D.transpose(1, 2).flatten(-2)), state
         if self.caches(info):
             cache = append_in_memory(state, max(info.start_positions), (k, v))
             y_BHTD = attend_rows(q, cache, 0, _earlier_tokens(info))

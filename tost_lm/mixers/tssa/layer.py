@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class TssaMixer(TokenMixer):
     State = TssaState
     OF_HEADS = ("temp", "denom_bias")
+    FIXED_STATE = True
 
     def __init__(self, config: "ModelConfig"):
         super().__init__()

@@ -213,9 +213,9 @@ def duration(seconds: float) -> str:
 
 
 def _of_optimizer(config: PlanConfig) -> str:
-    flops = f", {plan.muon_flops(config) / 1e12:.3g} TFLOP of Newton–Schulz" if config.optim.kind == "muon" else ""
+    flops = f", {plan.update_flops(config) / 1e12:.3g} TFLOP of products" if plan.update_flops(config) else ""
     gradients = f"gradients {in_units(plan.gradient_bytes(config))}"
-    return f"{gradients}, update {in_units(plan.adamw_bytes(config))}{flops} per rank"
+    return f"{gradients}, update {in_units(plan.update_bytes(config))}{flops} per rank"
 
 
 def _in_tiles(config: PlanConfig) -> str:

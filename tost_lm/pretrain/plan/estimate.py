@@ -22,6 +22,7 @@ from tost_lm.model.flops import (
     peak_flops,
     vectors,
 )
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
     is_computed_again,
@@ -30,17 +31,16 @@ from tost_lm.pretrain.plan.activations import (
 )
 from tost_lm.pretrain.plan.memory import (
     logit_tiles,
-    muon_parameters,
     parameters_per_rank,
     reduced_at_once,
     reduces_at_end,
     stage_of,
+    state_bytes,
 )
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS, CAST_ELEMENTS, PASSED_SLICES
 
-NEWTON_SCHULZ_STEPS = 5  # of Muon, torch's default
 KERNEL_SECONDS = 2.3e-6
 """Time of a kernel of any size, beside that of its bytes: TSSA at three lengths."""
 # Fractions of a copy's bandwidth.
@@ -50,8 +50,6 @@ BROADCAST = 0.37
 """A product with a vector, in PyTorch: the 48 products with LayerScale of the step with 12 × 1,024 tokens."""
 WEIGHT_GRADIENT = 0.16
 """The gradient of a norm's weight, in PyTorch: the 25 of the same step."""
-ADAMW = 0.82
-"""The fused AdamW: the 7 kernels of the step with 1 × 8,192 tokens."""
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
 MODEL_LAUNCHES = 23
@@ -180,12 +178,9 @@ def sum_launches(config: PlanConfig) -> float:
     return 2 * TENSORS_PER_LAYER * config.model.layers
 
 
-def muon_flops(config: PlanConfig) -> float:
-    """FLOPs of an update, on every rank: an iteration multiplies r × c by c × r, r × r by r × r and r × r by r × c."""
-    if config.optim.kind != "muon":
-        return 0.0
-    sides = [sorted(shape) for shape in block_matrices(config.model)]
-    return sum(NEWTON_SCHULZ_STEPS * (4.0 * r * r * c + 2 * r**3) for r, c in sides)
+def update_flops(config: PlanConfig) -> float:
+    """FLOPs of the matrix products of an update, on every rank."""
+    return sum(optimizer_of(config.optim).matrix_flops(*shape) for shape in block_matrices(config.model))
 
 
 def peak(config: PlanConfig) -> float:
@@ -340,9 +335,9 @@ def bytes_moved_by_loss(config: PlanConfig) -> float:
 def optimizer_seconds(config: PlanConfig) -> float:
     """Duration of the sums of gradients, their norm and clipping, and the update."""
     in_bfloat16 = (peak_flops(config.cluster.device, "bfloat16") or peak(config)) * config.cluster.achieved_flops
-    in_bytes = gradient_bytes(config) + adamw_bytes(config) / ADAMW
+    in_bytes = gradient_bytes(config) + update_bytes(config) / optimizer_of(config.optim).bandwidth
     kernels = UPDATE_LAUNCHES + config.micro_batches * sum_launches(config)
-    return in_bytes / bandwidth(config) + muon_flops(config) / in_bfloat16 + kernels * KERNEL_SECONDS
+    return in_bytes / bandwidth(config) + update_flops(config) / in_bfloat16 + kernels * KERNEL_SECONDS
 
 
 def gradient_bytes(config: PlanConfig) -> float:
@@ -359,11 +354,10 @@ def gradient_bytes(config: PlanConfig) -> float:
     return (4 + e + (config.micro_batches - 1) * (16 + e)) * n + 24 * summed + updated * (partition if stage else n)
 
 
-def adamw_bytes(config: PlanConfig) -> float:
-    """Bytes of a rank's update: it reads gradient, weight and two moments, and writes the last three. Muon reads and
-    writes one momentum."""
-    fraction = config.parallel.tensor / config.cluster.ranks if stage_of(config, config.cluster.ranks) else 1
-    return 28 * parameters_per_rank(config) * fraction - 8 * muon_parameters(config)
+def update_bytes(config: PlanConfig) -> float:
+    """Bytes of a rank's update: it reads gradient, weight and state, and writes the last two."""
+    n, tensor, ranks = parameters_per_rank(config), config.parallel.tensor, config.cluster.ranks
+    return (12 * n + 2 * state_bytes(config, n, tensor)) * (tensor / ranks if stage_of(config, ranks) else 1)
 
 
 def collectives(config: PlanConfig) -> list[Collectives]:

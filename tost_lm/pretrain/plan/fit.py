@@ -6,6 +6,7 @@ from typing import Any
 
 from tost_lm.config import differences, leaves
 from tost_lm.errors import ConfigError
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES
 from tost_lm.pretrain.plan.estimate import recomputed_flops, tiles
@@ -86,14 +87,15 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     The order is a smaller micro-batch, a higher ZeRO stage, activation checkpointing, tiles, more sequence ranks, more
     tensor ranks.
     """
-    train, parallel, ranks, muon = config.train, config.parallel, config.cluster.ranks, config.optim.kind == "muon"
+    train, parallel, ranks, optimizer = config.train, config.parallel, config.cluster.ranks, optimizer_of(config.optim)
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.seq_len + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
-        if obstacle_to_tensor_ranks(config.model, tensor) or ((muon or train.compile) and tensor > 1):
+        if obstacle_to_tensor_ranks(config.model, tensor) or (train.compile and tensor > 1):
             continue
         tiled = tiles(config) > 1
-        for stage in range(parallel.zero_stage, 1 if muon else 3 if tiled or train.compile else 4):
+        stages = range(parallel.zero_stage, 3 if tiled or train.compile else 4)
+        for stage in (stage for stage in stages if not optimizer.obstacle(tensor, stage)):
             for micro_batch in range(train.micro_batch_size, 0, -1):
                 other = _changed(
                     config,

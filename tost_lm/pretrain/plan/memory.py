@@ -12,8 +12,8 @@ The plan has five moments of a step, one of which has the peak. The symbols of t
 **Weights** take e·n. ZeRO stage 3 has a partition of them, and at most 10⁹ gathered parameters.
 
 **Optimizer** state takes 12·n/R: the float32 copy of the weights that DeepSpeed makes, even in float32, and AdamW's two
-moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n. There Muon keeps one momentum of
-a matrix in place of two moments: 4 bytes less for each number.
+moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n. Other
+optimizers keep what their modules in `tost_lm/optim` state.
 
 **Activations** are described in `activations.py`.
 
@@ -44,6 +44,7 @@ from typing import NamedTuple, TypeVar
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import block_matrices, parameters
+from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
     activation_bytes_per_token,
@@ -193,12 +194,13 @@ def reduces_at_end(config: PretrainConfig, stage: int) -> bool:
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
     """Bytes of weights and optimizer state of a rank, on the device or offloaded."""
     n, stage, e = parameters_per_rank(config), stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
-    partition = n * config.parallel.tensor / ranks
+    fraction, state = config.parallel.tensor / ranks, state_bytes(config, n, config.parallel.tensor)
     if stage == 0:
-        return e * n, 8 * n - 4 * muon_parameters(config)
+        return e * n, state
+    own = (4 * n + state) * fraction
     if stage < 3:
-        return e * n, 12 * partition
-    return e * min(n, GATHERED) + (0.0 if config.parallel.offload == "all" else e * partition), 12 * partition
+        return e * n, own
+    return e * min(n, GATHERED) + (0.0 if config.parallel.offload == "all" else e * n * fraction), own
 
 
 class LogitTiles(NamedTuple):
@@ -281,11 +283,13 @@ def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -
     return dict(zip(MOMENTS, steps, strict=True))
 
 
-def muon_parameters(config: PretrainConfig) -> int:
-    """Parameters that Muon updates: the optimizer keeps one number of each, and two of all others."""
-    return sum(rows * columns for rows, columns in block_matrices(config.model)) if config.optim.kind == "muon" else 0
+def state_bytes(config: PretrainConfig, n: float, tensor: int = 1) -> float:
+    """Bytes of the optimizer's state of the `n` parameters of one of `tensor` ranks."""
+    in_matrices = sum(rows * columns for rows, columns in block_matrices(config.model)) / tensor
+    return optimizer_of(config.optim).state_bytes(n, in_matrices)
 
 
-def checkpoint_bytes(config: PretrainConfig) -> int:
+def checkpoint_bytes(config: PretrainConfig) -> float:
     """Bytes of a checkpoint, and of its copy in host memory: float32 weights and optimizer state."""
-    return 12 * parameters(config.model).total - 4 * muon_parameters(config)
+    n = parameters(config.model).total
+    return 4 * n + state_bytes(config, n)

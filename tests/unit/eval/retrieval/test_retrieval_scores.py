@@ -92,7 +92,14 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
-@pytest.mark.parametrize("name", [name for name in RETRIEVAL if name != NEEDLE])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("niah_single_3@own-words", marks=pytest.mark.quick),
+        *(name for name in RETRIEVAL if name not in (NEEDLE, "niah_single_3@own-words")),
+    ],
+)
 def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
     task, other = make_task(name), make_task(name, seed=1)
 

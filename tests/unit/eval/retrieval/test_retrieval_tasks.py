@@ -75,6 +75,7 @@ def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
                 assert example.prompt.dtype == np.int64
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
     task = make_task(name, tokenizer=either)

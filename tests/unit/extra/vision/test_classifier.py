@@ -12,7 +12,7 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.settings import VisionConfig
-from tost_lm.optim.optimizers import parameter_groups
+from tost_lm.optim.adamw import parameter_groups
 from tost_lm.testing import assert_close
 
 SIZES = {"layers": 3, "heads": 2, "width": 16, "classes": 5}

@@ -20,6 +20,8 @@ from tost_lm.extra.vision.interop import from_released, read_released, released_
 from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.testing import assert_as_accurate, assert_close
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"layers": 2, "heads": 2, "width": 16, "classes": 5}
 CONVOLUTIONS = {16: 4, 8: 3}
 

@@ -30,6 +30,7 @@ def drawn(B: int, T: int, S: int, kv_heads: int = 2) -> list[Tensor]:
     return [torch.randn(B, *shape, 4, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("window", [0, 1, 5, 128, 129, 300, 10_000])
 @pytest.mark.parametrize(("T", "leading"), [(300, 0), (300, 40), (290, 280), (1, 200), (1, 0), (128, 1)])
 @pytest.mark.parametrize("ragged", [False, True])
@@ -50,7 +51,7 @@ def test_more_earlier_tokens_than_leading_keys_count_as_all():
     assert_close(ours, by_formula(q, k, v, 6, None), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("model", ["model.lm", "extra.vision.classifier"])
+@pytest.mark.parametrize("model", ["model.lm", pytest.param("extra.vision.classifier", marks=pytest.mark.slow)])
 def test_no_model_runs_cudnn_attention(model: str):
     program = f"import torch; import tost_lm.{model}; print(torch.backends.cuda.cudnn_sdp_enabled())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

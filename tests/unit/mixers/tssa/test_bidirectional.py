@@ -14,6 +14,8 @@ from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.testing import assert_close
 
+pytestmark = pytest.mark.quick
+
 
 def as_published(w_BTHD: Tensor, temp_H: Tensor) -> Tensor:
     """The operator in the order of operations of the released vision code, written from the paper's equations."""

@@ -18,6 +18,8 @@ from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.mixers.tssa.phases import PhasedBackend
 
+pytestmark = pytest.mark.quick
+
 MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
 
 

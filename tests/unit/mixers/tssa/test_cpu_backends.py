@@ -19,6 +19,7 @@ MEMBERSHIPS = get_args(Membership)
 pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @given(call=calls())
 @settings(max_examples=60, deadline=None)
@@ -29,6 +30,7 @@ def test_equals_the_formulas_in_float64(backend: str, call: Call):
     assert max(cancelling) < 1e-8
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @given(call=calls())
 @settings(max_examples=40, deadline=None)
@@ -63,6 +65,7 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw(membership: Membership):
         assert_as_accurate(found[name], reference[name], truth[name], name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
 def test_gradcheck(membership: Membership, backend: str):
@@ -142,6 +145,7 @@ def test_a_float64_state_stays_float64_beside_float32_tokens():
     assert (final.energy.dtype, final.mass.dtype) == (torch.float64, torch.float64)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_in_little_memory():
     """`make test-full` has a million tokens, which take minutes."""
     assert_long_sequence_is_right(1 << 17)

@@ -10,7 +10,7 @@ from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import Membership
 from tost_lm.testing import assert_as_accurate
 
-pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("chunks_of_32_tokens")]
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

@@ -58,7 +58,9 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter, which is for CPUs")
-@pytest.mark.parametrize("offsets", [None, (0, 3, 9)], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "offsets", [pytest.param(None, id="rows", marks=pytest.mark.slow), pytest.param((0, 3, 9), id="packed")]
+)
 def test_launches_of_a_layer(offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(causal, "NUMBA", causal.TRITON)  # as for CUDA tensors
     config = ModelConfig(layers=1, heads=4, width=64, max_positions=128, vocab_size=8, bias=False)

@@ -25,14 +25,18 @@ from tost_lm.mixers.tssa.triton import backward, forward, tiles
 from tost_lm.mixers.tssa.triton.tiles import sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TIERS = {
+    "documents": pytest.mark.quick,
+    **dict.fromkeys(("rows and a bias for each", "three chunks", "full chunks"), pytest.mark.slow),
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=TIERS.get(shape, ())) for shape in SHAPES])
 def test_outputs_states_and_gradients_are_the_formulas(shape: str):
     assert_is_the_formulas(SHAPES[shape], DEVICE)
 
 
-@pytest.mark.parametrize("shape", ["rows and a bias for each", "five heads"])
+@pytest.mark.parametrize("shape", [pytest.param("rows and a bias for each", marks=pytest.mark.slow), "five heads"])
 def test_one_kernel_over_all_heads_as_in_long_calls(shape: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tost_lm.mixers.tssa.triton.tiles.FEW_CHUNKS", 0)
     assert_is_the_formulas(SHAPES[shape], DEVICE)
@@ -43,6 +47,7 @@ def test_float32_is_stable_when_first_tokens_are_small(scale: str):
     assert_is_stable(SMALL_FIRST_TOKENS[scale], DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has the instruction itself")
 def test_the_approximate_reciprocal_of_gpus_is_accurate_enough(monkeypatch: pytest.MonkeyPatch):
     """Its error is at most one unit in the last place (PTX ISA, `rcp.approx.ftz.f32`). Here each has all of it."""
@@ -52,11 +57,12 @@ def test_the_approximate_reciprocal_of_gpus_is_accurate_enough(monkeypatch: pyte
         assert_is_stable(call, DEVICE)
 
 
-@pytest.mark.parametrize("value", [65504.0, 1e-40])
+@pytest.mark.parametrize("value", [65504.0, pytest.param(1e-40, marks=pytest.mark.slow)])
 def test_extreme_values(value: float):
     assert_is_the_formulas(EXTREMES[value], DEVICE)
 
 
+@pytest.mark.slow
 def test_low_precision_costs_one_rounding():
     call = draw_call(0, (33,), 2, 32)
     assert_costs_one_rounding(call, torch.float16, DEVICE)
@@ -69,6 +75,7 @@ def test_largest_float16_is_no_overflow():
     assert_largest_float16_is_no_overflow(DEVICE)
 
 
+@pytest.mark.slow
 def test_a_nan_reaches_only_later_tokens_of_its_document():
     assert_nan_stays(DEVICE)
 

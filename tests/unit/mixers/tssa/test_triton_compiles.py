@@ -34,6 +34,7 @@ def check_kernels(kernels: list[dict]) -> None:
     assert [kernel["shuffles"] for kernel in kernels if kernel["kernel"] == "energy_kernel"] == [0]
 
 
+@pytest.mark.slow
 def test_few_instructions_are_executed_for_each_token_and_channel():
     """At most half of 82 in the forward pass, and 60 % of 208 in the backward pass. A thread that held 32 tokens of one
     channel, with divisions and masks, executed those. The scans are not included."""

@@ -1,4 +1,4 @@
-"""The optimizers: AdamW, or Muon for the matrices of the blocks and AdamW for all other parameters."""
+"""torch's Muon and AdamW as one optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,32 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tost_lm.optim.adamw import adamw_of, parameter_groups
 from tost_lm.optim.settings import OptimConfig
-
-
-def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    return adamw_of(parameter_groups(model, config.weight_decay), config)
-
-
-def adamw_of(groups: list[dict], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW of parameter groups that have their weight decay."""
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: with weight decay, and without (1-D tensors and denom_bias).
-
-    DeepSpeed puts the parameters of a group one behind the other into a buffer, where GPUs load 16 bytes at a time from
-    multiples of 16 bytes. So those of 8·n elements, which are all large ones, come first in each group.
-    """
-    decayed, others = [], []
-    for name, parameter in model.named_parameters():
-        # denom_bias may have two dimensions, [heads, positions].
-        (others if parameter.dim() < 2 or name.endswith(".denom_bias") else decayed).append(parameter)
-    for group in (decayed, others):
-        group.sort(key=lambda parameter: parameter.numel() % 8 > 0)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 class UnroundedOnCPU(TorchFunctionMode):
@@ -72,14 +48,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for optimizer in self._optimizers:
                 optimizer.step()
 
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.kind`."""
-    return build_adamw(model, config) if config.kind == "adamw" else MuonWithAdamW(model, config)
-
-
-def statistics_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:
-    """Names of the tensors that the optimizer keeps of a parameter, float32 and of its shape."""
-    if isinstance(optimizer, MuonWithAdamW) and parameter in optimizer.matrices:
-        return ("momentum_buffer",)
-    return ("exp_avg", "exp_avg_sq")
+    def statistics_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Names of the tensors that `state` keeps of a parameter."""
+        return ("momentum_buffer",) if parameter in self.matrices else ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,41 @@
+"""The interface of a foreign checkpoint format."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.model import ModelConfig
+
+
+class ForeignModel(NamedTuple):
+    """What a foreign checkpoint holds."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """float32, by our names."""
+    iterations: int | None = None
+    """Of the training that saved it; None: it has no state of a training."""
+    best_nats: float | None = None
+    """Nats per token of that training's validation set; None: not measured."""
+    moments: Mapping[str, Tensor] = MappingProxyType({})
+    """AdamW's moments, float32, by the labels of our checkpoints (`exp_avg/NAME`); empty: none that fit the weights."""
+    updates: int = 0
+    """AdamW's step count."""
+
+
+class ForeignFormat(NamedTuple):
+    """A foreign checkpoint format. Its functions raise CheckpointError, ConfigError and DataError as `tost_lm.load`."""
+
+    title: str
+    """In model cards."""
+    model_type: str | None
+    """In config.json of a folder of the Hugging Face library; None: a file."""
+    read: Callable[[Path], ForeignModel]
+    read_tokenizer: Callable[[Path], Tokenizer | None]
+    """The tokenizer of a source; None if it has none."""
+    write: Callable[[Path, Path], list[str]] | None = None
+    """Write a new folder from a checkpoint folder of ours; returns lines to print."""

@@ -1,0 +1,94 @@
+"""The model with its optimizer in DeepSpeed, the writer of its checkpoints, and the kernels of this process."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import deterministic
+
+from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
+from tost_lm.config import to_toml
+from tost_lm.data.loader import Corpora
+from tost_lm.errors import ConfigError
+from tost_lm.interop.card import model_card
+from tost_lm.mixers.registry import FACTS
+from tost_lm.model.config import ModelConfig
+from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
+from tost_lm.optim.interface import optimizer_of
+from tost_lm.parallel.apply import checkpoint_context, parallelize
+from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.zero import allocate_for_engine, build_engine
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.tiled import TiledLM
+
+
+def set_matmul_precision(tf32: bool, device: torch.device) -> None:
+    """Set the precision of float32 matrix products in this process, whatever it was before."""
+    # On a CPU "high" would change results, too, where the CPU has instructions for it.
+    torch.set_float32_matmul_precision("high" if tf32 and device.type == "cuda" else "highest")
+
+
+def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
+    """Let torch, cuBLAS and flash attention add in a fixed order in this process. Without effect on a CPU.
+
+    The kernels of this package have no atomic additions, and none is chosen by its time. torch raises RuntimeError
+    where an operation has no deterministic kernel.
+
+    Raises:
+        ConfigError: a mixer is not deterministic.
+    """
+    if device.type == "cpu":
+        return
+    for letter in dict.fromkeys(model.letters):
+        if obstacle := FACTS[letter].obstacle_to_determinism():
+            raise ConfigError(f"train.deterministic: {obstacle}; set it to false, or change model.pattern")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first matrix product
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
+    """The model, sharded over ranks, with an optimizer and DeepSpeed. Its weights have no values (`zero.set_state`)."""
+    torch.manual_seed(config.train.seed)
+    bfloat16 = config.train.dtype == "bfloat16"
+    with torch.device("meta"):
+        model = TiledLM(config.model, z_loss=config.train.z_loss)
+    parallelize(model, mesh, partial(allocate_for_engine, mesh=mesh, parallel=config.parallel, bfloat16=bfloat16))
+    apply_activation_checkpointing(
+        model,
+        activation_checkpointing=config.memory.activation_checkpointing,
+        activation_checkpointing_every=config.memory.activation_checkpointing_every,
+        mlp_tile_tokens=config.memory.mlp_tile_tokens,
+        context_fn=checkpoint_context(mesh),
+    )
+    if config.train.compile:
+        compile_blocks(model)
+    return build_engine(
+        model,
+        optimizer_of(config.optim).build(model, config.optim),
+        mesh,
+        config.parallel,
+        micro_batch_size=config.train.micro_batch_size,
+        accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
+        grad_clip=config.optim.grad_clip,
+        bfloat16=bfloat16,
+        deepspeed_settings=config.deepspeed,
+    )
+
+
+def build_writer(
+    engine: Any, config: PretrainConfig, corpora: Corpora, check_folder: Callable[[], None], first_step: int = 0
+) -> CheckpointWriter:
+    """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
+
+    Raises:
+        CheckpointError: the disk is too small for the run; on rank 0.
+    """
+    card = partial(model_card, run=config.run_folder)
+    files = RunFiles(config.run_folder, check_folder, to_toml(config), corpora.tokenizer(), card)
+    writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
+    writer.require_disk_space(first_step, config.last_step, keeps_best=config.validation.every is not None)
+    return writer

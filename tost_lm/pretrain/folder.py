@@ -1,0 +1,95 @@
+"""The run folder of a launch: opened with the first lines of the log, closed with the last."""
+
+from shutil import rmtree
+from typing import Any
+
+from tost_lm.checkpointing.format import Progress
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
+from tost_lm.model.flops import parameters
+from tost_lm.optim.settings import warmup_steps
+from tost_lm.parallel.mesh import World
+from tost_lm.parallel.watchdog import Heartbeat
+from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.start import StartPoint, rename_old_run, require_same_checkpoints
+from tost_lm.pretrain.tiled import Tiling
+
+
+def open_folder(
+    config: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
+) -> Metrics | NullMetrics:
+    """On rank 0, prepare the run folder and log the first lines."""
+    if world.rank > 0:
+        return NullMetrics()
+    require_same_checkpoints(config, start)
+    rename_old_run(config, start)
+    write_run_folder(config, world.size, world.device.type)
+    if world.device.type == "cuda":
+        (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
+    rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
+    branch = _branch(start)
+    metrics = Metrics(config, progress if progress.step else None, world.size, world.device, branch)
+    metrics.log(_opening_line(config, world, start, tiling))
+    warmup = warmup_steps(config.optim, config.train.steps)
+    if warmup >= config.train.steps:
+        metrics.log(
+            f"warning: optim.warmup_steps {warmup} is not less than train.steps {config.train.steps}: the rate never "
+            "reaches optim.lr; lower optim.warmup_steps or leave it out"
+        )
+    if start.initial_weights and not branch:
+        folder, sha256, _ = start.initial_weights
+        metrics.event(progress.step, "initial weights", folder=str(folder), manifest_sha256=sha256)
+    return metrics
+
+
+def _branch(start: StartPoint) -> dict[str, Any] | None:
+    """The record of a launch that starts a branch; None: it does not."""
+    folder, sha256, point = start.initial_weights or (None, "", None)
+    if point is None:
+        return None
+    data = "from its beginning" if point.data_start == point.step else "continued"
+    return {"folder": str(folder), "manifest_sha256": sha256, "data": data}
+
+
+def log_end(config: PretrainConfig, step: int, stop_reason: str, metrics: Metrics | NullMetrics) -> None:
+    """Log how the launch ended after `step` steps, and close the records."""
+    if stop_reason:
+        how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
+        metrics.event(step, "stopped", why=stop_reason)
+    elif step < config.train.steps:
+        how = "stopped at run.stop_at_step"
+        metrics.event(step, "stopped", why="run.stop_at_step")
+    else:
+        how = "done"
+        metrics.event(step, "done")
+    where = step_folder(config.run_folder, step)
+    where = where if where.exists() else config.run_folder
+    metrics.log(f"{how}: {where}")
+    metrics.close()
+
+
+def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tiling: Tiling) -> str:
+    how = f"with the weights of {start.weights_from}" if start.weights_from else "from the start"
+    if branch := _branch(start):
+        how = f"branching from {branch['folder']}, data {branch['data']}"
+    if start.resume_from:
+        how = f"resuming from {start.resume_from}"
+    return (
+        f"{config.run_folder}: {parameters(config.model).total / 1e6:.2f}M parameters, {_ranks(config, world)} on "
+        f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
+        f"{_tiles(tiling)}{how}"
+    )
+
+
+def _tiles(tiling: Tiling) -> str:
+    if len(tiling.tiles) == 1:
+        return ""
+    return f"exactly in {len(tiling.tiles)} tiles of {tiling.tiles[0].split.tokens:,} tokens, "
+
+
+def _ranks(config: PretrainConfig, world: World) -> str:
+    parallel = config.parallel
+    if parallel.tensor * parallel.sequence == 1:
+        return f"{world.size} ranks"
+    data = parallel.data_ranks(world.size)
+    return f"{world.size} ranks (tensor {parallel.tensor} × sequence {parallel.sequence} × data {data})"

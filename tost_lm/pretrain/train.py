@@ -1,0 +1,199 @@
+"""The pre-training loop: build, start, then step by step. All ranks execute the same lines in the same order, and
+decide by values that are equal on all of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER
+from tost_lm.checkpointing.run_lock import run_lock
+from tost_lm.data.loader import Corpora
+from tost_lm.data.prefetch import MicroBatch, prefetched
+from tost_lm.optim.settings import learning_rate
+from tost_lm.parallel.agreement import require_agreement, settings_as_facts, versions_as_facts
+from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
+from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
+from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
+from tost_lm.parallel.zero import check_deepspeed
+from tost_lm.pretrain.engine import build_training_engine, build_writer, set_matmul_precision, use_deterministic_kernels
+from tost_lm.pretrain.folder import log_end, open_folder
+from tost_lm.pretrain.profiler import Profiler
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.spikes import SpikeGuard
+from tost_lm.pretrain.start import StartPoint, start_engine
+from tost_lm.pretrain.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
+from tost_lm.pretrain.validation import Evaluation, build_validation
+from tost_lm.torch_internals import enable_flight_recorder
+
+
+def train(
+    config: PretrainConfig,
+    corpora: Corpora,
+    start: StartPoint,
+    graceful_stop: GracefulStop,
+    evaluation: Evaluation | None = None,
+) -> str:
+    """Train to `train.steps` or `run.stop_at_step`, from the checkpoint of `start` or from step 0.
+
+    Args:
+        evaluation: runs every `evaluation.every` steps; None: there is none.
+
+    Returns:
+        The reason of a graceful stop, one of `graceful_stop.REASONS`; empty: there was none.
+
+    Raises:
+        TrainingError: the run cannot continue, or its last validation loss is not finite.
+    """
+    enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
+    world = start_world(config.run.device, config.run.timeouts)
+    set_matmul_precision(config.train.tf32, world.device)
+    heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
+    with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
+        if config.train.deterministic:
+            use_deterministic_kernels(config.model, world.device)
+        if config.deepspeed:
+            check_deepspeed(config.deepspeed, world.device.type)
+        _require_agreement(config, corpora, start, evaluation)
+        config = with_tile_size(config, world)
+        with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
+            launch = Launch(config, corpora, start, graceful_stop, evaluation, world, heartbeat, check)
+            stop_reason = launch.train()
+            stop_world()
+    return stop_reason
+
+
+def _require_agreement(
+    config: PretrainConfig, corpora: Corpora, start: StartPoint, evaluation: Evaluation | None
+) -> None:
+    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(start.resume_from)}
+    if evaluation:
+        facts |= evaluation.facts
+    if start.initial_weights:
+        facts["initial weights"] = start.initial_weights.manifest_sha256
+    require_agreement(
+        {**facts, **versions_as_facts()},
+        "start all ranks with the same settings, shards, packages and code, from one shared folder",
+    )
+
+
+class Launch:
+    """A launch of a run, on this rank."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        corpora: Corpora,
+        start: StartPoint,
+        graceful_stop: GracefulStop,
+        evaluation: Evaluation | None,
+        world: World,
+        heartbeat: Heartbeat,
+        check_folder: Callable[[], None],
+    ) -> None:
+        """Build what trains, with the values of `start`, and open the run folder."""
+        warn = print if world.rank == 0 else lambda line: None
+        self.config, self.evaluation, self.heartbeat = config, evaluation, heartbeat
+        self.mesh = build_mesh(world, config.parallel)
+        self.tiling = tiling_of(config, self.mesh)
+        self.batches = build_batches(config, corpora, self.mesh, self.tiling)
+        build = partial(build_training_engine, config, self.mesh)
+        self.engine, self.progress, start = start_engine(build, config, corpora, start, warn)
+        for reason in dict.fromkeys(block.mixer.missing_kernels() for block in self.engine.module.blocks):
+            if reason:
+                warn(f"warning: layers of this model are slow here: {reason}")
+        self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
+        self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
+        self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
+        self.validation = build_validation(config, corpora, self.mesh, self.tiling)
+        self.writer = build_writer(self.engine, config, corpora, check_folder, self.progress.step)
+        self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.save_seconds)
+        self.metrics = open_folder(config, start, self.progress, world, heartbeat, self.tiling)
+        self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
+        check_folder()
+        self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
+
+    def train(self) -> str:
+        """Train step by step. Returns why the launch stopped early; empty: it did not."""
+        first, last, data_start = self.progress.step, self.config.last_step, self.progress.data_start
+        todo = range(first - data_start, (first if self.stop_reason else last) - data_start)
+        self.heartbeat.record(first, "reading")
+        workers = self.config.data.workers
+        with prefetched(self.batches, todo, workers, self.mesh.device, self.stop.while_waiting) as numbered:
+            try:
+                for number, micro_batches in numbered:
+                    self.step(data_start + number + 1, micro_batches)
+                    if self.stop_reason:
+                        break
+                    self.heartbeat.record(self.progress.step, "reading")
+            except StopRequestedError as request:  # the step or the measurement is abandoned
+                self.stop_reason = request.reason
+                self.writer.poll()
+                self.save()
+
+        self.heartbeat.record(self.progress.step, "leaving")
+        self.writer.finish()
+        self.profiler.close()
+        log_end(self.config, self.progress.step, self.stop_reason, self.metrics)
+        self.progress.require_finite_validation(self.config.train.steps, self.config.run_folder)
+        return self.stop_reason
+
+    def step(self, step: int, micro_batches: list[MicroBatch]) -> None:
+        """Train step number `step`, counted from 1, and do what is due after it."""
+        config, due = self.config, self.is_due
+        self.heartbeat.record(step - 1, "training")
+        self.profiler.before_step(step)
+        lr = learning_rate(step - 1, config.train.steps, config.optim)
+        outcome = train_step(
+            self.engine, micro_batches, self.tiling, lr,
+            self.guard.reason_to_skip, self.checksums.before_update, self.stop.check,
+        )  # fmt: skip
+        if outcome.reason_to_skip:
+            self.checksums.check()  # a flipped bit may be the cause
+        self.checksums.after_update(step)
+        if outcome.reason_to_skip:
+            self.metrics.skipped(step, outcome.reason_to_skip, step - 1 - self.progress.data_start)
+        self.guard.record(outcome.loss, outcome.grad_norm, outcome.reason_to_skip, step)
+        self.progress = replace(
+            self.progress, step=step, updates=self.progress.updates + (not outcome.reason_to_skip),
+            recent=self.guard.recent, skipped_in_a_row=self.guard.in_a_row,
+        )  # fmt: skip
+        if step % config.run.log_every == 0 or step in (1, config.train.steps):
+            self.metrics.step(step, outcome.loss, lr, outcome.grad_norm, outcome.z_loss)
+        self.profiler.after_step(step)
+        if (validation := self.validation) and due(config.validation.every):
+            row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
+            self.metrics.validation({"step": step, **row})
+            self.progress = replace(self.progress, validation_loss=row["loss"])
+        if (evaluation := self.evaluation) and due(config.evaluation.every):
+            for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
+                self.metrics.evaluation({"step": step, **row})
+        self.stop_reason = self.stop.after_step()
+        self.writer.poll()
+        if self.stop_reason or step % config.checkpoint.interval == 0 or step >= config.last_step:
+            self.save()  # last, so that the checkpoint contains all results
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether a measurement is due: at multiples of `every` and after the last step."""
+        return self.progress.step % (every or 1) == 0 or self.progress.step == self.config.train.steps
+
+    def measured(self, measure: Callable[[Callable[[], None]], Any]) -> Any:
+        """The result of `measure`, which calls its argument between micro-batches. Raises StopRequestedError."""
+
+        def beat() -> None:
+            self.heartbeat.record(self.progress.step, "validation")
+            self.stop.check()
+
+        self.heartbeat.record(self.progress.step, "validation")
+        with self.metrics.paused():
+            return measure(beat)
+
+    def save(self) -> None:
+        """Save a checkpoint, unless there is nothing to save."""
+        if self.progress.step:
+            self.heartbeat.record(self.progress.step, "saving")
+            with self.metrics.paused():
+                self.checksums.check()  # a damaged state must not become the checkpoint to resume from
+                self.writer.save(self.progress)
