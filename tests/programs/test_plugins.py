@@ -83,7 +83,7 @@ def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
     others = ["run.toml", "run.name=other", "model.positions=none"]
     for program, *words in (
         ("tost generate", "runs/tiny", "the "),
-        ("tost eval text", step, "text.file=book.txt"),
+        ("tost eval", step, "text", "text.file=book.txt"),
         ("tost train", *others, "train.initial_weights=runs/tiny"),
         ("tost train", *others, f"train.branch_from={step}"),
         ("tost report", "runs/tiny"),
@@ -151,5 +151,5 @@ def test_real_interpreters_train_and_evaluate(folder: Path):
     assert "resuming" in tost("train", *WORDS)
     assert len(losses(folder, "tiny")) == STEPS
     (folder / "book.txt").write_text("the words of a short text " * 9)
-    words = ["eval", "text", "runs/tiny", "text.file=book.txt", "parallel.sequence=2"]
+    words = ["eval", "runs/tiny", "text", "text.file=book.txt", "parallel.sequence=2"]
     assert "nats" in tost(*words, TOST_PLUGINS="gated_ema.py")

@@ -176,24 +176,24 @@ class ValidationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on test sets during training, by the code of `tost eval zero-shot`; nothing here changes the result of training."""
+    """Tasks during training, by the code of `tost eval`; nothing here changes the result of training."""
 
     every: int | None = Field(default=None, gt=0)
     """Steps between evaluations; another follows the last step. Without it there are none."""
-    protocols: list[str] = Field(default_factory=list)
-    """Names of protocols of `tost eval zero-shot`."""
-    batch_tokens: int | None = Field(default=None, gt=0)
-    """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It affects memory and time only."""
+    tasks: list[str] = Field(default_factory=list)
+    """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
+    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Sections of `tost eval`: [evaluation.settings.needle] has the settings of its section `needle`."""
     sets: dict[str, Path] = Field(default_factory=dict)
-    """The file of each test set, as in `sets` of `tost eval zero-shot`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
+    """The file of each test set, as in `sets` of `tost eval`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
-        if self.every and not self.protocols:
-            raise ValueError("evaluation.every is set without evaluation.protocols: name protocols, or remove it")
-        if self.protocols and not self.every:
+        if self.every and not self.tasks:
+            raise ValueError("evaluation.every is set without evaluation.tasks: name tasks, or remove it")
+        if self.tasks and not self.every:
             raise ValueError(
-                "evaluation.protocols is set without evaluation.every: set the number of steps between evaluations"
+                "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations"
             )
         return self
 

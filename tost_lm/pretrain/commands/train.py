@@ -78,16 +78,15 @@ def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
 
 
 def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":
-    """The evaluation during training. Raises ConfigError or DataError, as `ProtocolsInTraining.find`."""
+    """The evaluation during training. Raises ConfigError or DataError, as `TasksInTraining.find`."""
     settings = config.evaluation
     if settings.every is None:
         return None
-    from tost_lm.eval.zero_shot import ProtocolsInTraining
+    from tost_lm.tasks.in_training import TasksInTraining
 
     tokenizer = LosslessTokenizer(corpora.tokenizer(), str(corpora.shards[0].folder))
-    return ProtocolsInTraining.find(
-        settings.protocols, settings.sets, tokenizer, config.model.context_length, settings.batch_tokens
-    )
+    shards = corpora.shards[0]
+    return TasksInTraining.find(settings.tasks, settings.sets, settings.settings, tokenizer, shards, config.model)
 
 
 def run() -> NoReturn:
