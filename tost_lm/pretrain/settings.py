@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.format import read_model_config
+from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import NAMES_FILES, Section, require_local
@@ -165,6 +165,14 @@ class ValidationConfig(Section):
     """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
     """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
+    stop_after: int | None = Field(default=None, gt=0)
+    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
+
+    @model_validator(mode="after")
+    def _stops_after_validations(self) -> "ValidationConfig":
+        if self.stop_after and self.every is None:
+            raise ValueError("validation.stop_after has no effect without validations: set validation.every")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -387,6 +395,10 @@ class PretrainConfig(Section):
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
+
+    def stops_early(self, progress: Progress) -> bool:
+        """Whether `validation.stop_after` has ended the run."""
+        return 0 < (self.validation.stop_after or 0) <= progress.validations_since_lowest
 
     def what_is_trained(self) -> "PretrainConfig":
         """The settings that identify a run; all others have default values."""
