@@ -80,7 +80,7 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
     shards = Shards.open(folder / "out/shards")
     (folder / "valid.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in shards.texts("valid")))
     given = ["heldout.shards=out/shards", "documents.valid.file=valid.jsonl"]
-    run("tost eval", "gpt2", "heldout", "valid", "positions", "needle", "needle.samples=1", *given, cwd=folder)
+    run("tost eval", "gpt2", "heldout", "valid", "positions", *given, cwd=folder)
     heldout, valid = (
         json.loads((folder / f"gpt2/eval/{name}/results.json").read_text())["model"]
         for name in ("heldout@bpb", "valid@documents")
@@ -95,7 +95,7 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
             ids.append(int(model(torch.tensor([ids])).logits[0, -1, : tokenizer.vocab_size].argmax()))
     written = ids[-5:]
     written = written[: written.index(0)] if 0 in written else written
-    assert printed.startswith(f"some words{tokenizer.decode(written)}") or "\\x" in printed
+    assert printed.startswith(f"some words{tokenizer.decode(written)}")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     … The secret word of NAME is WORD. … The secret word of NAME is WORD. …
 
 The first mention of a secret cannot be predicted, and each later one can, from any distance. So a model that trains on
-passages learns to store and to find associations, in far fewer tokens than from text alone. Protocol `needle@words`
+passages learns to store and to find associations, in far fewer tokens than from text alone. Task `needle@words`
 (`tost_lm/eval/retrieval/needles.py`) asks with the same sentence.
 """
 

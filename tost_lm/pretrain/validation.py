@@ -32,7 +32,7 @@ class Evaluation(Protocol):
         ...
 
     def measure(self, engine: Any, mesh: Mesh, beat: Callable[[], None]) -> list[dict[str, Any]]:
-        """A row for each protocol, the same on all ranks, which all call it: `protocol`, `headline` (the metric that
+        """A row for each task, the same on all ranks, which all call it: `protocol`, `headline` (the metric that
         is logged) and metrics by name. All ranks call `beat` equally often, at least once per micro-batch."""
         ...
 
