@@ -41,7 +41,6 @@ NO_WAIT = {
     "chunked.py:chunks": "of the path of CPUs",
     "chunked.py:score_gradients": "of the path of CPUs",
     "chunked.py:_over_earlier_chunks": "of the path of CPUs",
-    "chunked.py:_broken": "of the path of CPUs: whether delta layers read a NaN",
     "numba_phases.py:_arrays": "of the path of CPUs",
     "numba_phases.py:<listcomp>": "of the path of CPUs",
     "numba_phases.py:_sums": "of the path of CPUs",
