@@ -46,8 +46,8 @@ def states_before(
 
 def final_states(shard: SequenceShard, local: LocalDocuments, final_nHKV: Tensor) -> Tensor:
     """The states after all N documents, equal on all ranks, from those after this rank's tokens of n documents."""
-    ends_n = int64_tensor(tuple(int(after == 0) for after in local.after), final_nHKV.device).bool()
-    ended_nHKV = final_nHKV.where(ends_n[:, None, None, None], 0)
+    ends = int64_tensor(local.after, final_nHKV.device) == 0
+    ended_nHKV = final_nHKV.where(ends[:, None, None, None], 0)
     padding = [local.documents.start, len(local.whole_lengths) - local.documents.stop]
     rows = [ended_nHKV.new_zeros(size, *ended_nHKV.shape[1:]) for size in padding]
     return _Collected.apply(torch.cat([rows[0], ended_nHKV, rows[1]]), shard)  # pyright: ignore[reportReturnType]
