@@ -60,7 +60,7 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
             "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
         ),
         (
-            '[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n',
+            '[data]\nfolder = "a"\n[evaluation]\ntasks = ["x"]\n',
             "evaluation.tasks is set without evaluation.every",
         ),
     ],
@@ -161,7 +161,7 @@ def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):
-    tables = '[data]\nfolder = "a"\n[evaluation]\nevery = 5\nprotocols = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
+    tables = '[data]\nfolder = "a"\n[evaluation]\nevery = 5\ntasks = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
     config = read(tmp_path, tables)
     assert config.evaluation.sets == {"x": Path("d/x.txt")}
     (tmp_path / "written.toml").write_text(to_toml(config))
