@@ -60,7 +60,7 @@ def run_the_demo(commands: Path, cwd: Path) -> None:
     start(tost, "prepare", "shards", *corpus, cwd=cwd)
     small = ["model.vocab_size=300", "train.steps=2", "validation.sequences=2", "model.layers=1", "model.width=32"]
     start(tost, "train", "demo", "launch.ranks=2", *small, "model.heads=2", cwd=cwd)
-    start(tost, "eval", "zero-shot", "runs/demo", cwd=cwd)
+    start(tost, "eval", "runs/demo", "heldout", cwd=cwd)
     assert start(tost, "generate", "runs/demo", "The lines", "sample.tokens=4", cwd=cwd).startswith("The lines")
     start(tost, "report", "runs/demo", cwd=cwd)
     assert (cwd / "runs/demo/report.html").is_file()

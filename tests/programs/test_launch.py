@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_launch_with_one_line(workplace: Path):
     "words",
     [
         ["train", "run.toml", "launch.ranks=2", "data.folder=nowhere"],
-        ["eval", "text", "nowhere", "text.file=run.toml", "parallel.sequence=2"],
+        ["eval", "nowhere", "text", "text.file=run.toml", "parallel.sequence=2"],
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(workplace: Path, words: list[str]):
