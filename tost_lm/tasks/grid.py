@@ -11,8 +11,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,11 +64,16 @@ class Source:
     """A GridConfig."""
     tokenizer: Tokenizer
     find_text: Callable[[], Text]
+    texts: dict[Any, Text] = field(default_factory=dict)
+    """Those that other tasks have read, by section and file."""
 
-    @cached_property
+    @property
     def text(self) -> Text:
         """The text of haystacks, found on first use."""
-        return self.find_text()
+        key = self.settings.section, self.settings.haystack
+        if key not in self.texts:
+            self.texts[key] = self.find_text()
+        return self.texts[key]
 
 
 class GridTask(Task):
@@ -100,11 +105,10 @@ class GridTask(Task):
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings = family.settings_in(evaluation.config)
-        text = partial(
-            find_text, settings.haystack, evaluation.config.heldout.shards, evaluation.evaluated, family.name
-        )
-        queries = self.make(self.name, Source(settings, evaluation.tokenizer, text))
-        identity = identity_of(queries, queries.identity(settings), evaluation.evaluated) | family.identity
+        shards, evaluated = evaluation.config.heldout.shards, evaluation.evaluated
+        text = partial(find_text, settings.haystack, shards, evaluated, family.name)
+        queries = self.make(self.name, Source(settings, evaluation.tokenizer, text, evaluation.texts))
+        identity = identity_of(queries, queries.identity(settings), evaluated) | family.identity
         measure = partial(self._measure, evaluation, settings, queries, identity)
         return Measurement(identity, measure, partial(queries.lengths, settings))
 
@@ -130,7 +134,7 @@ class GridTask(Task):
                 return Text.of_file(settings.haystack, tokenizer, family.name)
             return Text.of_shards(training.shards, tokenizer, family.name)
 
-        queries = self.make(self.name, Source(settings, tokenizer, text))
+        queries = self.make(self.name, Source(settings, tokenizer, text, training.texts))
         places = [(length, d) for length in queries.lengths(settings, training.model) for d in queries.depths]
         identity = queries.identity(settings) | {"places": places, **(queries.text.facts if queries.text else {})}
         if queries.text and queries.text.shards:

@@ -38,6 +38,8 @@ class Evaluation:
     """The settings, with a section for each family that has any."""
     notes: dict[str, None] = field(default_factory=dict)
     """Lines to print at the end, each once."""
+    texts: dict[Any, Any] = field(default_factory=dict)
+    """Texts that several tasks read."""
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -76,6 +78,8 @@ class Training:
     shards: "Shards"
     """The held-out text."""
     model: "ModelFacts"
+    texts: dict[Any, Any] = field(default_factory=dict)
+    """Texts that several tasks read."""
 
 
 class MeasuredInTraining(NamedTuple):
