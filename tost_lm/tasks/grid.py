@@ -156,7 +156,7 @@ class GridTask(Task):
 
     def table_rows(self, results: Row) -> Iterator[TableRow]:
         """A line for each length over all depths, and one for the gain over its control."""
-        for length, cells in cells_by_length(results).items():
+        for length, cells in cells_by_length(results["cells"]).items():
             place = f"{length:,}" + (f" ({self.counted} {cells[0][self.counted]:,})" if self.counted else "")
             keys = (self.headline, f"control_{self.headline}")
             cell = over_cells(cells, keys) if len(cells) > 1 else cells[0]
@@ -180,7 +180,7 @@ class GridTask(Task):
         keys = self.headline, f"control_{self.headline}"
         return {
             length: (mean_score(own, keys[0]), mean_score(own, keys[1]))
-            for length, own in cells_by_length({"cells": cells}).items()
+            for length, own in cells_by_length(cells).items()
         }
 
 
@@ -329,9 +329,8 @@ def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str
     return means
 
 
-def cells_by_length(results: Row) -> dict[int, list[Row]]:
+def cells_by_length(cells: Sequence[Row]) -> dict[int, list[Row]]:
     """The cells of each length, ascending."""
-    cells = results["cells"]
     return {length: [c for c in cells if c["length"] == length] for length in sorted({c["length"] for c in cells})}
 
 

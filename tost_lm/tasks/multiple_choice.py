@@ -40,6 +40,11 @@ class QuestionRow(BaseModel):
     @abstractmethod
     def to_question(self) -> Question: ...
 
+    @classmethod
+    def read(cls, row: Any) -> Question:
+        """The question of a line of JSON. Raises ValidationError."""
+        return cls.model_validate(row).to_question()
+
 
 class HellaSwagRow(QuestionRow):
     activity_label: str
@@ -87,13 +92,13 @@ class MultipleChoice(ScoredTask):
 
     about = "accuracy of multiple choice, also normalized by the length of the choices"
 
-    def __init__(self, data_set: DataSet, rows: type[QuestionRow], headline: str = "accuracy"):
+    def __init__(self, data_set: DataSet, read: Callable[[Any], Question], headline: str = "accuracy"):
         super().__init__(data_set)
-        self.to_question, self.headline, self.expected = _of(rows), headline, data_set.description
+        self.read, self.headline, self.expected = read, headline, data_set.description
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         found = []
-        for place, question in questions(path, self.to_question, self.expected):
+        for place, question in questions(path, self.read, self.expected):
             requests = [_request(question.context, choice, tokenizer, window) for choice in question.choices]
             if not all(len(request.target) for request in requests):
                 raise DataError(f"{place}: a choice without a token; remove the line")
@@ -118,12 +123,12 @@ class MultipleChoice(ScoredTask):
         return {**accuracy_of(rows), **accuracy_of(rows, "normalized_"), "chance": chance}
 
 
-def questions(path: Path, to_question: Callable[[Any], Question], expected: str) -> Iterator[tuple[str, Question]]:
+def questions(path: Path, read: Callable[[Any], Question], expected: str) -> Iterator[tuple[str, Question]]:
     """The place, for error messages, and the content of each question of a file. Raises DataError, which asks for
     `expected`."""
     for place, row in read_json_lines(path, expected):
         try:
-            question = to_question(row)
+            question = read(row)
         except DataError as error:
             raise DataError(f"{place}: {error}; give {expected}") from None
         except ValidationError as error:
@@ -155,12 +160,8 @@ def _request(context: str, choice: str, tokenizer: Tokenizer, window: int) -> Re
     return left_truncated(np.array([*before, *target], dtype=np.int64), len(before), window)
 
 
-def _of(rows: type[QuestionRow]) -> Callable[[Any], Question]:
-    return lambda row: rows.model_validate(row).to_question()
-
-
-def _answered(rows: type[QuestionRow], path: Path) -> list[str]:
-    found = [question for _, question in questions(path, _of(rows), "the published file")]
+def _answered(read: Callable[[Any], Question], path: Path) -> list[str]:
+    found = [question for _, question in questions(path, read, "the published file")]
     return [f"{question.context} {question.choices[question.right]}" for question in found]
 
 
@@ -170,7 +171,7 @@ HELLASWAG = DataSet(
     "label",
     HubSource("Rowan/hellaswag", None, "validation", "hellaswag_val.jsonl"),
     lines=10_042,
-    texts=partial(_answered, HellaSwagRow),
+    texts=partial(_answered, HellaSwagRow.read),
 )
 ARC_EASY = DataSet(
     "arc_easy",
@@ -178,7 +179,7 @@ ARC_EASY = DataSet(
     "answerKey",
     HubSource("allenai/ai2_arc", "ARC-Easy", "test", "arc_easy_test.jsonl"),
     lines=2_376,
-    texts=partial(_answered, ArcRow),
+    texts=partial(_answered, ArcRow.read),
 )
 ARC_CHALLENGE = DataSet(
     "arc_challenge",
@@ -186,23 +187,23 @@ ARC_CHALLENGE = DataSet(
     "answerKey",
     HubSource("allenai/ai2_arc", "ARC-Challenge", "test", "arc_challenge_test.jsonl"),
     lines=1_172,
-    texts=partial(_answered, ArcRow),
+    texts=partial(_answered, ArcRow.read),
 )
 PIQA = DataSet(
     "piqa",
     "PIQA's validation set from the hub: 1,838 JSON lines with goal, sol1, sol2 and label",
     HubSource("baber/piqa", None, "validation", "piqa_validation.jsonl"),
     lines=1_838,
-    texts=partial(_answered, PiqaRow),
+    texts=partial(_answered, PiqaRow.read),
 )
 
 FAMILY = Family(
     "multiple_choice",
     [
-        MultipleChoice(HELLASWAG, HellaSwagRow, "normalized_accuracy"),
-        MultipleChoice(ARC_EASY, ArcRow),
-        MultipleChoice(ARC_CHALLENGE, ArcRow, "normalized_accuracy"),
-        MultipleChoice(PIQA, PiqaRow),
+        MultipleChoice(HELLASWAG, HellaSwagRow.read, "normalized_accuracy"),
+        MultipleChoice(ARC_EASY, ArcRow.read),
+        MultipleChoice(ARC_CHALLENGE, ArcRow.read, "normalized_accuracy"),
+        MultipleChoice(PIQA, PiqaRow.read),
     ],
     section=section_of_test_sets,
 )

@@ -9,6 +9,7 @@ A Python file is run only if the user names it, as a task: `tost eval RUN mine.p
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tost_lm.files import sha256_bytes
 from tost_lm.inference.requests import disjoint_windows
 from tost_lm.tasks.data_sets import SetFile, unpacked
 from tost_lm.tasks.multiple_choice import MultipleChoice, Question
-from tost_lm.tasks.perplexity import RunningText, windows_of
+from tost_lm.tasks.perplexity import RunningText
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.scored import Example, read_json_lines
 from tost_lm.tasks.task import Family
@@ -63,9 +64,8 @@ class Documents(RunningText):
             text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str) or not text.strip():
                 raise DataError(f'{place}: no text under "{key}"; name its field, or remove the line')
-            requests = disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window)
-            parts = windows_of(requests, len(text.split()), text)
-            found.append(Example(tuple(part.requests[0] for part in parts), parts[0].facts))
+            requests = tuple(disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window))
+            found.append(Example(requests, {"words": len(text.split()), "bytes": len(text.encode())}))
         return found
 
 
@@ -74,19 +74,21 @@ class Choices(MultipleChoice):
 
     def __init__(self, name: str, settings: ChoicesConfig):
         self.name, self.settings, self.headline = f"{name}@choices", settings, "accuracy"
+        self.read = partial(_question, settings)
         self.expected = f'JSON lines with "{settings.question}", "{settings.choices}" and "{settings.answer}"'
 
     def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
         return _file(f"choices.{self.name.split('@')[0]}.file", self.settings.file)
 
-    def to_question(self, row: Any) -> Question:
-        names = self.settings.question, self.settings.choices, self.settings.answer
-        asked, choices, answer = (row.get(name) if isinstance(row, dict) else None for name in names)
-        if not isinstance(asked, str) or not isinstance(choices, list) or not all(isinstance(x, str) for x in choices):
-            raise DataError(f'no text under "{names[0]}" with a list of texts under "{names[1]}"')
-        labels = [str(number) for number in range(len(choices))]
-        right = labels[choices.index(answer)] if answer in choices else str(answer)
-        return Question(f"Question: {asked}\nAnswer:", choices, labels, right)
+
+def _question(settings: ChoicesConfig, row: Any) -> Question:
+    names = settings.question, settings.choices, settings.answer
+    asked, choices, answer = (row.get(name) if isinstance(row, dict) else None for name in names)
+    if not isinstance(asked, str) or not isinstance(choices, list) or not all(isinstance(x, str) for x in choices):
+        raise DataError(f'no text under "{names[0]}" with a list of texts under "{names[1]}"')
+    labels = [str(number) for number in range(len(choices))]
+    right = labels[choices.index(answer)] if answer in choices else str(answer)
+    return Question(f"Question: {asked}\nAnswer:", choices, labels, right)
 
 
 def _file(setting: str, path: Path) -> SetFile:
@@ -97,10 +99,8 @@ def _file(setting: str, path: Path) -> SetFile:
 
 def described(documents: Mapping[str, DocumentsConfig], choices: Mapping[str, ChoicesConfig]) -> dict[str, Family]:
     """The families of test sets that settings describe, by name."""
-    tasks = {name: Documents(name, own) for name, own in documents.items()}
-    return {
-        name: Family(name, [task]) for name, task in (tasks | {n: Choices(n, c) for n, c in choices.items()}).items()
-    }
+    found = {name: Family(name, [Documents(name, own)]) for name, own in documents.items()}
+    return found | {name: Family(name, [Choices(name, own)]) for name, own in choices.items()}
 
 
 def register(family: Family) -> None:
