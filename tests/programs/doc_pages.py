@@ -262,5 +262,6 @@ def check_command(words: list[str]) -> None:
     placeholders = re.search(r"…|\b(CONFIG|RUN|FOLDER|SOURCE|X|N)\b", " ".join(rest))
     if not rest or placeholders or program in ("tost_lm.eval.commands.lm_eval", "tost_lm.pretrain.commands.recipes"):
         return  # a command with placeholders, or a program with other options
-    code, _, errors = Forked(program, *rest, "--dry-run", cwd=CHECKOUT).finish()
+    words_of_check = rest if "--help" in rest else [*rest, "--dry-run"]
+    code, _, errors = Forked(program, *words_of_check, cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"
