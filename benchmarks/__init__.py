@@ -1,2 +1,2 @@
-"""Programs that measure time and memory. NAME.py has settings and tables, and answers --help without torch.
-NAME_cells.py has what it measures. They share `benchmarks.measure`."""
+"""Programs that measure time and memory, a file each: settings, table, and the calls that it measures, which run in
+processes of their own. They share `benchmarks.measure`."""

@@ -11,19 +11,31 @@ values in benchmarks/results/.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import torch
 from pydantic import Field
+from torch.nn.functional import linear
 
 from benchmarks import measure
+from benchmarks.measure import interleaved_seconds
 from tost_lm.config import Section, run_program
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.inference.generation import LanguageModel
+from tost_lm.inference.likelihood import BATCH_TOKENS, score_requests
+from tost_lm.inference.requests import Request
+from tost_lm.model import ModelConfig, TostLM
 from tost_lm.tasks.data_sets import DATA_SETS, Sets
 from tost_lm.tasks.missing_word import passages
-from tost_lm.tasks.perplexity import pages
+from tost_lm.tasks.perplexity import detokenized_wikitext, pages
+from tost_lm.tasks.registry import find_task
+from tost_lm.tasks.scored import ScoredTask
 
 OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
 PRODUCTS = "products alone"
@@ -78,7 +90,7 @@ def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, 
             file.write_text("\n".join(texts[:examples]))
             for model in ("tost", "gpt2"):
                 cell = measure.run_cell(
-                    f"benchmarks.evaluation_cells:{model}", device=device, limit_s=bench.cell_seconds,
+                    f"benchmarks.evaluation:{model}", device=device, limit_s=bench.cell_seconds,
                     task=task, file=str(file), gpt2=str(bench.gpt2.absolute()), rounds=bench.rounds,
                     shape=config.shape.model_dump(),
                 )  # fmt: skip
@@ -122,6 +134,115 @@ def table_row(cell: Mapping[str, Any]) -> dict[str, str]:
 
 def _ratio(rival: Sequence[float], ours: Sequence[float]) -> str:
     return f"{median(a / b for a, b in zip(rival, ours, strict=True)):.2f}"
+
+
+VOCAB_SIZE = 50304
+
+
+def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
+    """Our scorer beside one call per request with all logits."""
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate({**shape, "pattern": "T", "vocab_size": VOCAB_SIZE})
+    model, tokenizer = TostLM(config).to(device).eval(), gpt2_tokenizer(Path(call["gpt2"]))
+    requests = _requests(tokenizer, config.max_positions, **call)
+    nats: dict[str, np.ndarray] = {}
+
+    def ours() -> None:
+        nats[OURS] = score_requests(model, _requests(tokenizer, config.max_positions, **call)).nats
+
+    def one_by_one() -> None:
+        found = _requests(tokenizer, config.max_positions, **call)
+        nats[ONE_BY_ONE] = np.array([_whole_logits(model, request, device) for request in found])
+
+    calls = {OURS: ours, ONE_BY_ONE: one_by_one, PRODUCTS: _products(model, requests, device)}
+    seconds = interleaved_seconds(calls, device, budget_s=float("inf"), repeats=call["rounds"])
+    np.testing.assert_allclose(nats[OURS], nats[ONE_BY_ONE], rtol=1e-4)
+    return {"tokens": _tokens(requests), "seconds": seconds}
+
+
+def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
+    """Our scorer beside the harness's, with the same GPT-2 and texts."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+
+    from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
+
+    torch.manual_seed(0)
+    positions = shape["max_positions"]
+    settings = GPT2Config(n_layer=shape["layers"], n_head=shape["heads"], n_embd=shape["width"], n_positions=positions)
+    model: Any = GPT2LMHeadModel(settings)
+    model.to(device).eval()
+    folder = Path(call["gpt2"])
+    theirs: Any = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
+    ours, tokenizer = HuggingFaceLM(model), HuggingFaceTokenizer(theirs, "")
+    requests = _requests(tokenizer, positions, **call)
+    longest = max(request.inputs for request in requests)
+    harness_class: Any = HFLM
+    harness = harness_class(
+        pretrained=model, tokenizer=theirs, batch_size=max(1, BATCH_TOKENS[device] // longest), device=device
+    )
+    if call["task"].startswith("lambada"):
+        kind, texts = "loglikelihood", [_split(text) for text in passages(Path(call["file"]))]
+    else:
+        kind, texts = "loglikelihood_rolling", [(detokenized_wikitext(page),) for page in pages(Path(call["file"]))]
+    instances = [Instance(kind, {}, text, number) for number, text in enumerate(texts)]
+    totals: dict[str, float] = {}
+
+    def by_ours() -> None:
+        totals[OURS] = float(score_requests(ours, _requests(tokenizer, positions, **call)).nats.sum())
+
+    def by_harness() -> None:
+        found = getattr(harness, kind)(instances, disable_tqdm=True)
+        totals[HARNESS] = -sum(one[0] if isinstance(one, tuple) else one for one in found)
+
+    seconds = interleaved_seconds(
+        {OURS: by_ours, HARNESS: by_harness}, device, budget_s=float("inf"), repeats=call["rounds"]
+    )
+    np.testing.assert_allclose(totals[OURS], totals[HARNESS], rtol=1e-5)
+    return {"tokens": _tokens(requests), "seconds": seconds}
+
+
+def _requests(tokenizer: Tokenizer, window: int, *, task: str, file: str, **_: Any) -> list[Request]:
+    scored = find_task(task)[1]
+    assert isinstance(scored, ScoredTask)
+    found = scored.examples(Path(file), tokenizer, window)
+    return [request for example in found for request in example.requests]
+
+
+def _split(text: str) -> tuple[str, str]:
+    context, word = text.rsplit(" ", 1)
+    return context, f" {word}"
+
+
+def _tokens(requests: list[Request]) -> int:
+    return sum(request.inputs for request in requests)
+
+
+@torch.inference_mode()
+def _whole_logits(model: LanguageModel, request: Request, device: str) -> float:
+    ids = torch.from_numpy(np.concatenate(request)).to(device)
+    logits_TV = model(ids[None, :-1]).logits[0]
+    nats_T = -torch.log_softmax(logits_TV.float(), -1).gather(1, ids[1:, None])[:, 0]
+    return float(nats_T[len(request.context) - 1 :].double().sum())
+
+
+@torch.inference_mode()
+def _products(model: TostLM, requests: list[Request], device: str) -> Callable[[], None]:
+    """Only the matrix products: of the layers at each token, and of the head at each target."""
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    batch, tokens = BATCH_TOKENS[device], _tokens(requests)
+    inputs = {width: torch.randn(batch, width, device=device) for width in {weight.shape[1] for weight in weights}}
+    head, targets = model.embedding.weight, sum(len(request.target) for request in requests)
+
+    @torch.inference_mode()
+    def multiply() -> None:
+        for count, weights_here in ((tokens, weights), (targets, [head])):
+            for begin in range(0, count, batch):
+                for weight in weights_here:
+                    linear(inputs[weight.shape[1]][: min(batch, count - begin)], weight)
+
+    return multiply
 
 
 if __name__ == "__main__":

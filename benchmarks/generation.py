@@ -10,16 +10,22 @@ spaced lengths of the text, and its total time is the trapezoid sum between them
 benchmarks/results/.
 """
 
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import torch
 from pydantic import Field
 
 from benchmarks import measure
+from benchmarks.measure import call_seconds, held_bytes
 from tost_lm.config import Section, run_program, validate
-from tost_lm.model.config import ModelConfig
+from tost_lm.inference.generation import continuations, greedy, state_bytes
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.streaming import to_running_dtype
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
 
 
 class BenchConfig(measure.DeviceConfig):
@@ -47,7 +53,7 @@ def run(config: GenerationBenchmarkConfig, device: str) -> tuple[list[dict[str, 
     lengths = sorted({max(1, bench.tokens * n // bench.lengths) for n in range(bench.lengths + 1)})
     cells = [
         measure.run_cell(
-            "benchmarks.generation_cells:generation",
+            "benchmarks.generation:generation",
             device=device, limit_s=bench.cell_seconds, model=model, lengths=lengths, rounds=rounds,
         )
         for rounds in (bench.rounds, 0)
@@ -78,6 +84,41 @@ def table(cell: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
         f"{measure.markdown_table(rows)}\n\nAll {max(state):,} tokens: {ours:.1f} s from the state, {whole:,.0f} s by "
         f"reading all again: {whole / ours:.1f} times as fast. The state: {cell['state_bytes']:,} bytes."
     )
+
+
+@torch.inference_mode()
+def generation(device: str, model: dict[str, Any], lengths: list[int], rounds: int) -> dict[str, Any]:
+    """For each length: seconds of generating the tokens since the previous length, seconds of reading the whole text
+    again, and memory beyond that at the first length. With 0 rounds the rival does not run, so that memory is that of
+    generation alone."""
+    torch.manual_seed(0)
+    lm = TostLM(validate(ModelConfig, model, "benchmark")).to(device).eval()
+    ids, first, seconds = [0], 0, 0.0
+    output = lm(torch.tensor([ids], device=device))
+    state = to_running_dtype(output.state)  # the form it has from the first token on
+    assert state is not None
+    found: dict[str, Any] = {"state_bytes": state_bytes(state), "seconds": {}, "prefix_seconds": {}, "extra_bytes": {}}
+    began = time.perf_counter()
+    for next_B in continuations(lm, output, lengths[-1], greedy):
+        ids.append(int(next_B))
+        seconds += time.perf_counter() - began
+        tokens = len(ids) - 1
+        if tokens in lengths:
+            found["seconds"][tokens], seconds = seconds, 0.0
+            first = first or held_bytes(device)
+            found["extra_bytes"][tokens] = held_bytes(device) - first
+            if rounds:
+                found["prefix_seconds"][tokens] = _seconds_of_reading(lm, ids, device, rounds)
+        began = time.perf_counter()
+    return found
+
+
+def _seconds_of_reading(lm: TostLM, ids: list[int], device: str, rounds: int) -> list[float]:
+    """Read all ids but the last, with the head on one token."""
+    inputs, labels = (torch.tensor([x], device=device) for x in (ids[:-1], ids[1:]))
+    labels[:, :-1] = IGNORED_LABEL
+    lm(inputs, labels)
+    return [call_seconds(lambda: lm(inputs, labels), device) for _ in range(rounds)]
 
 
 if __name__ == "__main__":

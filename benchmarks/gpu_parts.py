@@ -26,10 +26,11 @@ from xml.etree import ElementTree
 import torch
 from torch.cuda import nccl
 
-from benchmarks import measure, operator_cells
+from benchmarks import measure
 from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
 from benchmarks.gpu_two_ranks import SHOW_S, two_ranks
 from benchmarks.measure import in_units, interleaved_seconds, median_seconds, peak_extra_bytes
+from benchmarks.operator import copy_bandwidth
 from benchmarks.plain import block as plain_block
 from benchmarks.plain import plain_loop, plain_loss
 from tost_lm.config import validate
@@ -95,7 +96,7 @@ def device_rates(device: str) -> Cells:
     x = torch.zeros(1, device=device)
     seconds = median_seconds(lambda: [x.add_(1) for _ in range(LAUNCHES)], device) / LAUNCHES
     yield {"case": "launch of an operation", "value": f"{1e6 * seconds:.2f} µs", "seconds": seconds}
-    copied = operator_cells.copy_bandwidth(device)
+    copied = copy_bandwidth(device)
     value = f"{copied['bytes_per_second'] / 1e9:,.0f} GB/s"
     yield {"case": "copy", "value": value, "beside": "read and written", **copied}
     products = _products_of_layers(device)

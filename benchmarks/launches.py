@@ -9,12 +9,26 @@ kernels. The counts depend on the layers and on the documents, not on the width.
 block under torch.compile, as Inductor generates them for a CPU. Output: two tables, and benchmarks/results/.
 """
 
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from pydantic import Field, PositiveInt
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from benchmarks import measure
-from tost_lm.config import Section, run_program
+from tost_lm.config import Section, run_program, validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.transforms import compile_blocks
+from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.torch_internals import TorchDispatchMode
 
 
 class CountConfig(Section):
@@ -37,7 +51,6 @@ class LaunchesConfig(Section):
 
 
 def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]:
-    from benchmarks.launches_cells import count, count_compiled
 
     settings = config.count
     cells = [count(name, settings.rows, settings.seq_len, settings.documents) for name in settings.models]
@@ -69,6 +82,118 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
 
 
 main = measure.benchmark("launches", run)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that launch something, by name: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func.is_view or "empty" in func.name() or func.name() == "aten::_unsafe_view"):
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_cuda(counts: Counter[str]) -> Iterator[None]:
+    """Tensors say that they are on CUDA, and its kernels are counted instead of run."""
+
+    def launch(kernel: Any, *_: Any, **__: Any) -> None:
+        counts[f"triton::{getattr(kernel, 'fn', kernel).__name__}"] += 1
+
+    def flash_forward(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        return torch.empty_like(q), q.new_empty(q.shape[1], len(q)), *(q.new_empty(0) for _ in range(3))
+
+    def flash_backward(_: Tensor, *qkv: Any, **__: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in qkv[:3])
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    runs = {kind: kind.run for kind in (JITFunction, InterpretedFunction, Autotuner)}
+    try:
+        for kind in runs:
+            kind.run = launch  # pyright: ignore[reportAttributeAccessIssue]
+        torch.Tensor.is_cuda = property(lambda _: True)  # pyright: ignore[reportAttributeAccessIssue]
+        torch.Tensor.is_cpu = property(lambda _: False)  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+    finally:
+        del torch.Tensor.is_cuda, torch.Tensor.is_cpu
+        for kind, run in runs.items():
+            kind.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        library._destroy()
+
+
+def count(name: str, rows: int, seq_len: int, documents: int) -> dict[str, Any]:
+    """Operations of a model, or of one layer, forward and backward."""
+    layer = len(name) == 1
+    model, tokens, cu_seqlens = _packed(name, rows, seq_len, documents)
+    x_BTC, info = _layer_input(model, tokens, cu_seqlens)
+
+    def forward() -> Tensor:
+        if layer:
+            return model.blocks[0].mixer(x_BTC, None, info)[0]  # pyright: ignore[reportCallIssue]
+        loss = model(tokens, tokens, cu_seqlens=cu_seqlens, label_count=1.0, output_state=False).loss
+        assert loss is not None
+        return loss
+
+    def counted(call: Callable[[], Tensor | None]) -> tuple[Tensor | None, Counter[str]]:
+        operations = Operations()
+        with as_on_cuda(operations.counts), operations:
+            return call(), operations.counts
+
+    counted(forward)  # fills caches of offsets
+    output, forward_counts = counted(forward)
+    assert output is not None
+    gradient = torch.ones_like(output)
+    _, backward_counts = counted(lambda: output.backward(gradient))
+    return {
+        "model": name,
+        "documents": len(cu_seqlens) - 1,
+        "forward": forward_counts.total(),
+        "backward": backward_counts.total(),
+        "forward_operations": dict(forward_counts.most_common()),
+        "backward_operations": dict(backward_counts.most_common()),
+    }
+
+
+def count_compiled(letter: str) -> dict[str, Any]:
+    """Kernels of one block under torch.compile, forward and backward, on the CPU: those that Inductor generates, and
+    calls of products of matrices and of our operators."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    model, tokens, cu_seqlens = _packed(letter, 4, 64, 6)
+    x_BTC, info = _layer_input(compile_blocks(model), tokens, cu_seqlens)
+    _, codes = run_fw_bw_and_get_code(lambda: model.blocks[0](x_BTC, None, info)[0])
+    calls = {
+        "fused": r"^\s+cpp_fused\w*\(",
+        "products": r"extern_kernels\.\w+\(",
+        "operators": r"= torch\.ops\.tost_lm\.",
+    }
+    found = {name: [len(re.findall(call, code, re.MULTILINE)) for code in codes] for name, call in calls.items()}
+    return {"model": letter, "compiled": found}
+
+
+def _packed(name: str, rows: int, seq_len: int, documents: int) -> tuple[TostLM, Tensor, Tensor]:
+    """A model of a preset, or of one layer; its tokens and their offsets."""
+    shape = {"pattern": name, "layers": 1} if len(name) == 1 else {"preset": name}
+    small = {"width": 192, "heads": 12, "vocab_size": 512, "max_positions": seq_len}
+    model = TostLM(validate(ModelConfig, {**shape, **small}, "benchmarks.launches")).bfloat16()
+    cuts = {*range(0, rows * seq_len + 1, seq_len), *range(0, rows * seq_len, rows * seq_len // documents)}
+    tokens = torch.zeros(1, rows * seq_len, dtype=torch.int64)
+    return model, tokens, torch.tensor(sorted(cuts), dtype=torch.int32)
+
+
+def _layer_input(model: TostLM, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, SequenceInfo]:
+    settings = model.config
+    info = SequenceInfo.of(tokens, None, cu_seqlens, output_state=False)
+    rotary = rotary_cos_sin(info.position, settings.width // settings.heads, 10000.0, torch.float32)
+    x_BTC = torch.zeros(*tokens.shape, settings.width, dtype=torch.bfloat16, requires_grad=True)
+    return x_BTC, replace(info, rotary=rotary)
+
 
 if __name__ == "__main__":
     run_program(main, name="benchmarks.launches", doc=__doc__ or "", positional="[CONFIG]", config=LaunchesConfig)

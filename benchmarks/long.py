@@ -12,16 +12,24 @@ defaults it takes about 20 minutes on 2 CPU cores. Output: one table, and all va
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from pydantic import Field, PositiveInt
 
 from benchmarks import measure
+from benchmarks.engine import engine_of
+from benchmarks.measure import call_seconds, peak_bytes
 from tost_lm.config import Section, run_program, validate
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model.config import ModelConfig
+from tost_lm.optim.settings import OptimConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
 
 TILES, WHOLE = "tile by tile", "whole rows"
 
@@ -67,13 +75,13 @@ def run(config: LongBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]],
         for rival, tile_tokens in ((TILES, bench.tile_tokens), (WHOLE, None)):
             given_up = any("failed" in cell and cell["rival"] == rival for cell in cells)
             cell = measure.NOT_TRIED if given_up else measure.run_cell(
-                "benchmarks.long_cells:one_step", tokens=tokens, tile_tokens=tile_tokens, **call
+                "benchmarks.long:one_step", tokens=tokens, tile_tokens=tile_tokens, **call
             )  # fmt: skip
             cells.append({"rival": rival, "tokens": tokens, **cell})
             print(f"{rival}, {tokens:,} tokens: {cell}", flush=True)
     turning = [tokens for tokens in bench.lengths if tokens <= bench.turn_tokens]
     turns = measure.run_cell(
-        "benchmarks.long_cells:in_turns", lengths=turning, tile_tokens=bench.tile_tokens, rounds=bench.rounds, **call
+        "benchmarks.long:in_turns", lengths=turning, tile_tokens=bench.tile_tokens, rounds=bench.rounds, **call
     )
     rows = [row(tokens, cells, turns) for tokens in sorted(set(bench.lengths))]
     text = (
@@ -104,6 +112,46 @@ def row(tokens: int, cells: Sequence[Mapping[str, Any]], turns: Mapping[str, Any
         }
     line["memory in whole rows"] = there.get("failed") or f"{there['peak_bytes'] / 1e9:.3f} GB"
     return line
+
+
+def one_step(device: str, model: dict[str, Any], tokens: int, tile_tokens: int | None) -> dict[str, Any]:
+    """Seconds of the second step, and peak memory of the process until its end."""
+    train = step_of(device, model, tile_tokens)
+    train(tokens)
+    return {"seconds": call_seconds(lambda: train(tokens), device), "peak_bytes": peak_bytes(device)}
+
+
+def in_turns(
+    device: str, model: dict[str, Any], lengths: list[int], tile_tokens: int, rounds: int
+) -> dict[str, dict[int, list[float]]]:
+    """Seconds of a step, by length."""
+    train = step_of(device, model, tile_tokens)
+    seconds: dict[int, list[float]] = {length: [] for length in lengths}
+    for length in lengths:
+        train(length)
+    for _ in range(rounds):
+        for length in lengths:
+            steps = max(lengths) // length
+            seconds[length].append(call_seconds(partial(_repeat, train, length, steps), device) / steps)
+    return {"seconds": seconds}
+
+
+def _repeat(train: Callable[[int], object], length: int, steps: int) -> None:
+    for _ in range(steps):
+        train(length)
+
+
+def step_of(device: str, model: dict[str, Any], tile_tokens: int | None) -> Callable[[int], object]:
+    """A function that trains one step on a sequence of this many random tokens."""
+    settings = validate(ModelConfig, model, "benchmarks.long")
+    engine = engine_of(settings, device, bfloat16=device == "cuda")
+
+    def train(tokens: int) -> None:
+        window = torch.randint(settings.vocab_size, (1, tokens + 1), device=engine.mesh.device)
+        batch = MicroBatch(window[:, :-1], window[:, 1:])
+        train_step(engine, [batch], tile(engine.mesh, tokens, tile_tokens), OptimConfig().lr)
+
+    return train
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import generation, long, loss, model, operator, precision, training
-from benchmarks.precision_cells import losses
+from benchmarks.precision import losses
 from tost_lm.config import Section, load_config, validate
 
 BENCH = {"device": "cpu"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.context_cells import length_of, make_task, train
+from benchmarks.context import length_of, make_task, train
 from experiments.mqar import draw_model
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer

@@ -25,7 +25,7 @@ def bytes_of_other_states(config: ModelConfig) -> int:
 def test_memory_grows_by_keys_and_values(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))  # freed memory is returned at once
     config = validate(ModelConfig, MODEL, "test")
-    cell, call = "benchmarks.long_cells:one_step", {"device": "cpu", "limit_s": 1400, "model": MODEL}
+    cell, call = "benchmarks.long:one_step", {"device": "cpu", "limit_s": 1400, "model": MODEL}
     peaks = [run_cell(cell, **call, tokens=tokens, tile_tokens=TILE)["peak_bytes"] for tokens in (SHORT, LONG)]
     keys_values_and_gradients = 2 * 2 * 4 * config.width * (LONG - SHORT)
     states = bytes_of_other_states(config) * (LONG - SHORT) // TILE

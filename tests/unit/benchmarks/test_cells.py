@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
-from benchmarks import model, model_cells, operator, operator_cells
+from benchmarks import model, operator
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS
 
@@ -19,10 +19,9 @@ def test_every_rival_of_the_operator_is_measured(work: str):
     shape = {"batch": 1, "heads": 2, "channels": 8, "dtype": "float32", "work": work, "tokens": TOKENS}
     rivals = [rival for rival in operator.RIVALS if rival != operator.COMPILED]  # tests/full compiles
     cells = [
-        {"work": work, "tokens": TOKENS, "rival": rival, **operator_cells.one_call("cpu", rival, **shape)}
-        for rival in rivals
+        {"work": work, "tokens": TOKENS, "rival": rival, **operator.one_call("cpu", rival, **shape)} for rival in rivals
     ]
-    raced = operator_cells.time_in_turns("cpu", {name: name for name in rivals}, budget_s=10, **shape)
+    raced = operator.time_in_turns("cpu", {name: name for name in rivals}, budget_s=10, **shape)
     assert all(cell["w_bytes"] == TOKENS * 16 * 4 and len(cell["seconds"]) == 1 for cell in cells)
     assert list(raced) == rivals
     assert all(len(seconds) == 7 and min(seconds) > 0 for seconds in raced.values())
@@ -39,10 +38,10 @@ def test_every_rival_of_the_model_is_measured(work: str):
     }
     call = {"work": work, "tokens": TOKENS, "dtype": "float32"}
     cells = [
-        {"work": work, "tokens": TOKENS, "rival": name, **model_cells.one_call("cpu", rival=rival, **call)}
+        {"work": work, "tokens": TOKENS, "rival": name, **model.one_call("cpu", rival=rival, **call)}
         for name, rival in rivals.items()
     ]
-    raced = model_cells.time_in_turns("cpu", rivals=rivals, budget_s=10, **call)
+    raced = model.time_in_turns("cpu", rivals=rivals, budget_s=10, **call)
     assert list(raced) == list(rivals)
     assert all(len(seconds) == 7 and min(seconds) > 0 for seconds in raced.values())
     tost, *gpt2 = (cell["state_bytes"] for cell in cells)
@@ -52,13 +51,13 @@ def test_every_rival_of_the_model_is_measured(work: str):
 
 
 def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model_cells, "ROUNDS", 7)
-    monkeypatch.setattr(model_cells, "TOKENS_IN_ROUND", 2)
+    monkeypatch.setattr(model, "ROUNDS", 7)
+    monkeypatch.setattr(model, "TOKENS_IN_ROUND", 2)
     shape = {"layers": 1, "width": 8, "heads": 2, "vocab_size": 256}
     cells = []
     for name in ("ToST", "GPT-2, plain attention"):
         rival = {"settings": {**model.COMMON, **model.RIVALS[name], **shape}, "attention": model.ATTENTION.get(name)}
-        cell = model_cells.contexts_in_turns("cpu", [TOKENS, 4 * TOKENS], "float32", rival, budget_s=10)
+        cell = model.contexts_in_turns("cpu", [TOKENS, 4 * TOKENS], "float32", rival, budget_s=10)
         assert [len(seconds) for seconds in cell["seconds"]] == [7, 7]
         cells.append(
             {"work": model.COST_OF_LENGTH, "tokens": 4 * TOKENS, "shortest_tokens": TOKENS, "rival": name, **cell}
@@ -71,7 +70,7 @@ def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch:
 
 def test_the_operator_is_timed_beside_a_busy_process():
     shape = {"batch": 1, "heads": 2, "channels": 4, "dtype": "float32"}
-    found = operator_cells.beside_a_busy_process("cpu", tokens=64, **shape)
+    found = operator.beside_a_busy_process("cpu", tokens=64, **shape)
     assert len(found["seconds"]) == len(found["quiet_seconds"]) == 7
     line = operator.busy_line({"tokens": 64, **found, "quiet_seconds": [1.0], "seconds": [1.5]})
     assert "1.50 × the quiet time" in line
@@ -79,7 +78,7 @@ def test_the_operator_is_timed_beside_a_busy_process():
 
 def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
     tokens, heads, channels = 4 * GROUP_CHUNKS * CHUNK_TOKENS, 8, 16
-    rounds = operator_cells.beside_its_products("cpu", tokens, 1, heads, channels, "float32")
+    rounds = operator.beside_its_products("cpu", tokens, 1, heads, channels, "float32")
     assert {name: len(seconds) for name, seconds in rounds.items()} == {"seconds": 7, "product_seconds": 7}
     line = operator.products_line({"tokens": tokens, "seconds": [3.0], "product_seconds": [2.0]})
     assert "1.50 × the time of its matrix products alone" in line
@@ -93,6 +92,6 @@ def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
         y, _ = delta_rule_chunks(*inputs, initial, [tokens])  # pyright: ignore[reportCallIssue]
         y.sum().backward()
     with FlopCounterMode(display=False) as of_products:
-        operator_cells.delta_products("cpu", tokens, heads, channels)()
+        operator.delta_products("cpu", tokens, heads, channels)()
     solved = 2 * (tokens // CHUNK_TOKENS) * heads * (2 * CHUNK_TOKENS**2 * channels)
     assert of_products.get_total_flops() == of_rule.get_total_flops() + solved

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.launches_cells import count, count_compiled
+from benchmarks.launches import count, count_compiled
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
 from tost_lm.mixers.registry import FACTS
 from tost_lm.pretrain.plan.estimate import MODEL_LAUNCHES

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.generation import table
-from benchmarks.generation_cells import generation
+from benchmarks.generation import generation, table
 
 SETTINGS = {"layers": 1, "heads": 2, "width": 16, "vocab_size": 64, "pattern": "T", "max_positions": 8}
 

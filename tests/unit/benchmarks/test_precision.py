@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import precision
-from benchmarks.precision_cells import hidden_errors
+from benchmarks.precision import hidden_errors
 
 
 @pytest.mark.parametrize("pattern", ["T", "TA"])
