@@ -2,7 +2,7 @@
 
 from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS, table_row
 
-CELL = {"protocol": "lambada_openai@lm-eval", "examples": 100, "of": "tost", "tokens": 8200}
+CELL = {"task": "lambada_openai@lm-eval", "examples": 100, "of": "tost", "tokens": 8200}
 
 
 def test_ratios_are_medians_of_the_rounds_own():
