@@ -19,7 +19,6 @@ from tost_lm.inference.protocol_names import (
 )
 from tost_lm.markdown import escape, format_chance, table, with_error
 from tost_lm.mixers.facts import Load
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 from tost_lm.report.page import Chart, Page, new_figure, new_panels, position_axis, tabular
 from tost_lm.report.protocols import checkpoint_line, missing_line
@@ -65,8 +64,9 @@ def needle(run: EvaluatedModel, page: Page) -> str:
 
 def decoding_bytes(model: ModelConfig, tokens: int) -> float:
     """Bytes of the state of all layers after so many tokens of a document, in float32."""
-    load = Load(model, 4, True, tokens, tokens, tokens, sequence=1, tensor=1, exchanged_rows=1)
-    return sum(facts.layers(model) * facts.state_bytes(load) for facts in facts_of(model.pattern))
+    micro_batch = 4, True, tokens, tokens, tokens, 1, 1, 1
+    of_layer = {facts: facts.state_bytes(Load(shape, *micro_batch)) for facts, shape in model.mixers}
+    return sum(facts.layers(model.letters) * size for facts, size in of_layer.items())
 
 
 def tasks(run: EvaluatedModel, page: Page) -> str:

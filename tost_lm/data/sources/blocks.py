@@ -97,7 +97,7 @@ class Reader(NamedTuple):
     """How a source is read in blocks."""
 
     kind: Literal["lines", "arrow", "text"]
-    """Of its blocks, as `Block.kind`."""
+    """The `Block.kind` of its blocks."""
     unit: Literal["line", "row", "item"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""

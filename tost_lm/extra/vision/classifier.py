@@ -121,7 +121,9 @@ class TostVision(nn.Module):
         self.config = config
         self.embedding = PatchConvolutions(config.convolutions, config.width)
         self.positions = FourierPositions(config.width)
-        self.blocks = nn.ModuleList(Block(blocks, BidirectionalTssa(blocks)) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(blocks, BidirectionalTssa(blocks.shape_of("T"))) for _ in range(config.layers)
+        )
         for block in self.blocks:
             block.mixer_scale, block.mlp_scale = (
                 StochasticDepth(config.width, config.layer_scale, config.drop_path) for _ in range(2)

@@ -27,14 +27,9 @@ A state is 8·H·S·(V + 1) + 3·e·H·S bytes: M and N in float64, and the conv
 forward and its gradient backward. Recomputation keeps up to 16 of them for each row.
 """
 
-from typing import TYPE_CHECKING
-
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
-from tost_lm.mixers.slots.settings import CONV_TAPS
+from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsShape
 from tost_lm.sizes import SLOT_CHUNK_TOKENS, SLOT_GROUP_ELEMENTS, TRITON_SLOT_CHUNK_TOKENS
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class SlotsFacts(RecurrentFacts):
@@ -44,23 +39,23 @@ class SlotsFacts(RecurrentFacts):
     tag = "slot-memory"
     kernel_bandwidth = 0.31  # on an H200, between 131,072 and 1,048,576 tokens; norm and gate at that of a copy
 
-    def description(self, model: "ModelConfig") -> str:
+    def description(self, shape: SlotsShape) -> str:
         return "slot memory, linear in time"
 
-    def channels_in(self, model: "ModelConfig") -> int:
+    def channels_in(self, shape: SlotsShape) -> int:
         """Two keys and two values."""
-        return 2 * model.heads * (model.slots.per_head + model.slots.value_size)
+        return 2 * shape.heads * (shape.own.per_head + shape.own.value_size)
 
-    def channels_out(self, model: "ModelConfig") -> int:
-        return model.heads * model.slots.value_size
+    def channels_out(self, shape: SlotsShape) -> int:
+        return shape.heads * shape.own.value_size
 
-    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+    def own_numbers(self, shape: SlotsShape) -> OwnNumbers:
         """The convolution and the norm; two temperatures and a decay for each head."""
-        H = model.heads
-        return OwnNumbers(H * (model.slots.per_head * CONV_TAPS + model.slots.value_size), 3 * H, 0, 0)
+        H = shape.heads
+        return OwnNumbers(H * (shape.own.per_head * CONV_TAPS + shape.own.value_size), 3 * H, 0, 0)
 
-    def operator_flops(self, model: "ModelConfig") -> Flops:
-        H, S, V = model.heads, model.slots.per_head, model.slots.value_size
+    def operator_flops(self, shape: SlotsShape) -> Flops:
+        H, S, V = shape.heads, shape.own.per_head, shape.own.value_size
         forward = H * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
@@ -68,21 +63,21 @@ class SlotsFacts(RecurrentFacts):
         return 81 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
-        model, e = load.model, load.element_bytes
-        slots, values = model.heads * model.slots.per_head, model.heads * model.slots.value_size
+        shape, e = load.shape, load.element_bytes
+        slots, values = shape.heads * shape.own.per_head, shape.heads * shape.own.value_size
         projected = 2 * e * (slots + values) + (4 * slots if e == 2 else 0)
-        state = slots * (model.slots.value_size + 1)
+        state = slots * (shape.own.value_size + 1)
         states = (2 if load.sequence > 1 else 1) * state
         if load.on_cpu:
-            at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (model.heads * SLOT_CHUNK_TOKENS**2))
+            at_once = SLOT_CHUNK_TOKENS * max(1, SLOT_GROUP_ELEMENTS // (shape.heads * SLOT_CHUNK_TOKENS**2))
             in_operator = 8 * (states / min(at_once, load.tokens) + state / load.tokens_here)
         else:
             in_operator = e * values + 4 * states / min(TRITON_SLOT_CHUNK_TOKENS, load.tokens_here)
-        return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * model.heads
+        return (12 + e) * slots + (4 + 4 * e) * values + projected + in_operator + 4 * shape.heads
 
     def state_bytes(self, load: Load) -> float:
-        of_slot = 8 * (load.model.slots.value_size + 1) + load.element_bytes * (CONV_TAPS - 1)
-        return load.model.heads * load.model.slots.per_head * of_slot
+        of_slot = 8 * (load.shape.own.value_size + 1) + load.element_bytes * (CONV_TAPS - 1)
+        return load.shape.heads * load.shape.own.per_head * of_slot
 
 
 SLOTS = SlotsFacts()

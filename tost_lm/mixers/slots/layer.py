@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C channels, H heads, S slots a head, V value chan
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,12 @@ from torch.nn.functional import rms_norm
 
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.slots.memory import SlotSums, slot_memory, slot_memory_step
-from tost_lm.mixers.slots.settings import CONV_TAPS
+from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsShape
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.ops.short_conv import CONVOLUTION
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 INITIAL_TEMP = 2.0
 SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 4.0, 512.0
@@ -53,12 +50,12 @@ class SlotMixer(TokenMixer):
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
     FIXED_STATE = True
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, shape: SlotsShape):
         super().__init__()
-        H, S, V = config.heads, config.slots.per_head, config.slots.value_size
+        H, S, V = shape.heads, shape.own.per_head, shape.own.value_size
         self.heads, self.slots, self.channels = H, S, V
-        self.in_proj = nn.Linear(config.width, H * (2 * S + 2 * V), bias=config.bias)
-        self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)
+        self.in_proj = nn.Linear(shape.width, H * (2 * S + 2 * V), bias=shape.bias)
+        self.out_proj = nn.Linear(H * V, shape.width, bias=shape.bias)
         self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
         self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
         self.norm = nn.Parameter(torch.empty(H, V))

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from tost_lm.config import Section
+from tost_lm.mixers.shape import MixerShape
 
 CONV_TAPS = 4
 """Tokens that the convolution of the keys reads."""
@@ -15,3 +16,6 @@ class SlotsSettings(Section):
     """Slots of each head."""
     value_size: int = Field(default=28, gt=0)
     """Channels of the values of each head. With 64 channels of model.width a head, 16 slots of 28 channels and the convolution are a state of 8 · model.width numbers."""
+
+
+SlotsShape = MixerShape[SlotsSettings]

@@ -36,14 +36,14 @@ def tokens_in_memory(config: PretrainConfig) -> float:
     return micro_batch_tokens(config) * config.tile_tokens / config.row_tokens
 
 
-def load_of(config: PretrainConfig) -> Load:
-    """The micro-batch of a rank, for the facts of mixers."""
+def load_of(config: PretrainConfig, facts: MixerFacts) -> Load:
+    """The micro-batch of a rank, for the facts of a mixer."""
     ranks = config.parallel.sequence
     # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
     rows = ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
     return Load(
-        config.model, ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu", micro_batch_tokens(config),
-        config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
+        config.model.shape_of(facts.letter), ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu",
+        micro_batch_tokens(config), config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
 
 def _block_bytes_per_token(config: PretrainConfig, mixer: MixerFacts, again: bool) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
-    load, C, scale = load_of(config), config.model.width, 1 if config.model.layer_scale else 0
+    load, C, scale = load_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
     e, tensor = load.element_bytes, load.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
     of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
