@@ -34,7 +34,7 @@ class BenchConfig(measure.DeviceConfig):
 
     tasks: list[str] = Field(default=list(CONTEXT_TASKS), min_length=1)
     """Tasks of `tost eval context`."""
-    patterns: list[str] = Field(default=["S", "T"], min_length=1)
+    patterns: list[str] = Field(default=["D", "T"], min_length=1)
     """The mixers of the layers of each model."""
     width: int = Field(default=128, gt=0)
     """Channels of the models."""

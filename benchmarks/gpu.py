@@ -6,11 +6,11 @@
 
 Parts: rates of the device; a compiled step of tost-base at the size of its recipe, with its losses, MFU and kernels;
 two ranks on the GPU in each parallel layout, of which one is killed; the same layers in a plain PyTorch loop; decoding;
-the tests that need a GPU; compiled steps of the recipes delta_350m and owt_hybrid_base. At its time limit a part gets
-SIGINT, ten seconds later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the
-next part runs. It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed,
-megatron-core and fla-core are used where they can be imported. Output: a table and all values in benchmarks/results/,
-from where `tost plan` takes its constants for this GPU, and the output of each part in benchmarks/results/gpu/.
+the tests that need a GPU; a compiled step of the recipe delta_350m. At its time limit a part gets SIGINT, ten seconds
+later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the next part runs. It
+runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed, megatron-core and
+fla-core are used where they can be imported. Output: a table and all values in benchmarks/results/, from where `tost
+plan` takes its constants for this GPU, and the output of each part in benchmarks/results/gpu/.
 """
 
 import json

@@ -39,7 +39,7 @@ LAYOUTS = {
     "ZeRO 1": {"zero_stage": 1}, "ZeRO 2": {"zero_stage": 2}, "ZeRO 3": {"zero_stage": 3},
     "tensor 2": {"tensor": 2}, "sequence 2": {"sequence": 2},
 }  # fmt: skip
-MODEL = {"pattern": "TSA", "layers": 3, "heads": 4, "width": 256, "vocab_size": 512, "layer_scale": 1.0}
+MODEL = {"pattern": "TDA", "layers": 3, "heads": 4, "width": 256, "vocab_size": 512, "layer_scale": 1.0}
 STEPS, ROWS, MICRO_BATCH, T = 3, 4, 2, 128
 KILLED_AT = 3
 TIMEOUTS = {"cuda": Timeouts(heartbeat=30.0), "cpu": Timeouts()}

@@ -24,7 +24,6 @@ PARTS = {
     "decoding": Part(45, "the time of a decoded token"),
     "tests": Part(120, "a compiled run that is killed and resumes; waits; kernels of all operators"),
     "delta step": Part(400, "a compiled step of delta_350m, with the kernels of fla-core"),
-    "hybrid step": Part(90, "a compiled step of owt_hybrid_base"),
 }
 """The parts in the order in which they run."""
 

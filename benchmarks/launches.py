@@ -20,7 +20,7 @@ from tost_lm.config import Section, run_program
 class CountConfig(Section):
     """The models and the micro-batch that are counted."""
 
-    models: list[str] = Field(default=["T", "S", "D", "A", "tost-base", "slots-base", "hybrid-base"], min_length=1)
+    models: list[str] = Field(default=["T", "D", "A", "tost-base", "delta-350m"], min_length=1)
     """Layers, by a letter of `model.pattern`, or presets."""
     rows: PositiveInt = 16
     """Rows of a micro-batch, packed into one."""

@@ -3,14 +3,14 @@
     python -m benchmarks.operator
     python -m benchmarks.operator "bench.lengths=[16384]" shape.heads=16
 
-Slot memory is measured with its convolution and memberships, as in an S layer of the same width, and the gated delta
-rule with its convolution and gates, as in a D layer. Rivals: the formulas of TSSA as written under autograd ("naive",
-eager and under torch.compile), and causal softmax attention (torch's scaled_dot_product_attention; flash attention
-where the device has it). Each runs forward and forward + backward, from 1k to 1M tokens as far as memory and
-bench.cell_seconds allow. Bandwidth is a fraction of that of a copy on the same device; it counts the necessary traffic
-only: w and y forward, w, dy and dw backward (for the others their inputs and gradients). On a CPU, TSSA is also timed
-beside a busy process, and the delta rule without its convolution beside its matrix products alone. With the defaults it
-takes about 15 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
+The gated delta rule is measured with its convolution and gates, as in a D layer of the same width. Rivals: the formulas
+of TSSA as written under autograd ("naive", eager and under torch.compile), and causal softmax attention (torch's
+scaled_dot_product_attention; flash attention where the device has it). Each runs forward and forward + backward, from
+1k to 1M tokens as far as memory and bench.cell_seconds allow. Bandwidth is a fraction of that of a copy on the same
+device; it counts the necessary traffic only: w and y forward, w, dy and dw backward (for the others their inputs and
+gradients). On a CPU, TSSA is also timed beside a busy process, and the delta rule without its convolution beside its
+matrix products alone. With the defaults it takes about 15 minutes on 2 CPU cores. Output: one table, and all values in
+benchmarks/results/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +23,13 @@ from pydantic import Field
 from benchmarks import measure
 from tost_lm.config import Section, run_program
 
-OURS, SLOTS, DELTA = "causal TSSA", "slot memory", "gated delta rule"
+OURS, DELTA = "causal TSSA", "gated delta rule"
 NAIVE, COMPILED, SOFTMAX = "naive", "naive, compiled", "softmax attention"
-RIVALS = (OURS, SLOTS, DELTA, NAIVE, COMPILED, SOFTMAX)
+RIVALS = (OURS, DELTA, NAIVE, COMPILED, SOFTMAX)
 FORWARD, BOTH = "forward", "forward + backward"
 BUSY = "forward + backward, beside a busy process"
 PRODUCTS = "forward + backward, without convolution"
 SIZES_MOVED = {FORWARD: 2, BOTH: 5}  # tensors of w's size that have to move: w, y; and w, dy, dw
-# Keys, queries, values and y of slot memory, 16, 16, 28 and 28 channels of 64; and their gradients.
-SIZES_MOVED_BY_SLOTS = {FORWARD: 88 / 64, BOTH: 236 / 64}
 SIZES_MOVED_BY_DELTA = {FORWARD: 4, BOTH: 11}  # q, k, v, y; and q, k, v, dy, dq, dk, dv
 SIZES_MOVED_BY_SOFTMAX = {FORWARD: 4, BOTH: 12}  # q, k, v, y; and q, k, v, y, dy, dq, dk, dv
 
@@ -129,9 +127,7 @@ def described(copied_bytes_per_second: float, cell: Mapping[str, Any]) -> str:
         return cell["failed"]
     once = "¹" if len(cell["seconds"]) == 1 else ""
     seconds, w_bytes = median(cell["seconds"]), cell["w_bytes"]
-    sizes = {SLOTS: SIZES_MOVED_BY_SLOTS, DELTA: SIZES_MOVED_BY_DELTA, SOFTMAX: SIZES_MOVED_BY_SOFTMAX}.get(
-        cell["rival"], SIZES_MOVED
-    )
+    sizes = {DELTA: SIZES_MOVED_BY_DELTA, SOFTMAX: SIZES_MOVED_BY_SOFTMAX}.get(cell["rival"], SIZES_MOVED)
     bandwidth = sizes[cell["work"]] * w_bytes / seconds / copied_bytes_per_second
     return f"{1e3 * seconds:,.3g} ms{once}, {cell['peak_bytes'] / w_bytes:.3g} w, {bandwidth:.0%}"
 

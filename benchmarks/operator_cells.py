@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
-from benchmarks.operator import BOTH, COMPILED, DELTA, FORWARD, NAIVE, OURS, SLOTS, SOFTMAX
+from benchmarks.operator import BOTH, COMPILED, DELTA, FORWARD, NAIVE, OURS, SOFTMAX
 from tost_lm.mixers.delta.layer import initial_decays, unit_length
 from tost_lm.mixers.delta.operator import delta_rule
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS, GROUP_ELEMENTS
-from tost_lm.mixers.slots.layer import initial_log_rates, memberships
-from tost_lm.mixers.slots.memory import slot_memory
-from tost_lm.mixers.slots.settings import CONV_TAPS, SlotsSettings
+from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, GROUP_CHUNKS, GROUP_ELEMENTS
 from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import TssaState
@@ -136,8 +133,6 @@ def _operator(rival: str) -> Callable[..., Tensor]:
         return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
     if rival == NAIVE:
         return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
-    if rival == SLOTS:
-        return slots_of_layer
     if rival == DELTA:
         return delta_of_layer
     if rival == SOFTMAX:
@@ -148,17 +143,6 @@ def _operator(rival: str) -> Callable[..., Tensor]:
         return naive.causal_tssa(w, temp_H, bias_HT.T, "energy-share", state)[0]
 
     return torch.compile(formulas, dynamic=True)
-
-
-def slots_of_layer(
-    value: Tensor, key: Tensor, query: Tensor, weight: Tensor, temp_H: Tensor, log_decay_H: Tensor
-) -> Tensor:
-    """The operator of an S layer, between its projections, without norm and gate."""
-    B, T, H, S = key.shape
-    local = LocalDocuments.of(None, B, T, None)
-    key_BTE, _ = short_conv(key.flatten(-2), weight, local=local)
-    write = memberships(key_BTE.unflatten(-1, (H, S)), temp_H)
-    return slot_memory(memberships(query, temp_H), write, value, log_decay_H, local=local)[0]
 
 
 def delta_of_layer(
@@ -193,10 +177,6 @@ def prepared(
     make = lambda *shape: torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
     if rival == SOFTMAX:
         inputs = [make(batch, heads, tokens, channels) for _ in range(3)]
-    elif rival == SLOTS:
-        layer = SlotsSettings()
-        inputs = [make(batch, tokens, heads, size) for size in (layer.value_size, layer.per_head, layer.per_head)]
-        inputs += [make(heads * layer.per_head, CONV_TAPS), make(heads), -initial_log_rates(heads).to(device).exp()]
     elif rival == DELTA:
         log_rate, step_bias = (x.to(device, torch.float32) for x in initial_decays(heads))
         inputs = [make(batch, tokens, heads, channels) for _ in range(3)]

@@ -30,7 +30,7 @@ from tost_lm.model.transforms import compile_blocks
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop
-from tost_lm.pretrain import hooks, loop
+from tost_lm.pretrain import train
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import find_start_point
 from tost_lm.pretrain.step import train_step
@@ -108,7 +108,7 @@ def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> d
         clock = _Clock()
         corpora = Corpora.open(config.data.folders)
         with clock.reading():
-            loop.train(config, corpora, find_start_point(config, corpora.fingerprint), GracefulStop())
+            train.train(config, corpora, find_start_point(config, corpora.fingerprint), GracefulStop())
         newest = max(Path("runs/bench/checkpoints").glob("step_*"))
         size = sum(file.stat().st_size for file in newest.iterdir())
     return {**clock.figures(), "checkpoint_bytes": size}
@@ -126,10 +126,10 @@ class _Clock:
     @contextmanager
     def reading(self) -> Iterator[None]:
         phases = [
-            (loop, "train_step", "step"),
+            (train, "train_step", "step"),
             (Checksums, "before_update", "before"),
             (Checksums, "after_update", "after"),
-            (hooks.Save, "after_step", "save"),
+            (train.Launch, "save", "save"),
         ]
         originals = [getattr(owner, name) for owner, name, _ in phases]
         for (owner, name, phase), original in zip(phases, originals, strict=True):
@@ -155,9 +155,9 @@ class _Clock:
         """Seconds of each phase of every step, without the first three and the last."""
         took = {phase: [end - start for start, end in intervals] for phase, intervals in self._intervals.items()}
         starts = [start for start, _ in self._intervals["step"]]
-        saved = range(2, len(starts), SAVE_EVERY)
-        write_ends = [self._intervals["save"][step][0] + self._written[-1] for step in saved]
-        write_starts = [self._intervals["save"][step][0] for step in saved]
+        saved = {step: number for number, step in enumerate(range(SAVE_EVERY - 1, len(starts), SAVE_EVERY))}
+        write_starts = [self._intervals["save"][number][0] for number in saved.values()]
+        write_ends = [start + self._written[-1] for start in write_starts]
         figures: dict[str, list[float]] = {"step_seconds": [], "checksum_seconds": [], "other_seconds": []}
         while_writing = []
         for step in range(3, len(starts) - 1):
@@ -166,8 +166,8 @@ class _Clock:
             writing = any(begin < starts[step] < end for begin, end in zip(write_starts, write_ends, strict=True))
             (while_writing if writing else figures["step_seconds"]).append(own)
             figures["checksum_seconds"].append(took["before"][step] + took["after"][step])
-            figures["other_seconds"].append(rest - took["save"][step] if step in saved else rest)
-        saves = [took["save"][step] for step in saved]
+            figures["other_seconds"].append(rest - took["save"][saved[step]] if step in saved else rest)
+        saves = [took["save"][number] for number in saved.values()]
         return {**figures, "steps_while_writing": while_writing, "save_seconds": saves, "write_seconds": self._written}
 
 

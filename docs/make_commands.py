@@ -19,9 +19,9 @@ The others run in the root of a checkout.
 Every program has the same grammar: `CONFIG|RUN|FOLDER [section.key=value …]`. `CONFIG` is a TOML file or the name of a
 recipe (`tost recipes`). `RUN` is a run folder (its newest valid checkpoint), a step folder or an export. Settings
 override the file, and `none` unsets a setting that may be unset (`memory.tile_tokens=none`). `--help` lists all
-settings with type, default and meaning. `--dry-run` prints the resolved settings and does nothing else. Bad input ends
-with exit code 2 and one line for each mistake. Ctrl-C ends with exit code 130, in training with 75 after a save. Run
-the same command again to resume.
+settings with type, default and meaning, and `--help SECTION` those of one section. `--dry-run` prints the resolved
+settings and does nothing else. Bad input ends with exit code 2 and one line for each mistake. Ctrl-C ends with exit
+code 130, in training with 75 after a save. Run the same command again to resume.
 
 `tost` alone lists the commands. On one node, `tost train`, `tost preflight` and most evaluation commands start their
 ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` starts

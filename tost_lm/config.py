@@ -1,6 +1,6 @@
 """Typed settings: from TOML and overrides to a frozen, validated tree; and the command line of all programs.
 
-    tost COMMAND CONFIG|RUN [section.key=value …] [--help] [--dry-run]
+    tost COMMAND CONFIG|RUN [section.key=value …] [--help [SECTION]] [--dry-run]
 
 This module does not import torch.
 """
@@ -31,6 +31,8 @@ from tost_lm.redaction import redact_text
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
+EXTENDS = "extends"
+"""The first line of a file that changes some settings of a recipe or of another file."""
 UNSET = "none"
 FROM_USER = "from_user"
 SCRIPTS = ("launch.sh", "train.sbatch", "hostfile")
@@ -103,7 +105,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 def load_config(
     section: type[AnySection], path: Path | None, overrides: Sequence[str] = (), *, from_user: bool = False
 ) -> AnySection:
-    """Read a TOML file, apply `section.key=value` overrides and validate the tree.
+    """Read a TOML file and what it extends, apply `section.key=value` overrides and validate the tree.
 
     Args:
         from_user: as in `validate`.
@@ -112,9 +114,9 @@ def load_config(
         ConfigError: the file cannot be read, or settings are invalid: one line for each, which names the file or, for
             settings that overrides set, the command line.
     """
-    tree = read_toml(path) if path else {}
+    tree = _with_base(section, path) if path else {}
     for override in overrides:
-        _remove_replaced(section, tree, override)
+        _remove_replaced(section, tree, override.partition("=")[0])
     typed = [_apply_override(section, tree, override) for override in overrides]
     return validate(section, tree, str(path) if path else COMMAND_LINE, typed, from_user=from_user)
 
@@ -216,9 +218,38 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _remove_replaced(section: type[Section], tree: dict[str, Any], override: str) -> None:
-    """Remove the setting of the file that excludes the setting of an override."""
-    for key in override.partition("=")[0].split("."):
+def _with_base(section: type[Section], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a file, whose settings replace those of the file or recipe that it `extends`.
+
+    Args:
+        above: the files that extend this one.
+    """
+    tree = read_toml(path)
+    base = tree.pop(EXTENDS, None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: {EXTENDS}: give the name of a recipe or the path of a TOML file, not {base!r}")
+    file = recipes().get(base, path.parent / base)
+    if file.resolve() in (chain := (*above, path.resolve())):
+        raise ConfigError(f"{path}: {EXTENDS}: {base} extends this file itself; remove one of the two lines")
+    return _merged(section, _with_base(section, file, chain), tree)
+
+
+def _merged(section: type[Section], base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `base`, in whose place are those of `tree`."""
+    merged = dict(base)
+    for key, value in tree.items():
+        _remove_replaced(section, merged, key)
+        inner = section_of(section.model_fields[key].annotation) if key in section.model_fields else None
+        tables = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(inner, base[key], value) if inner and tables else value
+    return merged
+
+
+def _remove_replaced(section: type[Section], tree: dict[str, Any], setting: str) -> None:
+    """Remove the setting of a file that `setting`, which replaces its values, excludes."""
+    for key in setting.split("."):
         for one, other in section.exclusive:
             if key in (one, other):
                 tree.pop(other if key == one else one, None)
@@ -355,8 +386,10 @@ def run_program(
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8
     try:
-        if "--help" in words or "-h" in words:
-            print(help_text(command, doc, f"{positional} [PROMPT]" if prompt else positional, config))
+        for flag in {"--help", "-h"} & {*words}:
+            usage = f"{command} {positional} [PROMPT]" if prompt else f"{command} {positional}"
+            section = words[words.index(flag) + 1 :][:1]
+            print(_help_of_section(config, section[0], usage) if section else help_text(doc, usage, config))
             sys.exit(0)
         paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
         file = None
@@ -406,11 +439,21 @@ def ignore_output_errors() -> None:
             setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
-def help_text(command: str, doc: str, positional: str, config: type[Section]) -> str:
+def help_text(doc: str, usage: str, config: type[Section]) -> str:
     """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
-    lines = [doc.strip(), "", f"usage: {command} {positional} [section.key=value …] [--help] [--dry-run]", ""]
+    lines = [doc.strip(), "", f"usage: {usage} [section.key=value …] [--help [SECTION]] [--dry-run]", ""]
     lines += ["section.key=none unsets a setting whose default is None.", ""]
     lines += _setting_lines(config, "")
+    return "\n".join(lines)
+
+
+def _help_of_section(config: type[Section], name: str, usage: str) -> str:
+    """The settings of a section. Raises ConfigError if there is none of this name."""
+    lines = [line for line in _setting_lines(config, "") if re.match(rf"  {re.escape(name)}[. ]", line)]
+    if not lines:
+        raise ConfigError(
+            f"--help {name}: no such section or setting (sections: {', '.join(config.model_fields)}); usage: {usage}"
+        )
     return "\n".join(lines)
 
 

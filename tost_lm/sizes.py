@@ -19,15 +19,6 @@ NUMBA_CHUNK_TOKENS = 64
 TRITON_CHUNK_TOKENS = 32
 """Tokens of a chunk in the Triton kernels: those of one channel fit the registers of one thread."""
 
-SLOT_CHUNK_TOKENS = 32
-"""Tokens of a chunk of slot memory in PyTorch."""
-
-TRITON_SLOT_CHUNK_TOKENS = 64
-"""Tokens of a chunk of slot memory in Triton."""
-
-SLOT_GROUP_ELEMENTS = 1 << 18
-"""Elements of the [L, L] masks of the chunks of slot memory that PyTorch computes at once: they fit a core's cache."""
-
 ALL_GATHER_RANKS = 16
 """Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second
 collective."""

@@ -2,7 +2,7 @@
 
 from experiments.forms.mixers import Form
 
-SLOTS = Form(mixer="slots", values=28)  # the S layer of the product with two heads
+SLOTS = Form(mixer="slots", values=28)  # the layer of experiments/slots.py with two heads
 DELTA = Form(mixer="delta")
 SOFTMAX = Form(mixer="softmax", heads=4)
 CATALOG: dict[str, list[Form]] = {

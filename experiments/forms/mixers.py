@@ -110,7 +110,7 @@ class Mixer(nn.Module):
 
 
 class Slots(Mixer):
-    """Means of values in slots: y = Σ_s r_s M_s / N_s, the S layer of tost_lm.mixers.slots.layer."""
+    """Means of values in slots: y = Σ_s r_s M_s / N_s, the layer of experiments/slots.py."""
 
     convolved = "k"
     forgets: Tensor

@@ -13,8 +13,8 @@ from tost_lm.inference.protocol_names import CONTEXT_GAIN, COPYING
 from tost_lm.model import ModelConfig
 
 
-@pytest.mark.parametrize(("pattern", "can"), [("S", True), ("T", False)])
-def test_copying_separates_slot_memory_from_the_published_operator(pattern: str, can: bool):
+@pytest.mark.parametrize(("pattern", "can"), [("D", True), ("T", False)])
+def test_copying_separates_the_gated_delta_rule_from_the_published_operator(pattern: str, can: bool):
     tokenizer = SentencePieceTokenizer(train_sentencepiece([NOISE] * 20, 300))
     trained, tested = (make_task(COPYING, seed, tokenizer) for seed in (1, 0))
     length = length_of(tested)

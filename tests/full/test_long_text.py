@@ -29,7 +29,7 @@ from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 SHORT, LONG = 1 << 16, 1 << 21
 GROWTH, LIMIT_S = 1.05, 1800
 SHAPE = {
-    "pattern": "TSSA", "softmax": {"window": 256}, "layers": 4, "heads": 4, "width": 64, "max_positions": 1024,
+    "pattern": "TDDA", "softmax": {"window": 256}, "layers": 4, "heads": 4, "width": 64, "max_positions": 1024,
     "positions": "none", "tssa": {"denom_bias": "head"}, "layer_scale": 1.0,
 }  # fmt: skip
 PEAK = """

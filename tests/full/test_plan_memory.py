@@ -32,7 +32,7 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (1, {**DEEP, "layers": 4, "vocab_size": 50304}),
         (1, {"vocab_size": 512, "pattern": "TTTA"}),
         (1, {"vocab_size": 512, "pattern": "A", "softmax": {"window": 256}}),
-        (1, {"vocab_size": 512, "pattern": "S"}),
+        (1, {"vocab_size": 512, "pattern": "D"}),
         (1, {"vocab_size": 512, "pattern": "A", "softmax": {"rope_theta": 0.0}, "layer_scale": 0.0}),
         (1, {**DEEP, "parallel": {"zero_stage": 0}}),
         (2, {**DEEP, "data_ranks": 2, "micro_batches": 2, "parallel": {"zero_stage": 2}}),
@@ -40,10 +40,10 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {"micro_batch": 8, "parallel": {"tensor": 2}}),
         (2, {"micro_batch": 8, "parallel": {"sequence": 2}}),
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
-        (2, {**LONG, "pattern": "SA", "softmax": {"window": 256}, "parallel": {"sequence": 2}}),
+        (2, {**LONG, "pattern": "DA", "softmax": {"window": 256}, "parallel": {"sequence": 2}}),
         (1, {**LONG, "memory": BLOCKS}),
         (1, {**LONG, "memory": {**BLOCKS, "activation_checkpointing_every": 3}}),
-        (1, {**LONG, "pattern": "SA", "memory": {"activation_checkpointing": "mixers"}}),
+        (1, {**LONG, "pattern": "DA", "memory": {"activation_checkpointing": "mixers"}}),
         (1, {**LONG, "memory": MLP_TILES}),
         (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
         (1, {"vocab_size": 512, "pattern": "A", **OTHER_FORMS}),
@@ -79,7 +79,7 @@ def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str
 
 @pytest.mark.parametrize(
     ("axis", "model"),
-    [("tensor", {"pattern": "TA"}), ("sequence", {"pattern": "SA"}), ("tensor", {"pattern": "TA", **OTHER_FORMS})],
+    [("tensor", {"pattern": "TA"}), ("sequence", {"pattern": "DA"}), ("tensor", {"pattern": "TA", **OTHER_FORMS})],
 )
 def test_models_on_the_other_axis(axis: str, model: dict[str, Any]):
     assert_as_planned(axis, model)

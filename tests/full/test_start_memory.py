@@ -16,7 +16,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
 
 RANKS, SHARDS = 2, 3
-SHAPE = {"width": 2048, "layers": 4, "heads": 16, "vocab_size": 50304, "tokens": 64, "pattern": "TS"}
+SHAPE = {"width": 2048, "layers": 4, "heads": 16, "vocab_size": 50304, "tokens": 64, "pattern": "TD"}
 LAYOUTS = {
     "ZeRO stage 0": {"zero_stage": 0},
     "ZeRO stage 1": {"zero_stage": 1},

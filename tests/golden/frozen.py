@@ -14,7 +14,7 @@ from programs import run, write_corpus  # noqa: E402
 
 RUN = """
 [model]
-pattern = "SSTA"
+pattern = "DDTA"
 layers = 4
 heads = 2
 width = 16

@@ -68,11 +68,11 @@ class Case:
 def training_cases() -> Iterator[Case]:
     """Every pattern, layout, ZeRO stage and tile setting, and every form of block, norm and precision."""
     patterns = [
-        {"pattern": "T"}, {"pattern": "S"}, {"pattern": "A"}, {"pattern": "TSA"}, {"pattern": "D"}, {"pattern": "DDA"},
+        {"pattern": "T"}, {"pattern": "D"}, {"pattern": "A"}, {"pattern": "TDA"}, {"pattern": "DDA"},
         {"pattern": "A", "softmax": {"window": 7}},
-        {"pattern": "SSA", "softmax": {"window": 7}, "positions": "none"},
+        {"pattern": "DDA", "softmax": {"window": 7}, "positions": "none"},
     ]  # fmt: skip
-    hybrid = {"pattern": "TSA"}
+    hybrid = {"pattern": "TDA"}
     for model in patterns:
         yield Case(1, model, {"zero_stage": 0})
         yield Case(2, model, {"tensor": 2})
@@ -103,7 +103,7 @@ def training_cases() -> Iterator[Case]:
         yield Case(4, hybrid, {"tensor": tensor, "sequence": sequence, "zero_stage": number % 4})
     for model in (
         {"pattern": "TTA", "softmax": {"window": 7}},
-        {"pattern": "SST", "tssa": {"denom_bias": "head"}},
+        {"pattern": "DDT", "tssa": {"denom_bias": "head"}},
         {"pattern": "DDA"},
     ):
         for tile_tokens in (9, 13):

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 TOKENS, VOCAB, PROMPT = 300, 64, 5
-CASES = [{"pattern": "T"}, {"pattern": "TSDA", "softmax": {"window": 40}}, {"pattern": "A", "softmax": {"kv_heads": 2}}]
+CASES = [{"pattern": "T"}, {"pattern": "TDDA", "softmax": {"window": 40}}, {"pattern": "A", "softmax": {"kv_heads": 2}}]
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)

@@ -31,7 +31,6 @@ def logits_and_gradients(model: TostLM, tokens: Tensor) -> dict[str, Tensor]:
 
 MODELS: list[dict[str, Any]] = [
     {"pattern": "T", "tssa": {"denom_bias": "head"}},
-    {"pattern": "S"},
     {"pattern": "D"},
     {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 96, "beta_to_two": True}},
     {"pattern": "A"},

@@ -20,7 +20,7 @@ DEVICE, STEPS, KILLED_AFTER, LIMIT_S = "cuda", 12, 6, 400
 COMMAND = [sys.executable, "-m", "tost_lm.cli.main"]
 RUN = f"""
 [model]
-pattern = "SDA"
+pattern = "TDA"
 layers = 3
 heads = 2
 width = 64

@@ -23,7 +23,7 @@ T, VOCAB, DEVICE = 512, 64, "cuda"
 
 def settings() -> ModelConfig:
     shape = {"layers": 4, "heads": 4, "width": 64, "vocab_size": VOCAB, "max_positions": T}
-    return validate(ModelConfig, {"pattern": "TSDA", "softmax": {"window": 40}, **shape}, "test")
+    return validate(ModelConfig, {"pattern": "TDA", "softmax": {"window": 40}, **shape}, "test")
 
 
 @pytest.mark.parametrize("tile_tokens", [None, 200])

@@ -25,7 +25,6 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
         ("T", {"tssa": {"membership": "energy-mean", "denom_bias": "head"}}),
         ("A", {"softmax": {"window": 5}}),
         ("A", {}),
-        ("S", {}),
         ("D", {}),
     ],
 )  # fmt: skip

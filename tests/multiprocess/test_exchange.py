@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 def compare_with_one_process() -> list[Found]:
-    return [*compare_layer("T"), *compare_layer("S"), *compare_layer("D")]
+    return [*compare_layer("T"), *compare_layer("D")]
 
 
 def compare_layer(letter: str) -> list[Found]:
@@ -86,7 +86,7 @@ def on_this_rank(
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.quick), 4, 5, 6, 7, 8])
 def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
     first, *others = run_on_ranks(compare_with_one_process, ranks)
-    assert len(first) == 3 * 12
+    assert len(first) == 2 * 12
     for case, of_others in zip(first, zip(*others, strict=True), strict=True):
         assert case.error < 1e-10, case.where
         for other in of_others:

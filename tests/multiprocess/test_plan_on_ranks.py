@@ -29,7 +29,6 @@ TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
     ("axis", "model"),
     [
         pytest.param("sequence", {"pattern": "TA"}, marks=pytest.mark.slow),
-        pytest.param("tensor", {"pattern": "SA"}, marks=pytest.mark.slow),
         pytest.param("sequence", {"pattern": "TA", **OTHER_FORMS}, marks=pytest.mark.slow),
         ("sequence", {"pattern": "DA"}),
         ("tensor", {"pattern": "DA"}),
@@ -60,9 +59,9 @@ def test_memory_of_gradients_in_bfloat16_until_they_are_added():
     ("pattern", "layer_scale", "memory"),
     [
         pytest.param("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
-        pytest.param("TS", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
+        pytest.param("TD", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         ("TA", 0.1, {"activation_checkpointing": "mixers"}),
-        ("SA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+        ("DA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
         ("DA", 0.0, {"activation_checkpointing": "full"}),
         ("DA", 0.0, {"activation_checkpointing": "mixers"}),
         ("DA", 0.0, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
@@ -75,7 +74,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
-    if pattern == "TS":
+    if pattern == "TD":
         assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
@@ -83,13 +82,12 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
     ("pattern", "window", "memory"),
     [
         pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
-        pytest.param("SA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
-        ("SA", 0, {"tile_tokens": 100}),
+        pytest.param("DA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
+        ("DA", 0, {"tile_tokens": 100}),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
-        pytest.param("TS", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
-        ("AS", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
-        ("AS", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
-        ("DS", 0, {"tile_tokens": 100}),
+        pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        ("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
+        ("AD", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
     ],
 )
 def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
@@ -98,14 +96,14 @@ def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:
         assert_sent_as_planned(measured, settings)
-    if pattern == "SA":
+    if pattern == "DA":
         assert [one.sent for one in executed(settings, RANKS, [1])] == [by_kind(on_ranks[1])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
-    settings = settings_of(**TINY, heads=8, pattern="TS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
+    settings = settings_of(**TINY, heads=8, pattern="T", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     for module in (plan, plan_activations):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
@@ -119,7 +117,7 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
-    settings = settings_of(**TINY, heads=8, pattern="DS", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
+    settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     for module in (plan, plan_activations, delta_facts):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)

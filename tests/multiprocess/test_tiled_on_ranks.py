@@ -23,7 +23,7 @@ from tost_lm.testing import Traffic, assert_close, run_on_ranks
 WINDOW = 7
 MODELS: list[dict[str, Any]] = [
     {"pattern": "TTA", "softmax": {"window": WINDOW}},
-    {"pattern": "SST", "tssa": {"denom_bias": "head"}},
+    {"pattern": "DDT", "tssa": {"denom_bias": "head"}},
     {
         "pattern": "TA",
         "layers": 2,

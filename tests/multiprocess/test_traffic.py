@@ -43,6 +43,15 @@ class Case(NamedTuple):
     recomputed: str = "never"
 
 
+DELTA_CASES = [
+    Case(tokens=1024, pattern="D"),
+    Case(tokens=16384, pattern="D"),
+    Case(tokens=1024, pattern="D", layers=2, sequences=3),
+    Case(tokens=1024, pattern="D", offsets=PACKED),
+    Case(tokens=64, pattern="D", recomputed="but what was received"),
+]
+
+
 def sent_in_steps(cases: list[Case]) -> list[tuple[Sendings, Sendings]]:
     """The messages of this rank in the forward and in the backward of each."""
     return [sent_in_step(case) for case in cases]
@@ -72,21 +81,14 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
-def test_a_slot_layer_sends_keys_and_sums_forward_and_their_gradients_backward_whatever_the_length(ranks: int):
-    cases = [
-        Case(tokens=1024, pattern="S"),
-        Case(tokens=16384, pattern="S"),
-        Case(tokens=1024, pattern="S", layers=2, sequences=3),
-        Case(tokens=1024, pattern="S", offsets=PACKED),
-        Case(tokens=64, pattern="S", recomputed="but what was received"),
-    ]
-    model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
-    keys, sums = 4 * 3 * H * model.slots.per_head, 8 * H * model.slots.per_head * (model.slots.value_size + 1)
-    for on_rank in run_on_ranks(sent_in_steps, ranks, cases):
-        for case, (forward, backward) in zip(cases, on_rank, strict=True):
-            sizes = [(KIND, case.sequences * size) for size in (keys, sums)]
-            assert forward == sizes * case.layers, case
-            assert backward == sizes[::-1] * case.layers, case
+def test_a_delta_layer_sends_maps_of_states_forward_and_gradients_backward_whatever_the_length(ranks: int):
+    K = V = C // H
+    tokens = 4 * 3 * H * (2 * K + V)  # the last three before the convolution
+    for on_rank in run_on_ranks(sent_in_steps, ranks, DELTA_CASES):
+        for case, (forward, backward) in zip(DELTA_CASES, on_rank, strict=True):
+            sizes = [[tokens, 4 * H * K * (K + 2 * V)], [4 * H * K * V, tokens]]
+            expected = [[(KIND, case.sequences * size) for size in way] * case.layers for way in sizes]
+            assert [forward, backward] == expected, case
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
@@ -114,14 +116,10 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
         Case(tokens=1024),
         Case(tokens=1024, layers=2, sequences=3),
         Case(tokens=1024, offsets=PACKED),
-        Case(tokens=1024, pattern="S"),
-        Case(tokens=1024, pattern="S", offsets=PACKED),
     ]
-    model = validate(ModelConfig, {"layers": 1, "heads": H, "width": C}, "test")
-    slots = [4 * 3 * H * model.slots.per_head, 8 * H * model.slots.per_head * (model.slots.value_size + 1)]
     on_ranks = run_on_ranks(by_all_to_alls, ranks, sent_in_steps, cases)
     for case, *steps in zip(cases, *on_ranks, strict=True):
-        rows = [size * case.sequences for size in (slots if case.pattern == "S" else [4 * C, 4 * (C + H)])]
+        rows = [size * case.sequences for size in (4 * C, 4 * (C + H))]
         for ways, expected in zip(
             zip(*steps, strict=True), (rows * case.layers, rows[::-1] * case.layers), strict=True
         ):
@@ -136,17 +134,10 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_delta_layers_pass_states_on_whatever_the_length_and_the_ranks(ranks: int):
     """After two all-to-alls of the convolution; the backward in reverse. The last rank passes no state on."""
-    cases = [
-        Case(tokens=1024, pattern="D"),
-        Case(tokens=16384, pattern="D"),
-        Case(tokens=1024, pattern="D", layers=2, sequences=3),
-        Case(tokens=1024, pattern="D", offsets=PACKED),
-        Case(tokens=64, pattern="D", recomputed="but what was received"),
-    ]
     K = V = C // H
     hops = ranks + min(V, PASSED_SLICES) - 2
-    for rank, on_rank in enumerate(run_on_ranks(by_all_to_alls, ranks, sent_in_steps, cases)):
-        for case, (forward, backward) in zip(cases, on_rank, strict=True):
+    for rank, on_rank in enumerate(run_on_ranks(by_all_to_alls, ranks, sent_in_steps, DELTA_CASES)):
+        for case, (forward, backward) in zip(DELTA_CASES, on_rank, strict=True):
             for way, passes in ((forward, rank < ranks - 1), (backward[::-1], rank > 0)):
                 assert {kind for kind, _ in way} == {OTHER_KIND}
                 for layer in range(case.layers):

@@ -45,7 +45,6 @@ NO_WAIT = {
     "numba_phases.py:<listcomp>": "of the path of CPUs",
     "numba_phases.py:_sums": "of the path of CPUs",
     "numba_phases.py:_score_scale": "of the path of CPUs",
-    "chunks.py:__init__": "of the path of CPUs: whether slots read a NaN",
     "prefetch.py:<genexpr>": "from memory that the loader has pinned",
     "prefetch.py:_cu_seqlens": "the ends of documents, a host tensor",
     "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",

@@ -1,7 +1,6 @@
 """A small hybrid model, trained on any parallel layout, and in one process with whole batches and torch alone."""
 
 import json
-import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -60,7 +58,7 @@ class Record(NamedTuple):
 def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
     torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
-    model = TiledLM(validate(ModelConfig, {"pattern": "TSA", "bias": True, **shape, **settings}, "test"), z_loss=z_loss)
+    model = TiledLM(validate(ModelConfig, {"pattern": "TDA", "bias": True, **shape, **settings}, "test"), z_loss=z_loss)
     for name, parameter in model.named_parameters():
         if (parameter.dim() == 1 and not name.endswith("log_rate")) or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -70,11 +68,6 @@ def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
         if name == "blocks.0.mixer.in_proj.bias":
             # Away from 0: a first token that vanishes in a channel makes float32 gradients ill-conditioned.
             torch.nn.init.constant_(parameter, 0.5)
-    for layer in model.modules():
-        if isinstance(layer, SlotMixer):  # a half-life for each head: those of the stored results in tests/golden
-            ratio = 128.0 ** (1 / max(1, layer.heads - 2))
-            half_lives = [*(4.0 * ratio**h for h in range(layer.heads - 1)), 2.0**20]
-            layer.log_rate.data.copy_(torch.tensor([math.log(math.log(2) / half_life) for half_life in half_lives]))
     return model
 
 

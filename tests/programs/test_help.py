@@ -75,6 +75,7 @@ def answers() -> dict[str, Answer]:
     lines = [f"{command} --help" for command in [*COMMANDS, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
     lines += [f"{group} --help" for group in GROUPS]
     lines += map(mistake, COMMANDS)
+    lines += ["tost train --help model.softmax", "tost train --help no_such"]
     modules = [
         ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
     ]
@@ -94,6 +95,16 @@ def test_answers_without_heavy_imports(command: str, answers: dict[str, Answer])
     assert help_.err == ""
     assert refused.err.count("\n") == 1
     assert "no_such: unknown key" in refused.err
+
+
+def test_the_help_of_a_section_has_its_settings_only(answers: dict[str, Answer]):
+    answer = answers["tost train --help model.softmax"]
+    names = [line.split()[0] for line in answer.out.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert names
+    assert all(name.startswith("model.softmax.") for name in names)
+    refused = answers["tost train --help no_such"]
+    assert refused.code == 2
+    assert refused.err.startswith("error: --help no_such: no such section or setting (sections: model, data,")
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
         ("run.profile_steps=[3, 2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
         (
             "model.pattern=G",
-            "invalid model.pattern: 'G'; use the letters T (TSSA), S (slot memory), D (gated delta rule)",
+            "invalid model.pattern: 'G'; use the letters T (TSSA), D (gated delta rule)",
         ),
     ],
 )

@@ -41,7 +41,6 @@ EXTRAS = {
     "tost_lm.ops.cross_entropy_triton": {"triton"},
     "tost_lm.ops.triton_tokens": {"triton"},
     "tost_lm.mixers.tssa.numba_phases": {"numba"},
-    "tost_lm.mixers.slots.triton": {"triton"},
     "tost_lm.mixers.tssa.triton": {"triton"},
     "tost_lm.parallel.preflight": {"psutil"},
     "tost_lm.parallel.tensor": {"megatron"},

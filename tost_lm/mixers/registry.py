@@ -12,14 +12,12 @@ from tost_lm.config import Section
 from tost_lm.mixers.delta.facts import DELTA
 from tost_lm.mixers.delta.settings import DeltaSettings
 from tost_lm.mixers.facts import MixerFacts
-from tost_lm.mixers.slots.facts import SLOTS
-from tost_lm.mixers.slots.settings import SlotsSettings
 from tost_lm.mixers.softmax.facts import SOFTMAX
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.mixers.tssa.facts import TSSA
 from tost_lm.mixers.tssa.settings import TssaSettings
 
-FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, SLOTS, DELTA, SOFTMAX)}
+FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, DELTA, SOFTMAX)}
 """By letter, in the order of tables and messages."""
 
 
@@ -27,7 +25,6 @@ class MixerSettings(Section):
     """A section for each mixer, with the name of its folder."""
 
     tssa: TssaSettings = Field(default_factory=TssaSettings)
-    slots: SlotsSettings = Field(default_factory=SlotsSettings)
     delta: DeltaSettings = Field(default_factory=DeltaSettings)
     softmax: SoftmaxSettings = Field(default_factory=SoftmaxSettings)
 

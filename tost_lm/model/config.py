@@ -16,37 +16,19 @@ SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
-# gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The slots and hybrid presets are
-# ours, at the same sizes (docs/experiments.md); those of 1b and 3b parameters have the forms of a block that are usual at
-# such sizes.
+# gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The delta presets are ours
+# (docs/experiments.md), with the forms of a block that are usual at such sizes.
 _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
-_SLOTS = {"pattern": "S", "positions": "none", "layer_scale": 1.0}
-_HYBRID: dict[str, Any] = {**_SLOTS, "pattern": "SSSA", "softmax": {"window": 256}}
-_FORMS = {"norm": "rms", "mlp": "swiglu", "tied_head": False}
-_FORMS_OF_HYBRID: dict[str, Any] = {**_FORMS, "softmax": {**_HYBRID["softmax"], "kv_heads": 8, "qk_norm": True}}
-_1B = {"layers": 20, "heads": 32, "width": 2048}
-_3B = {"layers": 28, "heads": 48, "width": 3072}
-_FULL: dict[str, Any] = {**_SLOTS, **_FORMS, "pattern": "SSSA", "softmax": {"kv_heads": 8, "qk_norm": True}}
-_DELTA: dict[str, Any] = {**_FULL, "pattern": "DDDA", "layer_scale": 0.0}
+_DELTA = {
+    "pattern": "DDDA", "positions": "none", "layer_scale": 0.0, "norm": "rms", "mlp": "swiglu", "tied_head": False,
+    "softmax": {"kv_heads": 8, "qk_norm": True},
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
     "tost-medium": {"pattern": "T", **_MEDIUM},
     "tost-large": {"pattern": "T", **_LARGE},
-    "slots-base": {**_SLOTS, **_BASE},
-    "slots-medium": {**_SLOTS, **_MEDIUM},
-    "slots-large": {**_SLOTS, **_LARGE},
-    "slots-1b": {**_SLOTS, **_1B, **_FORMS},
-    "slots-3b": {**_SLOTS, **_3B, **_FORMS},
-    "hybrid-base": {**_HYBRID, **_BASE},
-    "hybrid-medium": {**_HYBRID, **_MEDIUM},
-    "hybrid-large": {**_HYBRID, **_LARGE},
-    "hybrid-1b": {**_HYBRID, **_1B, **_FORMS_OF_HYBRID},
-    "hybrid-3b": {**_HYBRID, **_3B, **_FORMS_OF_HYBRID},
-    "full-hybrid-350m": {**_FULL, "layers": 24, "heads": 16, "width": 1024},
-    "full-hybrid-1b": {**_FULL, **_1B},
-    "full-hybrid-3b": {**_FULL, **_3B},
     "delta-350m": {**_DELTA, "layers": 20, "heads": 16, "width": 1024},
     "delta-1b": {**_DELTA, "layers": 16, "heads": 16, "width": 2048},
     "delta-3b": {**_DELTA, "layers": 24, "heads": 24, "width": 3072},
@@ -54,9 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "softmax": {"rope_theta": 0.0}},
 }
 Preset = Literal[
-    "tost-base", "tost-medium", "tost-large", "slots-base", "slots-medium", "slots-large", "slots-1b", "slots-3b",
-    "hybrid-base", "hybrid-medium", "hybrid-large", "hybrid-1b", "hybrid-3b", "full-hybrid-350m", "full-hybrid-1b",
-    "full-hybrid-3b", "delta-350m", "delta-1b", "delta-3b", "gpt2-base", "gpt2-base-layerscale",
+    "tost-base", "tost-medium", "tost-large", "delta-350m", "delta-1b", "delta-3b", "gpt2-base", "gpt2-base-layerscale",
 ]  # fmt: skip
 
 
@@ -79,11 +59,11 @@ class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions, softmax.window and softmax.rope_theta: published values for the tost and gpt2 presets. A slots preset has S layers, at the same sizes and with about 1 and 3 billion parameters; the larger ones also set norm, mlp, tied_head, and in a hybrid softmax.kv_heads and softmax.qk_norm. In a hybrid preset every fourth layer is softmax attention in a window of 256 tokens; in the full-hybrid presets it attends to all earlier tokens, and in the delta presets the other layers are the gated delta rule. None limits the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, mlp, tied_head, softmax.kv_heads and softmax.qk_norm, and does not limit the sequence length. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"
-    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, S slot memory, D gated delta rule, A softmax attention, or a letter of model.plugins. With SSSA, or 3S:1A as a ratio, every fourth layer is softmax attention."""
+    """Token mixer of each layer, one letter a layer, repeated to fill all layers: T token statistics self-attention, D gated delta rule, A softmax attention, or a letter of model.plugins. With DDDA, or 3D:1A as a ratio, every fourth layer is softmax attention."""
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
@@ -210,7 +190,7 @@ class ModelConfig(MixerSettings, ModelShape):
             *listed, last = (f"{facts.letter} ({facts.name})" for facts in FACTS.values())
             raise ValueError(
                 f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}, also as a ratio "
-                "such as 3S:1A, or name the file of another mixer in model.plugins or TOST_PLUGINS"
+                "such as 3D:1A, or name the file of another mixer in model.plugins or TOST_PLUGINS"
             )
         return pattern
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 MASS_FLOOR = 1e-8
-"""Added to the mass of a head or a slot before a division by it."""
+"""Added to the mass of a head before a division by it."""
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

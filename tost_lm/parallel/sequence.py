@@ -2,11 +2,11 @@
 
 Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer exchanges one
 row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients
-in reverse order. A slot layer does so with its states. Each rank needs the sum over earlier ranks (backward: over later
-ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
-so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer
-gathers maps of states (`tost_lm.mixers.delta.ranks`), or passes states on from rank to rank. Shapes as in
-`tost_lm.mixers.tssa.phases`; R ranks, C columns.
+in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up to `ALL_GATHER_RANKS`
+ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the bytes it receives do not
+grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer gathers maps of states
+(`tost_lm.mixers.delta.ranks`), or passes states on from rank to rank. Shapes as in `tost_lm.mixers.tssa.phases`; R
+ranks, C columns.
 """
 
 from collections.abc import Callable, Sequence

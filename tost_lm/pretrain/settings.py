@@ -207,7 +207,9 @@ class RunConfig(Section):
     """Where and how the run is executed. It may change between launches, because it does not affect the result."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run folder is runs/NAME."""
+    """The run folder is runs/NAME, or FOLDER/NAME."""
+    folder: Path = Path("runs")
+    """Where the run folders are, for example on a shared file system."""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_every: int = Field(default=10, gt=0)
@@ -357,7 +359,7 @@ class PretrainConfig(Section):
 
     @property
     def run_folder(self) -> Path:
-        return Path("runs") / self.run.name
+        return self.run.folder / self.run.name
 
     @property
     def batch_tokens(self) -> int:

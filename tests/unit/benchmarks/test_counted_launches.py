@@ -10,7 +10,7 @@ from tost_lm.pretrain.plan.estimate import MODEL_LAUNCHES
 from tost_lm.torch_internals import missing_compiler
 
 
-@pytest.mark.parametrize("letter", "TSDA")
+@pytest.mark.parametrize("letter", "TDA")
 def test_a_layer_launches_what_the_plan_takes(letter: str):
     if letter == "D":
         pytest.importorskip("fla")
@@ -22,12 +22,11 @@ def test_a_layer_launches_what_the_plan_takes(letter: str):
 
 @pytest.mark.parametrize("documents", [16, 100])
 def test_a_softmax_layer_is_one_call_for_all_documents(documents: int):
-    layer, hybrid = count("A", 16, 64, documents), count("hybrid-base", 16, 64, documents)
+    layer, model = count("A", 16, 64, documents), count("gpt2-base", 16, 64, documents)
     assert layer["forward"] <= 20, layer
     assert layer["backward"] <= 30, layer
     assert layer["forward_operations"]["aten::_flash_attention_forward"] == 1
-    assert hybrid["forward"] + hybrid["backward"] <= 1700, hybrid
-    assert hybrid["forward_operations"]["aten::_flash_attention_forward"] == 3
+    assert model["forward_operations"]["aten::_flash_attention_forward"] == 12
 
 
 def test_a_block_around_its_mixer():

@@ -25,7 +25,7 @@ from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
 OTHERS = ("deepspeed", "megatron", "fla", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis")
-VICTIM = "hybrid step"
+VICTIM = "delta step"
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:

@@ -78,10 +78,10 @@ def test_a_setting_of_several_types_has_one_line_without_their_names(tmp_path: P
 
 def test_a_wrong_preset_is_one_line_with_all_of_them_and_the_nearest():
     with pytest.raises(ConfigError) as error:
-        load_config(ModelConfig, None, ["preset=slots-bas"])
+        load_config(ModelConfig, None, ["preset=tost-bas"])
     line = str(error.value)
     assert line.startswith("command line: preset: input should be 'tost-base', 'tost-medium', ")
-    assert line.endswith(" or 'gpt2-base-layerscale', got 'slots-bas' (did you mean slots-base?)")
+    assert line.endswith(" or 'gpt2-base-layerscale', got 'tost-bas' (did you mean tost-base?)")
     with pytest.raises(ConfigError) as error:
         load_config(PlanConfig, recipes()["demo"], ["cluster.preset=a100"])
     assert str(error.value) == (

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from tost_lm.config import Section, differences, load_config, to_toml
+from tost_lm.config import Section, differences, find_recipe, load_config, to_toml
 from tost_lm.errors import ConfigError
+from tost_lm.pretrain.settings import PretrainConfig
 
 
 class Inner(Section):
@@ -36,6 +37,37 @@ def test_overrides_win_over_the_file_and_keep_their_types(tmp_path: Path):
     path = write(tmp_path, "[inner]\nsize = 3\nrate = 0.5\n")
     config = load_config(Root, path, ["inner.rate=3e-4", 'inner.words=["a b", "c"]', "other.size=7"])
     assert (config.inner.size, config.inner.rate, config.inner.words, config.other.size) == (3, 3e-4, ["a b", "c"], 7)
+
+
+def test_a_file_changes_settings_of_the_one_that_it_extends(tmp_path: Path):
+    (tmp_path / "base.toml").write_text("[inner]\nsize = 3\nrate = 0.5\n[weights]\na = 1.0\n")
+    (tmp_path / "middle.toml").write_text('extends = "base.toml"\n[inner]\nrate = 0.25\nlimit = 4\n')
+    path = write(tmp_path, 'extends = "middle.toml"\n[inner]\nlimit = 5\n[weights]\nb = 2.0\n')
+    config = load_config(Root, path, ["inner.size=9"])
+    assert (config.inner.size, config.inner.rate, config.inner.limit, config.weights) == (9, 0.25, 5, {"b": 2.0})
+
+
+def test_a_recipe_is_extended_by_its_name(tmp_path: Path):
+    path = write(tmp_path, 'extends = "delta_350m"\n[data.mixture]\nbooks = 1.0\n[optim]\nlr = 2e-4\n')
+    ours, recipe = (load_config(PretrainConfig, file) for file in (path, find_recipe(Path("delta_350m"))))
+    assert [line.split(":")[0] for line in differences(recipe, ours)] == [
+        "data.folder",
+        "optim.lr",
+        "data.mixture.books",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("extends = 3", "extends: give the name of a recipe or the path of a TOML file, not 3"),
+        ('extends = "some.toml"', "extends: some.toml extends this file itself; remove one of the two lines"),
+        ('extends = "delta_350"', r"delta_350: no such configuration file \(did you mean delta_350m\?\)"),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_named(tmp_path: Path, line: str, problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        load_config(Root, write(tmp_path, line + "\n"))
 
 
 def test_all_mistakes_are_reported_at_once_each_on_its_line(tmp_path: Path):

@@ -216,7 +216,7 @@ def test_a_length_of_a_needle_has_the_mean_over_all_depths_and_its_error(run_fol
 
 
 def test_the_table_repeats_the_results_of_the_programs(run_folder: Path, make_model, tokenizer):
-    model = make_model("S", tokenizer.vocab_size, 400, positions="none")
+    model = make_model("D", tokenizer.vocab_size, 400, positions="none")
     write_checkpoint(run_folder / "checkpoints/step_00000200", model.config, model.state_dict(), tokenizer)
     goals = [{"goal": "Page", "sol1": "one", "sol2": "two lines", "label": label} for label in (0, 1, 1)]
     (run_folder / "piqa.jsonl").write_text("".join(json.dumps(goal) + "\n" for goal in goals))

@@ -1,9 +1,10 @@
-"""The compared forms are their recurrences, causal, and of equal size; slots are the layer of the product."""
+"""The compared forms are their recurrences, causal, and of equal size; slots are the plugin."""
 
 import json
 import math
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from experiments.forms.mixers import MIXERS, Form, Mixer, Slots
 from experiments.forms.sweep import SEEDS, Result, best_rival, rates_to_screen, startable
 from experiments.forms.tables import tables
 from experiments.training import train
-from tost_lm.mixers.slots.layer import SlotMixer
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.optim.settings import OptimConfig
@@ -136,11 +136,11 @@ def test_models_have_equally_many_parameters_and_small_states(name: str):
         assert forms_of(name, 1, 4)[0].state_numbers == 4 * (forms_of(name, 1)[0].state_numbers or 0)
 
 
-def test_the_slots_are_the_layer_of_the_product():
+def test_the_slots_are_the_plugin(slots: ModuleType):
     form, C = CATALOG["slots"][0], 12
     torch.manual_seed(0)
     theirs = Slots(form, C).double()
-    ours = SlotMixer(ModelConfig(layers=1, heads=form.heads, width=C, pattern="S")).double()
+    ours = slots.SlotMixer(ModelConfig(layers=1, heads=form.heads, width=C, pattern="S")).double()
     heads = lambda weight: weight.unflatten(0, (form.heads, -1))
     layers = [*(theirs.projections[name] for name in "kqv"), theirs.gate]
     parts = [heads(layer.get_parameter("weight")) for layer in layers]

@@ -24,7 +24,7 @@ CASES = [
     {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}, "positions": "sinusoidal"},
     {"pattern": "A", "softmax": {"window": 1}},
     {"pattern": "A", "softmax": {"window": ROOM_TOKENS + 7}},
-    {"pattern": "TSDA", "layers": 4, "softmax": {"window": 9}},
+    {"pattern": "TDA", "layers": 3, "softmax": {"window": 9}},
 ]
 
 

@@ -78,7 +78,7 @@ def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("settings", [{"pattern": "TA", "softmax": {"window": 7}}, {"pattern": "SA"}], ids=str)
+@pytest.mark.parametrize("settings", [{"pattern": "TA", "softmax": {"window": 7}}, {"pattern": "DA"}], ids=str)
 def test_an_interrupted_text_resumes_with_equal_bits(
     text: TextFile, make_model, tokenizer: Tokenizer, saved, settings: dict, capsys
 ):

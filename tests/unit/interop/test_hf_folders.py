@@ -119,9 +119,7 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "model", [{"pattern": "TA"}, {"pattern": "SA"}, {"pattern": "DA"}, {**OTHER_FORMS, "heads": 4}]
-)
+@pytest.mark.parametrize("model", [{"pattern": "TA"}, {"pattern": "DA"}, {**OTHER_FORMS, "heads": 4}])
 @pytest.mark.parametrize("largest", ["50GB", "20KB"])
 def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
     make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str, model: dict[str, Any]

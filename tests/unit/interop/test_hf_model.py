@@ -23,9 +23,8 @@ PATTERNS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A"},
     {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "head", "membership": "energy-mean"}},
-    {"pattern": "SA", "positions": "none", "softmax": {"window": 4}},
     {"pattern": "DA", "positions": "none", "softmax": {"window": 4}},
-    {"pattern": "SA", "positions": "none", **other_forms(window=4), "heads": 4},
+    {"pattern": "DA", "positions": "none", **other_forms(window=4), "heads": 4},
     {"pattern": "TA", "positions": "sinusoidal", "tssa": {"denom_bias": "none"}, "softmax": {"window": 4}},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -72,7 +71,7 @@ LEFT_PADDED[1, :9] = 0
 LEFT_PADDED[2, :4] = 0
 
 
-@pytest.mark.parametrize("preset", [None, "slots-base", "gpt2-base"])
+@pytest.mark.parametrize("preset", [None, "tost-base", "gpt2-base"])
 def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
     model = model_config(preset=preset, softmax={"window": 3, "rope_theta": 500}, bias=True)
     config = TostConfig.of(model, eos_token_id=7)
@@ -86,11 +85,12 @@ def test_settings_survive_a_round_trip(preset: str | None, tmp_path):
 
 
 def test_a_configuration_names_no_preset_and_no_settings_of_parts_that_the_model_lacks(tmp_path):
-    TostConfig.of(model_config(preset="hybrid-base", pattern="SA", context_length=32768)).save_pretrained(tmp_path)
+    model = model_config(preset="tost-base", pattern="DA", positions="none", context_length=32768)
+    TostConfig.of(model).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["context_length"] == 32768
-    assert not {"preset", "max_positions", "tssa", "delta"} & written.keys()
-    assert written["slots"].keys() == {"per_head", "value_size"}
+    assert not {"preset", "max_positions", "tssa"} & written.keys()
+    assert written["delta"].keys() == {"qk_heads", "value_heads", "qk_size", "value_size", "beta_to_two"}
     assert written["softmax"].keys() == {"window", "rope_theta", "kv_heads", "qk_norm"}
 
 
@@ -231,7 +231,7 @@ def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
         torch.testing.assert_close(logits, expected[:, 11:])
 
 
-@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "softmax": {"window": 4}}, {"pattern": "S"}])
+@pytest.mark.parametrize("settings", [{"pattern": "T"}, {"pattern": "TA", "softmax": {"window": 4}}, {"pattern": "D"}])
 def test_the_cache_does_not_grow(settings: dict[str, Any]):
     model, tokens, cache = (
         make(**settings, positions="none", tssa={"denom_bias": "head"}),

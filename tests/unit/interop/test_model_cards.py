@@ -31,7 +31,7 @@ SHA256 = "a" * 64
 def make_run(make_export: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Path]:
     """Writes the folder of a run of 8 steps with a checkpoint after the fourth; `sections` change its settings."""
 
-    def make(pattern: str = "SA", **sections: dict[str, Any]) -> Path:
+    def make(pattern: str = "DA", **sections: dict[str, Any]) -> Path:
         model = tost_lm.load(make_export(pattern=pattern, positions="none", tssa={"denom_bias": "head"}))
         train = {"steps": 8, "global_batch_size": 4, "micro_batch_size": 1, "seq_len": 16, "dtype": "bfloat16"}
         tree = {
@@ -109,12 +109,12 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     assert card.data.to_dict() == {
         "library_name": "tost_lm",
         "pipeline_tag": "text-generation",
-        "tags": ["tost_lm", "slot-memory", "softmax-attention"],
+        "tags": ["tost_lm", "gated-delta-rule", "softmax-attention"],
     }
     assert card.text.startswith("\n# tiny-hf\n")
     model = rows_of(text, "Model")
     count = tost_lm.load(run).parameter_count()
-    assert model["layers"] == ["pattern SA: S slot memory, linear in time, A softmax attention"]
+    assert model["layers"] == ["pattern DA: D gated delta rule, linear in time, A softmax attention"]
     assert model["parameters"] == [f"{count:,} without learned positions"]
     assert (model["trained context"], model["longest input"]) == (["16 tokens"], ["unlimited"])
     assert model["tokenizer"] == [f"tokenizer.model, SHA-256 {tokenizer.sha256}"]

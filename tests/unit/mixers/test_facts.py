@@ -15,11 +15,7 @@ SETTINGS = [
     {"bias": True, "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 2, "qk_norm": True}},
     {"softmax": {"kv_heads": 2, "qk_norm": "all-heads"}},
     {"delta": {"qk_heads": 4, "value_heads": 8, "qk_size": 3, "value_size": 5}},
-    {
-        "tssa": {"denom_bias": "none"},
-        "slots": {"per_head": 3, "value_size": 5},
-        "softmax": {"window": 4, "rope_theta": 0.0},
-    },
+    {"tssa": {"denom_bias": "none"}, "softmax": {"window": 4, "rope_theta": 0.0}},
 ]
 
 

@@ -64,7 +64,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"E", "gated', '"S", "gated', "the letter S is taken by slot memory; choose another letter"),
+        ('"E", "gated', '"D", "gated', "the letter D is taken by gated delta rule; choose another letter"),
         ('"E", "gated', '"e", "gated', "its letter is 'e'; choose a capital letter"),
         ('"E", "gated', '"EM", "gated', "its letter is 'EM'; choose a capital letter"),
         ("register(EmaFacts(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
@@ -121,10 +121,7 @@ def test_one_line_for_a_plugin_that_fails_in_a_recipe():
         ({"E": {"longest": 3}}, "test: model.plugin_settings.E.longest: input should be greater than or equal to 4"),
         ({"E": {"longst": 9}}, "test: model.plugin_settings.E.longst: unknown key (did you mean longest?)"),
         ({"Z": {"longest": 9}}, "test: model.plugin_settings.Z: no plugin has this letter; name its file in"),
-        (
-            {"S": {"slots": {"per_head": 9}}},
-            "test: model.plugin_settings.S: no plugin has this letter; name its file in",
-        ),
+        ({"D": {"qk_heads": 9}}, "test: model.plugin_settings.D: no plugin has this letter; name its file in"),
         (
             {"E": {"sha256": "0"}},
             "test: model.plugin_settings.E.sha256: the model needs the plugin with SHA-256 0, and",

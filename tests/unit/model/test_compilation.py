@@ -18,7 +18,7 @@ from torch.library import opcheck
 from tost_lm import torch_internals
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.slots.layer import MEMORY
+from tost_lm.mixers.delta.layer import DELTA_RULE
 from tost_lm.mixers.softmax.layer import ATTENTION
 from tost_lm.mixers.tssa.layer import TSSA
 from tost_lm.mixers.tssa.phases import LocalSoftmax
@@ -83,9 +83,8 @@ def graphs() -> int:
     ("pattern", "settings"),
     [
         pytest.param("T", {}, marks=pytest.mark.quick),
-        ("S", {}),
         ("A", {}),
-        ("TSA", {}),
+        ("TDA", {}),
         ("A", other_forms(window=5)),
         ("D", {}),
     ],
@@ -101,7 +100,7 @@ def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: di
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pattern", ["T", "S", "A", "D"])
+@pytest.mark.parametrize("pattern", ["T", "D", "A"])
 def test_states_in_and_out_have_the_same_gradients(pattern: str, rows: str):
     expected = loss_and_gradients(drawn_model(pattern), ROWS[rows], with_states=True)
     found = loss_and_gradients(compile_blocks(drawn_model(pattern)), ROWS[rows], with_states=True)
@@ -111,7 +110,7 @@ def test_states_in_and_out_have_the_same_gradients(pattern: str, rows: str):
 
 
 def test_other_documents_and_other_tokens_need_no_new_graph():
-    model = compile_blocks(drawn_model("TSA"))
+    model = compile_blocks(drawn_model("TDA"))
     for cuts in ([0, 7, T], [0, 1, 2, 30, T], [0, T]):
         loss_and_gradients(model, {"cu_seqlens": torch.tensor(cuts)}, with_states=False)
     assert graphs() == 3
@@ -124,8 +123,8 @@ def test_other_documents_and_other_tokens_need_no_new_graph():
     "less", [{"activation_checkpointing": "full"}, pytest.param({"mlp_tile_tokens": 7}, marks=pytest.mark.slow)]
 )
 def test_blocks_that_are_computed_again_have_the_same_gradients(less: dict[str, Any]):
-    expected = loss_and_gradients(drawn_model("TSA"), {}, with_states=False)
-    model = compile_blocks(apply_activation_checkpointing(drawn_model("TSA"), **less))
+    expected = loss_and_gradients(drawn_model("TDA"), {}, with_states=False)
+    model = compile_blocks(apply_activation_checkpointing(drawn_model("TDA"), **less))
     found = loss_and_gradients(model, {}, with_states=False)
     for name, value in expected.items():
         assert_close(found[name], value, 1e-12, name)
@@ -138,7 +137,7 @@ def test_tiles_have_the_same_gradients():
         names, parameters = zip(*model.named_parameters(), strict=True)
         return {"loss": loss, **dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))}
 
-    expected, model = of_tiles(drawn_model("SA")), compile_blocks(drawn_model("SA"))
+    expected, model = of_tiles(drawn_model("DA")), compile_blocks(drawn_model("DA"))
     found, known = of_tiles(model), graphs()
     for name, value in expected.items():
         assert_close(found[name], value, 1e-12, name)
@@ -150,13 +149,14 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
-    H, S, D, C = 2, 3, 4, 8
-    shares = [torch.softmax(drawn(1, T, H, S).detach(), -1).requires_grad_() for _ in range(2)]
+    H, D, C = 2, 4, 8
+    keys = [drawn(1, T, H, D) for _ in range(3)]
+    rates = [-torch.rand(1, T, H).double(), torch.rand(1, T, H).double()]
     labels = torch.randint(VOCAB, (T,))
     return {
         "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 5], ["energy-share", "", ""]),
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
-        "slot_memory": (MEMORY, [*shares, drawn(1, T, H, D), -torch.rand(H).double(), *[None] * 3], [""]),
+        "delta_rule": (DELTA_RULE, [*keys, *rates, None, None], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
         "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", "", "0.1"]),
     }
@@ -210,7 +210,7 @@ def test_what_a_handle_stands_for_is_freed_with_it():
     torch.compiler.reset()
     gc.collect()  # models of other tests
     before = len(registered._OBJECTS), waiting_passes()
-    model = compile_blocks(apply_activation_checkpointing(drawn_model("TS"), activation_checkpointing="full"))
+    model = compile_blocks(apply_activation_checkpointing(drawn_model("TD"), activation_checkpointing="full"))
     for _ in range(2):
         loss_and_gradients(model, {}, with_states=True)  # forwards that are computed again have no backward
     model(TOKENS_BT, labels=TOKENS_BT)
@@ -220,14 +220,14 @@ def test_what_a_handle_stands_for_is_freed_with_it():
 
 @pytest.mark.slow
 def test_a_whole_model_may_be_compiled_with_breaks_between_its_blocks():
-    model = drawn_model("TSA")
+    model = drawn_model("TDA")
     expected = model(TOKENS_BT, labels=TOKENS_BT).loss
     assert_close(torch.compile(model, backend="aot_eager")(TOKENS_BT, labels=TOKENS_BT).loss, expected, 1e-12)
 
 
 @pytest.mark.slow
 def test_a_decoded_token_has_the_same_state():
-    for pattern in ("T", "S", "A"):
+    for pattern in ("T", "D", "A"):
         eager, model = drawn_model(pattern).float(), compile_blocks(drawn_model(pattern).float())
         after, compiled = (m(TOKENS_BT[:, :1], state=m(TOKENS_BT).state).state for m in (eager, model))
         for x, expected in zip(compiled.layers[0], after.layers[0], strict=True):

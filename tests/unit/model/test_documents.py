@@ -30,7 +30,6 @@ KINDS = {
     "rotary, window": {"pattern": "A", "positions": "none", "softmax": {"window": 6}},
     "window of one": {"pattern": "A", "softmax": {"window": 1}},
     "hybrid": {"pattern": "TA"},
-    "slots": {"pattern": "S"},
     "delta": {"pattern": "D", "positions": "none"},
     "other forms": {"pattern": "A", **other_forms(window=6), "heads": 4},
     "hybrid, window": {

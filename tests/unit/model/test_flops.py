@@ -11,14 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tost_lm.config import validate
-from tost_lm.mixers.slots.layer import memberships
-from tost_lm.mixers.slots.memory import slot_memory
-from tost_lm.mixers.slots.settings import CONV_TAPS
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import flops_per_token, parameters, peak_flops
-from tost_lm.ops.layout import LocalDocuments
-from tost_lm.ops.short_conv import short_conv
 
 pytestmark = pytest.mark.quick
 
@@ -38,9 +33,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "A", "layer_scale": 0.0, "positions": "sinusoidal"},
         {"tssa": {"denom_bias": "head"}, "positions": "none"},
         {"tssa": {"denom_bias": "none"}, "bias": True},
-        {"pattern": "S", "slots": {"per_head": 3, "value_size": 5}},
-        {"pattern": "SA", "softmax": {"window": 4}, "bias": True},
-        {"pattern": "TS", "layer_scale": 0.0},
+        {"pattern": "TD", "layer_scale": 0.0},
         {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
         {"pattern": "A", "norm_after": "A", "mlp_hidden": 12, "softmax": {"kv_heads": 1, "qk_norm": "all-heads"}},
         {
@@ -96,7 +89,7 @@ def test_products_are_what_torch_counts(settings: dict[str, Any]):
     assert with_loss.get_total_flops() + not_counted == counter.get_total_flops()  # nothing twice
 
 
-@pytest.mark.parametrize("pattern", ["S", "SA", "TS", "D"])
+@pytest.mark.parametrize("pattern", ["D", "DA", "TD"])
 def test_products_of_linear_layers_are_what_torch_counts(pattern: str):
     config = config_of(pattern=pattern, softmax={"window": 4})
     with FlopCounterMode(display=False) as counter:
@@ -261,104 +254,6 @@ class ByHand:
                 row.append(for_head)
             d_w.append(row)
         return d_w[::-1], d_temp, d_bias[::-1]
-
-
-def test_slot_memory_done_number_by_number():
-    S, V, tokens = 3, 2, 6
-    torch.manual_seed(0)
-    key, query = torch.randn(2, 1, tokens, 1, S, dtype=torch.float64, requires_grad=True)
-    value, g = torch.randn(2, 1, tokens, 1, V, dtype=torch.float64, requires_grad=True)
-    conv = torch.randn(S, CONV_TAPS, dtype=torch.float64, requires_grad=True)
-    temp = torch.rand(2, 1, dtype=torch.float64, requires_grad=True)
-    log_decay = torch.tensor([-0.2], dtype=torch.float64, requires_grad=True)
-    inputs = (key, query, value, conv, temp, log_decay)
-    local = LocalDocuments.of(None, 1, tokens, None)
-    convolved, _ = short_conv(key.flatten(-2), conv, local=local)
-    write, read = memberships(convolved.unflatten(-1, (1, S)), temp[0]), memberships(query, temp[1])
-    y, _ = slot_memory(read, write, value, log_decay, local=local)
-    expected = torch.autograd.grad(y, inputs, g)
-
-    by_hand = SlotsByHand(*map(counted, (*(x[0, :, 0] for x in (key, query, value, g)), conv, temp[:, 0])))
-    Counted.operations = 0
-    ours = by_hand.forward(math.exp(-0.2))
-    forward = Counted.operations
-    gradients = by_hand.backward(math.exp(-0.2))
-    backward = Counted.operations - forward
-
-    torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), y[0, :, 0].detach())
-    for mine, autograd in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), autograd.squeeze())
-    config = config_of(pattern="S", heads=2, slots={"per_head": S, "value_size": V}, layers=3)
-    operator = flops_per_token(config, tokens).operator
-    assert (forward, backward) == (operator.forward / 6 * tokens, operator.backward / 6 * tokens)
-
-
-def counted(x: torch.Tensor) -> Any:
-    return Counted(x) if not x.dim() else [counted(row) for row in x]
-
-
-class SlotsByHand:
-    """Slot memory of one head and its gradients, one token at a time; [t][s], [t][v], [s][v]."""
-
-    def __init__(self, key: Any, query: Any, value: Any, g: Any, conv: Any, temp: Any):
-        self.x, self.query, self.u, self.g, self.conv, self.temp = key, query, value, g, conv, temp
-        self.T, self.S, self.V = range(len(key)), range(len(query[0])), range(len(value[0]))
-
-    def taps(self, rows: Any, t: int, step: int) -> list[Any]:
-        """The rows that the convolution reads at t, the last tap first; zeros outside the document."""
-        near = [t - step * j for j in range(CONV_TAPS)]
-        return [rows[i] if i in self.T else zeros(self.S) for i in near]
-
-    def forward(self, decay: float) -> Any:
-        S, V = self.S, self.V
-        M, N = zeros(S, V), zeros(S)
-        self.past: list[Any] = []
-        ys = []
-        for t in self.T:
-            before, near = (M, N), self.taps(self.x, t, 1)
-            key = [total([near[j][s] * self.conv[s][-1 - j] for j in range(CONV_TAPS)]) for s in S]
-            w, r = (softmax([temp * z for z in row]) for temp, row in zip(self.temp, (key, self.query[t]), strict=True))
-            M = [[M[s][v] * decay + w[s] * self.u[t][v] for v in V] for s in S]
-            N = [N[s] * decay + w[s] for s in S]
-            floored = [N[s] + 1e-8 for s in S]
-            share = [r[s] / floored[s] for s in S]
-            ys.append([total([share[s] * M[s][v] for s in S]) for v in V])
-            self.past.append((before, M, floored, key, w, r, share))
-        return ys
-
-    def backward(self, decay: float) -> Any:
-        S, V = self.S, self.V
-        RM, RN = zeros(S, V), zeros(S)
-        d_conv, d_temp, d_decay = zeros(S, range(CONV_TAPS)), zeros(self.temp), 0.0
-        d_keys, d_query, d_u = zeros(self.T, S), [], []
-        for t in reversed(self.T):
-            (M_before, N_before), M, floored, key, w, r, share = self.past[t]
-            g, u = self.g[t], self.u[t]
-            d_r = [total([g[v] * M[s][v] for v in V]) / floored[s] for s in S]
-            RN = [RN[s] * decay + -(d_r[s] * share[s]) for s in S]
-            RM = [[RM[s][v] * decay + share[s] * g[v] for v in V] for s in S]
-            d_u.append([total([w[s] * RM[s][v] for s in S]) for v in V])
-            d_w = [total([u[v] * RM[s][v] for v in V]) + RN[s] for s in S]
-            pairs = [pair for s in S for pair in zip([*M_before[s], N_before[s]], [*RM[s], RN[s]], strict=True)]
-            d_decay = total([Counted(d_decay), *(before * after for before, after in pairs)])
-            d_scores = []
-            for i, (p, d_p, scores) in enumerate(((w, d_w, key), (r, d_r, self.query[t]))):
-                mean = total([p[s] * d_p[s] for s in S])
-                d_z = [p[s] * (d_p[s] - mean) for s in S]
-                d_temp[i] = total([d_temp[i], *(d_z[s] * scores[s] for s in S)])
-                d_scores.append([self.temp[i] * d for d in d_z])
-            d_keys[t] = d_scores[0]
-            d_query.append(d_scores[1])
-        d_x = []
-        for t in self.T:
-            later, near = self.taps(d_keys, t, -1), self.taps(self.x, t, 1)
-            d_x.append([total([later[j][s] * self.conv[s][-1 - j] for j in range(CONV_TAPS)]) for s in S])
-            d_conv = [[d_conv[s][j] + d_keys[t][s] * near[-1 - j][s] for j in range(CONV_TAPS)] for s in S]
-        return d_x, d_query[::-1], d_u[::-1], d_conv, d_temp, float(d_decay) * decay
-
-
-def zeros(rows: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
-    return [zeros(*columns) if columns else Counted(0) for _ in rows]
 
 
 def softmax(z: Sequence[float]) -> list[float]:

@@ -57,7 +57,6 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
         {"pattern": "TTA", "layers": 3, "softmax": {"window": 9}},
         {"pattern": "TA"},
         {"pattern": "A", **other_forms(window=9), "heads": 4},
-        {"pattern": "S"},
         {"pattern": "D"},
     ],
     ids=str,
@@ -97,7 +96,7 @@ def test_sums_do_not_drift():
     assert_close(added[torch.float32], added[torch.float64], FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA", "S"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "D"])
 def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
     model, tokens = build(pattern=pattern, softmax={"window": 5}), ids(60)
     exact = build(pattern=pattern, softmax={"window": 5}).double()
@@ -112,7 +111,7 @@ def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
         assert_as_accurate(logits, one_call, truth)
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA", "S"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "D"])
 def test_a_stream_that_continues_after_a_tile_has_equal_bits(pattern: str):
     model, tokens = build(pattern=pattern, softmax={"window": 5}), ids(60)
     first = model.stream(tokens[:21], tile_tokens=10)
@@ -217,7 +216,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA", "S"])
+@pytest.mark.parametrize("pattern", ["T", "TA", "D"])
 def test_memory_does_not_grow_with_the_text(pattern: str):
     model = build(pattern=pattern, softmax={"window": 8})
     largest, states = [], []

@@ -24,7 +24,7 @@ BY_MUON = {
 def build_model() -> TostLM:
     torch.manual_seed(0)
     # T layers have matrices of another kind: denom_bias by position; S layers: norm.
-    return TostLM(validate(ModelConfig, {**SHAPE, "pattern": "TSA", "tssa": {"denom_bias": "position"}}, "test"))
+    return TostLM(validate(ModelConfig, {**SHAPE, "pattern": "TDA", "tssa": {"denom_bias": "position"}}, "test"))
 
 
 def draw_gradients(model: TostLM, seed: int) -> None:

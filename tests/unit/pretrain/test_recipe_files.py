@@ -105,21 +105,8 @@ def test_the_authors_recipe_follows_the_released_program():
         assert ours == pytest.approx(released, rel=1e-12)
 
 
-def test_the_hybrid_trains_on_as_many_tokens():
-    path = CONFIGS / "pretrain/owt_hybrid_base.toml"
-    paper, config = load_config(PretrainConfig, recipe("base")), load_config(PretrainConfig, path)
-    assert config.train.steps * config.batch_tokens == paper.train.steps * paper.batch_tokens
-    assert config.model.position_limit is None
-    for size in ("medium", "large"):
-        words = [f"model.preset=hybrid-{size}", "train.micro_batch_size=4", "run.name=larger"]
-        assert memory_problem(load_config(PlanConfig, path, words)) is None
-
-
-@pytest.mark.parametrize("size", ["1b", "3b"])
-@pytest.mark.parametrize("kind", ["slots", "hybrid"])
-def test_larger_recipes_have_20_tokens_for_each_parameter(kind: str, size: str):
-    config = load_config(PretrainConfig, CONFIGS / f"pretrain/{kind}_{size}.toml")
-    assert config.model.preset == f"{kind}-{size}"
+def test_the_recommended_recipe_has_20_tokens_for_each_parameter():
+    config = load_config(PretrainConfig, CONFIGS / "pretrain/delta_350m.toml")
     assert config.model.position_limit is None
     assert config.train.steps * config.batch_tokens / parameters(config.model).total == pytest.approx(20, rel=0.02)
 

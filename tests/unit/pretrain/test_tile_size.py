@@ -15,11 +15,12 @@ from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import tile
 
-RECIPE = Path(__file__).parents[3] / "configs/pretrain/hybrid_base_128k.toml"
+RECIPE = Path(__file__).parents[3] / "configs/pretrain/delta_base_1m.toml"
+SHORTER = ("parallel.sequence=1", "train.seq_len=131072")
 
 
 def recipe(*overrides: str) -> PretrainConfig:
-    return load_config(PretrainConfig, RECIPE, overrides)
+    return load_config(PretrainConfig, RECIPE, [*SHORTER, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
 
 
 def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
-    words = ["memory={}", "train.seq_len=4194304", "train.global_batch_size=8", "validation.sequences=8"]
+    words = ["memory={}", SHORTER[0], "train.seq_len=4194304"]
     an_eighth = [*words, "train.seq_len=524288"]
     problem = plan_fit.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
     assert problem is not None

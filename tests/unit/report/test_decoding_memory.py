@@ -15,7 +15,6 @@ from tost_lm.report.retrieval import decoding_bytes
     "settings",
     [
         {"pattern": "T"},
-        {"pattern": "S"},
         {"pattern": "D"},
         {"pattern": "A", "softmax": {"kv_heads": 2}},
         {"pattern": "A", "softmax": {"window": 8}},

@@ -101,14 +101,6 @@ def test_tssa_conforms(settings: dict[str, Any]):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("settings", [{}, {"slots": {"per_head": 1, "value_size": 3}, "bias": True}], ids=str)
-def test_slot_memory_conforms(settings: dict[str, Any]):
-    report = layer_report("S", **settings)
-    report.require()
-    assert report.with_result("not offered") == [RANKS, WINDOW]
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings",
     [{}, {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}}, {"softmax": {"window": 1, "rope_theta": 0.0}}],

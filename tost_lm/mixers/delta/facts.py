@@ -36,7 +36,7 @@ class DeltaFacts(RecurrentFacts):
     folder = "delta"
     name = "gated delta rule"
     tag = "gated-delta-rule"
-    kernel_bandwidth = 0.31  # an estimate: as slot memory; no GPU has measured these kernels
+    kernel_bandwidth = 0.31  # an estimate: no GPU has measured these kernels
 
     def description(self, shape: DeltaShape) -> str:
         return "gated delta rule, linear in time"

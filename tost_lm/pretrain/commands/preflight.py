@@ -49,7 +49,7 @@ def main(path: Path, config: PretrainConfig) -> None:
 def disk_bytes(config: PretrainConfig) -> int:
     """Additional disk space for the run's checkpoints: those that are kept, and one that is being written."""
     existing = sum(file.stat().st_size for file in (config.run_folder / "checkpoints").rglob("*") if file.is_file())
-    return (config.checkpoint.keep_latest_k + 1) * checkpoint_bytes(config) - existing
+    return (config.checkpoint.keep_latest_k + 1) * int(checkpoint_bytes(config)) - existing
 
 
 def run() -> NoReturn:

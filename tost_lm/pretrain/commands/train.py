@@ -5,9 +5,9 @@
     tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.pretrain.commands.train CONFIG      (several nodes)
 
-Input: shard folders. Output: runs/NAME with config.toml, env.json, log.txt, metrics.jsonl, validation.jsonl,
-evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (see run.wandb), tensorboard/ (with
-run.loggers) and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
+Input: shard folders. Output: runs/NAME (run.folder, run.name) with config.toml, env.json, log.txt, metrics.jsonl,
+validation.jsonl, evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (see run.wandb), tensorboard/ (with run.loggers)
+and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
 Ctrl-C and the end of run.max_minutes request a graceful stop: all ranks save a checkpoint after the current micro-batch
 and exit with 75. A second Ctrl-C ends at once.
 """

@@ -1,10 +1,8 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, for slot memory `python
-compile_for_hopper.py slots DTYPE H S D ENDS`,
-with comma-separated ends of documents, and for the loss `python compile_for_hopper.py loss DTYPE V` print a JSON list:
-what ptxas reports of each kernel. Where all chunks are full, it has the instructions that a thread executes for a token
-and channel, in slot memory for a token of a head.
+`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, with comma-separated ends of documents, and for the
+loss `python compile_for_hopper.py loss DTYPE V` print a JSON list: what ptxas reports of each kernel. Where all chunks
+are full, it has the instructions that a thread executes for a token and channel.
 """
 
 import json
@@ -21,13 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tost_lm.mixers.slots import memory as slots
-from tost_lm.mixers.slots import triton as slot_kernels
 from tost_lm.mixers.tssa import triton as phases
 from tost_lm.mixers.tssa.phases import Scoring
 from tost_lm.mixers.tssa.triton import tiles
 from tost_lm.ops import cross_entropy_triton
-from tost_lm.ops.layout import LocalDocuments, document_layout
+from tost_lm.ops.layout import document_layout
 
 kernels = []
 run = JITFunction.run
@@ -43,12 +39,9 @@ def compile_only(kernel, *args, grid, warmup, **options):
         code = printed(knobs.nvidia.nvdisasm.path, "-c")
     instructions = None
     if options.get("FULL"):
-        groups = options.get("GROUPS", 1)
-        tokens, step, channels = slot_kernels.TOKENS, slot_kernels.STEP.value, 1
-        if "G_" in options:
-            tokens, step = tiles.TOKENS.value, tiles.STEP.value
-            channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
-        instructions = executed_instructions(code, tokens // step, groups) / tokens / channels
+        groups, tokens = options.get("GROUPS", 1), tiles.TOKENS.value
+        channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
+        instructions = executed_instructions(code, tokens // tiles.STEP.value, groups) / tokens / channels
     kernels.append(
         {
             "kernel": kernel.__name__,
@@ -101,27 +94,11 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[
     phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
 
 
-def call_slot_memory(dtype: torch.dtype, H: int, S: int, D: int, ends: list[int]) -> None:
-    slots._kernels = lambda write, value: slot_kernels
-    read, write = (torch.zeros(1, ends[-1], H, S, requires_grad=True) for _ in range(2))
-    value = torch.zeros(1, ends[-1], H, D, dtype=dtype, requires_grad=True)
-    local = LocalDocuments.of(torch.tensor([0, *ends]), 1, ends[-1], None)
-    y, _ = slots.slot_memory(read, write, value, torch.zeros(H), local=local)
-    y.sum().backward()
-    # As sequence ranks do before their reads.
-    initial_nHSE = torch.zeros(len(ends), H, S, D + 1, dtype=torch.float64)
-    slot_kernels.final_state(write[0], value[0], initial_nHSE, torch.zeros(H), local.lengths).sum().backward()
-
-
 def call_loss(dtype: torch.dtype, V: int) -> None:
     logits_mV, row_m, log_sum_m = torch.zeros(2, V, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     cross_entropy_triton.log_sums(logits_mV, row_m)
     cross_entropy_triton.gradient_(logits_mV, row_m, row_m > 0, log_sum_m, 1e-4)
     cross_entropy_triton.log_sums_and_gradient_(logits_mV, row_m, row_m > 0, 1e-4)
-
-
-def documents(ends: str) -> list[int]:
-    return [int(end) for end in ends.split(",")]
 
 
 if __name__ == "__main__":
@@ -134,11 +111,8 @@ if __name__ == "__main__":
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
-    elif sys.argv[1] == "slots":
-        H, S, D = map(int, sys.argv[3:6])
-        call_slot_memory(getattr(torch, sys.argv[2]), H, S, D, documents(sys.argv[6]))
     else:
         dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
         tiles.FEW_CHUNKS = int(few_chunks)
-        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, documents(ends))
+        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, [int(end) for end in ends.split(",")])
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

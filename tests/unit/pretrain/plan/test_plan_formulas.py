@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 CHECKOUT = Path(__file__).parents[4]
 BASE, LARGE = (CHECKOUT / f"configs/pretrain/owt_tost_{size}.toml" for size in ("base", "large"))
-HYBRID = CHECKOUT / "configs/pretrain/owt_hybrid_base.toml"
+DELTA = CHECKOUT / "configs/pretrain/delta_350m.toml"
 N = 110_384_016  # numbers trained by tost-base
 TOKENS = 12 * 1024  # of its micro-batch
 MANY = ("cluster.nodes=8", "parallel.sequence=64")
@@ -193,21 +193,12 @@ def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
     assert of_layer == 1023 / 1024 * 2 * 8 * (2 * 768 + 12)
 
 
-def test_slot_layers_send_their_state_forward_and_its_gradient_backward():
-    words = (*MANY, "model.pattern=TS", "model.slots.per_head=2", "model.slots.value_size=3")
-    [statistics] = [x for x in plan.collectives(planned(BASE, *words)) if "statistics" in x.content]
-    state = 12 * 2 * (8 * (3 + 1) + 2 * 3)  # M and N in float64, 3 keys in bfloat16
-    assert statistics.input_bytes == 2 * 40 * 12 * 6 * (8 * (2 * 768 + 12) + 2 * state)
-    assert statistics.calls == 40 * 12 * 8
-    halves = (*words, "parallel.tensor=2", "parallel.sequence=32")
-    [half] = [x for x in plan.collectives(planned(BASE, *halves)) if "statistics" in x.content]
-    assert half.input_bytes == statistics.input_bytes / 2
-    # Three forwards and two backwards of two tiles, in place of one each, and with states three rows in place of two.
-    tiles = (*words, "memory.tile_tokens=512")
-    [tiled] = [x for x in plan.collectives(planned(BASE, *tiles)) if "statistics" in x.content]
-    assert tiled.input_bytes == 2.5 * 3 / 2 * statistics.input_bytes
-    between = plan_memory.tile_states_bytes(planned(BASE, *tiles))
-    assert between == 2 * 12 * 6 * (4 * (2 * 768 + 12) + state)
+def test_statistics_of_tiles():
+    """Three forwards and two backwards of two tiles, in place of one each, and with states three rows, not two."""
+    whole, tiled = (planned(BASE, *MANY, *words) for words in ([], ["memory.tile_tokens=512"]))
+    sent = [x.input_bytes for one in (whole, tiled) for x in plan.collectives(one) if "statistics" in x.content]
+    assert sent[1] == 2.5 * 3 / 2 * sent[0]
+    assert plan_memory.tile_states_bytes(tiled) == 2 * 12 * 12 * 4 * (2 * 768 + 12)
 
 
 def test_compiled_blocks_that_are_computed_again_receive_again():
@@ -221,7 +212,7 @@ def test_compiled_blocks_that_are_computed_again_receive_again():
 
 def test_launches_are_those_of_the_layers_of_the_sums_and_of_the_update():
     assert plan.operations_per_layer(planned(BASE)) == 65
-    assert plan.operations_per_layer(planned(BASE, "model.pattern=TS", "parallel.sequence=8")) == (65 + 113) / 2
+    assert plan.operations_per_layer(planned(BASE, "model.pattern=TD", "parallel.sequence=8")) == (65 + 174) / 2
     of_micro_batch = plan.MODEL_LAUNCHES + 2 * 7  # the gradients of tost-base are cast in seven portions
     assert plan.launches(planned(BASE)) == 5 * (12 * 65 + of_micro_batch) + plan.UPDATE_LAUNCHES
     assert plan.launches(planned(BASE, "train.compile=true")) == 5 * (12 * 48 + of_micro_batch) + plan.UPDATE_LAUNCHES
@@ -311,38 +302,38 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
     [
         (
             "train.seq_len=32768",
-            "train.seq_len: 1024 → 32768 multiplies the tokens by 32, from 294.9 G to 9.437 T; set "
+            "train.seq_len: 4096 → 32768 multiplies the tokens by 8, from 7.424 G to 59.39 G; set "
             "train.batch_tokens=524288 to keep them",
         ),
         (
-            "train.global_batch_size=1024",
-            "train.global_batch_size: 512 → 1024 multiplies the tokens by 2, from 294.9 G to 589.8 G; set "
-            "train.tokens=294912000000 to keep them",
+            "train.global_batch_size=256",
+            "train.global_batch_size: 128 → 256 multiplies the tokens by 2, from 7.424 G to 14.85 G; set "
+            "train.tokens=7423918080 to keep them",
         ),
     ],
 )
 def test_overrides_that_change_the_tokens_come_with_one_that_keeps_them(words: str, problem: str):
-    assert changed_tokens(HYBRID, planned(HYBRID, words)) == problem
+    assert changed_tokens(DELTA, planned(DELTA, words)) == problem
     fix = problem.split("; set ")[1].split()[0]
-    kept = planned(HYBRID, words, fix)
-    assert kept.train.steps * kept.batch_tokens == 294_912_000_000
-    assert changed_tokens(HYBRID, kept) is None
+    kept = planned(DELTA, words, fix)
+    assert kept.train.steps * kept.batch_tokens == 7_423_918_080
+    assert changed_tokens(DELTA, kept) is None
 
 
 def test_a_number_of_tokens_that_was_chosen_is_no_change(tmp_path: Path):
     for words in ([], ["train.steps=100"], ["train.tokens=7e9"], ["train.tokens=7e9", "train.seq_len=2048"]):
-        assert changed_tokens(HYBRID, planned(HYBRID, *words)) is None
+        assert changed_tokens(DELTA, planned(DELTA, *words)) is None
     part = tmp_path / "part.toml"
-    part.write_text(HYBRID.read_text().replace("seq_len = 1024", ""))
-    assert changed_tokens(part, planned(part, "train.seq_len=4096")) is None
+    part.write_text(DELTA.read_text().replace("seq_len = 4096", ""))
+    assert changed_tokens(part, planned(part, "train.seq_len=2048")) is None
 
 
 def test_the_first_row_has_the_tokens_of_the_run_of_a_step_and_of_a_parameter():
-    assert next(model_rows(planned(HYBRID))) == (
-        "tokens", "294.9 G", "562,500 steps of 524,288; 2,633 per parameter",
+    assert next(model_rows(planned(DELTA))) == (
+        "tokens", "7.424 G", "14,160 steps of 524,288; 20 per parameter",
     )  # fmt: skip
-    short = planned(HYBRID, "train.tokens=5e8", "optim.warmup_steps=10")
-    assert next(model_rows(short)) == ("tokens", "500.2 M", "954 steps of 524,288; 4.47 per parameter")
+    short = planned(DELTA, "train.tokens=5e8", "optim.warmup_steps=10")
+    assert next(model_rows(short)) == ("tokens", "500.2 M", "954 steps of 524,288; 1.35 per parameter")
 
 
 def test_the_tables_in_the_documentation_are_those_of_their_commands(

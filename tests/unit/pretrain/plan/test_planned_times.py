@@ -28,11 +28,10 @@ RECORD = json.loads((CHECKOUT / "benchmarks/results/gpu_nvidia-h200.json").read_
 CELLS = [cell for cell in RECORD["cells"] if "case" in cell]
 C, V, LAYERS, TOKENS = 768, 50304, 12, 12 * 1024
 COPY = next(cell["bytes_per_second"] for cell in CELLS if cell["case"] == "copy")
-T_STEP, LONG_STEP, HYBRID_STEP = "12 × 1,024 tokens", "1 × 8,192 tokens", "SSSA, 16 × 1,024 tokens, 28 documents"
+T_STEP, LONG_STEP = "12 × 1,024 tokens", "1 × 8,192 tokens"
 STEPS = {
     T_STEP: ("owt_tost_base", 12, ()),
     LONG_STEP: ("owt_tost_base", 1, ("train.seq_len=8192", "model.max_positions=8192")),
-    HYBRID_STEP: ("owt_hybrid_base", 16, ()),
 }
 
 
@@ -84,21 +83,11 @@ def test_kernels_of_tssa(rows: int, tokens: int):
     assert plan.step_seconds(config).operator == pytest.approx(measured, rel=0.15)
 
 
-def test_kernels_of_slot_memory():
-    """Norm and gate of the outputs are not in the measured call; they take at least the time of a copy."""
-    tokens = 131_072
-    words = (f"train.seq_len={tokens}", f"model.max_positions={tokens}", "model.pattern=S")
-    config = planned("owt_hybrid_base", 1, words)
-    norm_and_gate = 5 * (4 + 4 * 2) * config.model.heads * config.model.slots.value_size * tokens / COPY
-    measured = LAYERS * (seconds_of(f"slot memory, 1 × {tokens:,} tokens, forward + backward") + norm_and_gate)
-    assert plan.step_seconds(config).operator == pytest.approx(measured, rel=0.15)
-
-
 @pytest.mark.parametrize("tokens", [1024, 131_072])
 def test_kernels_of_softmax_attention(tokens: int):
     rows = max(1, TOKENS // tokens)
-    words = (f"train.seq_len={tokens}", "model.pattern=A", "model.softmax.window=0", f"model.max_positions={tokens}")
-    config = planned("owt_hybrid_base", rows, words)
+    words = (f"train.seq_len={tokens}", "model.pattern=A", f"model.max_positions={tokens}")
+    config = planned("owt_tost_base", rows, words)
     outside = SOFTMAX.kernel_bytes(load_of(config, SOFTMAX), 1) / COPY * tokens * rows  # rotary embedding and copies
     attention = plan.step_seconds(config).attention / LAYERS
     attention += outside / SOFTMAX.kernel_bandwidth - outside
@@ -126,13 +115,6 @@ def test_fractions_of_the_bandwidth_of_a_copy():
     adamw, _ = kernels(LONG_STEP, "FusedAdam")
     parameters = parameters_per_rank(planned(*STEPS[LONG_STEP]))
     assert 28 * parameters / adamw / COPY == pytest.approx(ADAMW.bandwidth, rel=0.05)
-
-
-def test_fractions_of_the_larger_step_hold_for_the_hybrid():
-    tokens = 16 * 1024
-    norms, calls = kernels(HYBRID_STEP, "GammaBetaBackward")
-    assert calls == 25
-    assert 25 * 4 * C * tokens / norms / COPY == pytest.approx(plan.WEIGHT_GRADIENT, rel=0.05)
 
 
 def update_in_loops(config: PlanConfig) -> tuple[float, int]:
@@ -178,7 +160,7 @@ def test_launches(case: str):
 def test_the_plans_of_recipes_in_the_documentation():
     text = (CHECKOUT / "docs/cluster.md").read_text()
     rows = re.findall(r"^\| `tost plan (\S+) (\S+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
-    assert len(rows) == 4
+    assert len(rows) == 3
     for recipe, words, step, mfu in rows:
         config = load_config(PlanConfig, CHECKOUT / f"configs/pretrain/{recipe}.toml", words.split())
         values = {name: (value, details) for name, value, details in time_rows(config)}

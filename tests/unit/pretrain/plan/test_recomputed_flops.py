@@ -23,7 +23,7 @@ B, T = 6, 12
 @pytest.mark.parametrize(
     ("seq_len", "tile_tokens", "model"),
     [
-        (T, 4, {"pattern": "TDS", "mlp": "swiglu"}),
+        (T, 4, {"pattern": "TD", "mlp": "swiglu"}),
         # The mean number of keys that a token sees is T, as many as torch counts.
         (2 * T - 1, 100, {"pattern": "TAA", "softmax": {"kv_heads": 1}}),
     ],

@@ -24,8 +24,6 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
     "model",
     [
         {"pattern": "T"},
-        {"pattern": "S"},
-        {"pattern": "S", "slots": {"per_head": 32}, "layer_scale": 0.0},
         {"pattern": "D"},
         {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "qk_size": 24}},
         {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
