@@ -42,9 +42,6 @@ class SoftmaxFacts(MixerFacts):
             )
         return None
 
-    def has_position_parameters(self, shape: SoftmaxShape) -> bool:
-        return False
-
     def rope_theta(self, shape: SoftmaxShape) -> float:
         return shape.own.rope_theta
 
@@ -59,9 +56,6 @@ class SoftmaxFacts(MixerFacts):
             return (
                 f"model.softmax.kv_heads {kv_heads} is not divisible by parallel.tensor {ranks}; choose a divisor of it"
             )
-        return None
-
-    def obstacle_to_determinism(self) -> str | None:
         return None
 
     def channels_in(self, shape: SoftmaxShape) -> int:
@@ -127,21 +121,9 @@ class SoftmaxFacts(MixerFacts):
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
-    def passed_on_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        return 0.0
-
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         window, here = load.shape.own.window, tokens / load.sequence
         return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * kv_width(load.shape))
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        return (2 * forwards + 3) * self.stored_bytes(load)
 
 
 SOFTMAX = SoftmaxFacts()
