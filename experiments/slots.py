@@ -57,6 +57,8 @@ class SlotsSettings(Section):
 
 
 class Sizes(NamedTuple):
+    """H, S and V."""
+
     heads: int
     slots: int
     values: int
@@ -122,6 +124,9 @@ class SlotState(NamedTuple):
 
 
 class SlotMixer(TokenMixer):
+    """A token is written to the slots that the key of the tokens before it selects, and reads those that its query
+    selects; the output of each head has a norm and a gate."""
+
     State, FIXED_STATE = SlotState, True
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
 
@@ -193,6 +198,7 @@ def remember(
 def in_documents(
     read: Tensor, write: Tensor, value: Tensor, log_decay_H: Tensor, before_nHSE: Tensor, local: LocalDocuments
 ) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, V] of this rank's documents and M and N after each, from those before each."""
     if not local.packed:
         return in_rows(read, write, value, log_decay_H, before_nHSE)
     cuts = [slice(*cut) for cut in pairwise(local.offsets)]
@@ -210,10 +216,11 @@ def in_rows(
     """y [b, T, H, V] and M and N after the rows, from those before them, chunk by chunk."""
     gaps_HLL, since_HL1 = decays(log_decay_H, min(CHUNK_TOKENS, read.shape[1]))
     outputs, log_running_H11 = [], log_decay_H.to(sums_bHSE.dtype)[:, None, None]
-    for chunk in zip(*(x.transpose(1, 2).split(CHUNK_TOKENS, 2) for x in (read, write, value)), strict=True):
-        L = chunk[0].shape[2]
-        gaps, (_, write_c, value_c) = gaps_HLL[:, :L, :L], chunk
-        outputs.append(read_chunk(*chunk, sums_bHSE.to(value.dtype), gaps, since_HL1[:, :L]))
+    chunks = zip(*(x.transpose(1, 2).split(CHUNK_TOKENS, 2) for x in (read, write, value)), strict=True)
+    for read_c, write_c, value_c in chunks:
+        L = read_c.shape[2]
+        before, gaps = sums_bHSE.to(value.dtype), gaps_HLL[:, :L, :L]
+        outputs.append(read_chunk(read_c, write_c, value_c, before, gaps, since_HL1[:, :L]))
         added_bHSE = (write_c * gaps[:, -1, :, None]).mT @ pad(value_c, (0, 1), value=1.0)
         sums_bHSE = (L * log_running_H11).exp() * sums_bHSE + added_bHSE.to(sums_bHSE.dtype)
     return torch.cat(outputs, 2).transpose(1, 2), sums_bHSE

@@ -13,7 +13,8 @@ The file that a launch locks is beside the folder: see `run_lock.py`.
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,35 @@ def find_checkpoint(
     if (path / MANIFEST).is_file():
         verify(path)
         return path
-    steps = step_folders(path)
-    for step in reversed(steps):
+    if newest := next(_valid_steps(path, warn, verify), None):
+        return newest
+    reason = "none of its checkpoints is valid" if step_folders(path) else "it holds no checkpoint"
+    raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
+
+
+def newest_checkpoints(run_folder: Path, count: int, warn: Callable[[str], None] = print) -> list[Path]:
+    """The newest `count` valid checkpoints of a run, oldest first; damaged ones are skipped with a message to `warn`.
+
+    Raises:
+        CheckpointError: the run has fewer.
+    """
+    found = list(islice(_valid_steps(run_folder, warn, verify_checkpoint), count))
+    if len(found) < count:
+        raise CheckpointError(
+            f"{run_folder}: {len(found)} valid checkpoints, not {count}; ask for fewer, or keep more during training "
+            "with checkpoint.keep_latest_k"
+        )
+    return found[::-1]
+
+
+def _valid_steps(run_folder: Path, warn: Callable[[str], None], verify: Callable[[Path], None]) -> Iterator[Path]:
+    """The step folders that `verify` accepts, newest first."""
+    for step in reversed(step_folders(run_folder)):
         try:
             verify(step)
-            return step
+            yield step
         except CheckpointError as error:
             warn(f"skipped checkpoint: {error}")
-    reason = "none of its checkpoints is valid" if steps else "it holds no checkpoint"
-    raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
 
 
 def prune(newest: Path, settings: CheckpointConfig) -> None:

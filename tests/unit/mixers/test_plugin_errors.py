@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from doc_pages import blocks_of
 
 from tost_lm.checkpointing.format import flush_and_hash, publish_checkpoint, read_model_config, write_checkpoint
@@ -189,17 +188,3 @@ def test_a_crafted_checkpoint_runs_nothing():
     with pytest.raises(ConfigError, match=r"invalid model.pattern: 'E'"):
         read_model_config(Path("crafted"))
     assert not Path("marker").exists()
-
-
-def test_one_token_at_a_time_is_one_call():
-    run_plugin(write())
-    torch.manual_seed(0)
-    model = TostLM(config("EA", layer_scale=1.0)).double().eval()
-    tokens_BT = torch.randint(40, (2, 9))
-    with torch.no_grad():
-        whole, state, rows = model(tokens_BT).logits, None, []
-        for t in range(9):
-            output = model(tokens_BT[:, t : t + 1], state=state)
-            rows.append(output.logits)
-            state = output.state
-    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-10, atol=1e-12)

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from tost_lm.mixers.delta import chunked
 from tost_lm.mixers.delta.naive import delta_rule_naive
-from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
+from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 
@@ -240,18 +240,6 @@ def rounded_weights(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
         return y, final
 
     return apply
-
-
-@pytest.mark.parametrize("call", [Call((30, 30), packed=False, G=2), Call((25,), beta=2.0)])
-def test_steps_equal_one_call(call: Call):
-    *inputs, state = call.inputs()
-    y, final = in_chunks(*inputs, state, local=call.local)
-    steps = []
-    for tokens in zip(*(x.unbind(1) for x in inputs), strict=True):
-        y_t, state = delta_rule_step(*tokens, state)  # pyright: ignore[reportCallIssue]
-        steps.append(y_t)
-    torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
 
 def test_a_float32_state_is_resumed_exactly():
