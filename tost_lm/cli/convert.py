@@ -34,7 +34,7 @@ from pydantic import Field, model_validator
 from tost_lm.config import Section, run_program
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_file
-from tost_lm.interop.registry import Target
+from tost_lm.interop import Target
 from tost_lm.version import VERSION
 
 

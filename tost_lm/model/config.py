@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from tost_lm.config import Section, is_from_user
 from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.plugins import complete_settings, run_plugin, settings_of, unknown_letters
-from tost_lm.mixers.registry import FACTS, MixerSettings, facts_of
+from tost_lm.mixers.registry import FACTS, MixerSettings
 from tost_lm.mixers.shape import MixerShape
 
 SWIGLU_MULTIPLE = 256
@@ -118,7 +118,7 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def mixers(self) -> list[tuple[MixerFacts, MixerShape]]:
         """The mixers in `pattern`, each once."""
-        return [(facts, self.shape_of(facts.letter)) for facts in facts_of(self.pattern)]
+        return [(facts, self.shape_of(letter)) for letter, facts in FACTS.items() if letter in self.pattern]
 
     @property
     def mlp_width(self) -> int:

@@ -1,4 +1,4 @@
-"""The interface of an optimizer. Settings and the resource plan read it, so torch is imported in `build` only."""
+"""The interface of an optimizer, which settings, the resource plan and model cards read. It needs no torch."""
 
 from abc import ABC, abstractmethod
 from importlib import import_module

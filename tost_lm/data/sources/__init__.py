@@ -32,8 +32,7 @@ from tost_lm.data.sources.blocks import (
     parse,
     printable,
 )
-from tost_lm.data.sources.files import CorpusFile, corpus_files, left_out_files
-from tost_lm.data.sources.formats import format_of
+from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files
 from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows, known_rows
 from tost_lm.errors import ConfigError, DataError
 

@@ -78,15 +78,12 @@ def arrow_rows(path: Path) -> int:
         return sum(batch.num_rows for batch in batches)
 
 
-def _open_parquet(path: Path, size: int, corpus: CorpusConfig) -> Source:
-    return Source("arrow", "row", partial(parquet_blocks, path, size, corpus.text_field), partial(parquet_rows, path))
+def _open(blocks: Callable, rows: Callable, path: Path, size: int, corpus: CorpusConfig) -> Source:
+    return Source("arrow", "row", partial(blocks, path, size, corpus.text_field), partial(rows, path))
 
 
-def _open_arrow(path: Path, size: int, corpus: CorpusConfig) -> Source:
-    return Source("arrow", "row", partial(arrow_blocks, path, size, corpus.text_field), partial(arrow_rows, path))
-
-
-PARQUET, ARROW = CorpusFormat((".parquet",), _open_parquet), CorpusFormat((".arrow",), _open_arrow)
+PARQUET = CorpusFormat((".parquet",), partial(_open, parquet_blocks, parquet_rows))
+ARROW = CorpusFormat((".arrow",), partial(_open, arrow_blocks, arrow_rows))
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:

@@ -19,7 +19,6 @@ channels). With `mixers`, the mixer's branch does so, after the MLP of the block
 from typing import NamedTuple
 
 from tost_lm.mixers.facts import Load, MixerFacts
-from tost_lm.mixers.registry import facts_of
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS
 
@@ -85,7 +84,7 @@ def is_computed_again(config: PretrainConfig) -> list[bool]:
 def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
     of_kind = {
         (facts.letter, again): _block_bytes_per_token(config, facts, again)
-        for facts in facts_of(config.model.pattern) for again in (False, True)
+        for facts, _ in config.model.mixers for again in (False, True)
     }  # fmt: skip
     return [of_kind[block] for block in zip(config.model.letters, is_computed_again(config), strict=True)]
 

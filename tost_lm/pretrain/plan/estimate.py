@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS, MixerFacts
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import (
     FlopsPerToken,
     block_matrices,
@@ -215,7 +214,7 @@ def forwards(config: PlanConfig, facts: MixerFacts) -> float:
 
 def mixer_forwards(config: PlanConfig) -> float:
     """Forwards of all mixers of the model per token."""
-    return sum(facts.layers(config.model.letters) * forwards(config, facts) for facts in facts_of(config.model.pattern))
+    return sum(facts.layers(config.model.letters) * forwards(config, facts) for facts, _ in config.model.mixers)
 
 
 def mlp_tiles(config: PlanConfig) -> int:
@@ -271,10 +270,7 @@ def recomputed_flops(config: PlanConfig) -> Recomputed:
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
     model = config.model
-    of = {
-        facts: facts.compiled_launches() if config.train.compile else facts.launches()
-        for facts in facts_of(model.pattern)
-    }
+    of = {facts: facts.compiled_launches() if config.train.compile else facts.launches() for facts, _ in model.mixers}
     return sum(facts.layers(model.letters) * count for facts, count in of.items()) / model.layers
 
 
@@ -285,7 +281,7 @@ def operator_bytes_per_token(config: PlanConfig) -> float:
         facts.layers(letters)
         * facts.kernel_bytes(load_of(config, facts), forwards(config, facts))
         / facts.kernel_bandwidth
-        for facts in facts_of(letters)
+        for facts, _ in config.model.mixers
     )
 
 
@@ -442,7 +438,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
-    ranks, tensor, mixers = parallel.sequence, parallel.tensor, facts_of(model.pattern)
+    ranks, tensor, mixers = parallel.sequence, parallel.tensor, [facts for facts, _ in model.mixers]
     loads = {facts: load_of(config, facts) for facts in mixers}
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     exchanging = [facts for facts in mixers if facts.exchanged_bytes(loads[facts], backward=False)]
